@@ -1,0 +1,427 @@
+"""A run's configuration: from the command line's overrides to one validated, typed object, and back to text.
+
+Hydra composes files and overrides well and reports mistakes badly: it accepts ``+modle.layers=3`` in silence,
+and answers other slips with a page. So Hydra only merges here. Every key and value of the result is then read
+into the component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
+from hydra.errors import HydraException
+from hydra.version import VersionBase
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallax.errors import ConfigError, check_choice, nearest, printable
+from parallax.machine import ClusterConfig
+from parallax.model.precision import PrecisionConfig
+from parallax.model.registry import ModelConfig
+from parallax.monitor import LoggerConfig
+from parallax.plan.search import PlanConfig
+from parallax.runtime.optimizer import OptimizerConfig
+from parallax.swap.manager import SwapConfig
+from parallax.train.data import CustomDataConfig, TextDataConfig
+from parallax.train.loop import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a run depends on. ``name``: its directory is ``runs/<name>``."""
+
+    name: str = "auto"
+    seed: int = 1
+    model: ModelConfig
+    data: TextDataConfig | CustomDataConfig
+    cluster: ClusterConfig
+    plan: PlanConfig
+    swap: SwapConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    trainer: TrainerConfig
+    logger: LoggerConfig
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", self.name):
+            raise ConfigError(
+                f"name={self.name}: accepted is a folder name of letters, digits, '.', '_' and '-'"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}: accepted are whole numbers from 0 to {2**63 - 1}")
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """The main job changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80 swap=off``).
+
+    Leaves no trace in the process: no Hydra state, folder or logging. A mistake raises :class:`ConfigError`
+    in one line: key, value, what is accepted, nearest name.
+    """
+    options: dict[str, str] = {}
+    values: list[str] = []
+    removed: list[str] = []
+    for text in overrides:
+        override = _parse(text)
+        key = str(override.key_or_group)
+        if override.is_delete():
+            removed.append(key)
+        elif key in _options():
+            options[key] = _option(text, override)
+        else:
+            # "++" merges whatever the prefix was: the reader below is the only judge of keys.
+            values.append(f"++{key}={text.partition('=')[2]}")
+    tree = _merge([f"{group}={option}" for group, option in options.items() if option] + values)
+    for key in removed:
+        _remove(tree, key)
+    return _read_run(tree)
+
+
+def dump(config: RunConfig) -> str:
+    """``config`` as YAML: data only, ASCII, every key; :func:`load` gives back an equal object."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def load(text: str) -> RunConfig:
+    """The configuration that :func:`dump` wrote, validated as :func:`compose` does."""
+    try:
+        return _read_run(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the stored configuration is not plain YAML: {_one_line(error)}") from None
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Sixteen hex digits, equal on two ranks exactly when their configurations are."""
+    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(a: RunConfig, b: RunConfig) -> list[str]:
+    """One line for each key whose values differ: ``trainer.steps: 60 != 80``."""
+    left, right = _leaves(dataclasses.asdict(a)), _leaves(dataclasses.asdict(b))
+    return [
+        f"{printable(key)}: {left.get(key, 'absent')} != {right.get(key, 'absent')}"
+        for key in left | right
+        if left.get(key) != right.get(key)
+    ]
+
+
+# ---- Overrides: what can be judged before anything is merged -------------------------------------
+
+
+def _parse(text: str) -> Override:
+    """One override, or the reason why it is none."""
+    key, groups = text.lstrip("+~").partition("=")[0], _options()
+    root = re.split(r"[./@:\[]", key)[0]
+    roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
+    if root not in roots:  # judged before the grammar: "modle" says more than "no viable alternative"
+        hint = _homes(key) or nearest(root, roots)
+        _unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
+    usage = f"{root}=OPTION of {', '.join(groups[root])}" if key in groups else f"{key}=VALUE"
+    if "=" not in text and not text.startswith("~"):
+        _refuse(text, f"no value; accepted is {usage}")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError):
+        _refuse(
+            text, f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\""
+        )
+    if override.is_sweep_override():
+        listed = "" if key in groups else f", a list is quoted: '{key}=[1,2]'"
+        _refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}")
+    if override.package is not None or "/" in str(override.key_or_group):
+        _refuse(text, f"accepted is {root}=OPTION or {root}.KEY=VALUE")
+    if override.is_delete() and ("=" in text or key in groups):
+        _refuse(text, f"cannot be removed; accepted is {usage}, or ~GROUP.kwargs.KEY without a value")
+    if key == f"{root}.name" and len(_kinds(root)) > 1:
+        hint = nearest(str(override.value()), groups[root])
+        _refuse(text, f"the option sets it; accepted is {root}=OPTION of {', '.join(groups[root])}{hint}")
+    return override
+
+
+def _option(text: str, override: Override) -> str:
+    """The option that ``group=option`` selects; none, "", for ``experiment=null``."""
+    group, value = str(override.key_or_group), override.value()
+    if group == "experiment" and value is None:
+        return ""
+    accepted = _options()[group]
+    if value not in accepted:
+        hint = nearest(str(value), accepted)
+        _refuse(text.lstrip("+"), f"unknown option; accepted are {', '.join(accepted)}{hint}")
+    return str(value)
+
+
+def _options() -> dict[str, list[str]]:
+    """Every group and the names of its files."""
+    folders = sorted(path for path in _folder().iterdir() if path.is_dir())
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def _homes(key: str) -> str:
+    """A hint for a key without its group, such as ``steps=80``."""
+    homes = [
+        f"{group}.{key}"
+        for group in _options()
+        for kind in _kinds(group)
+        if key in typing.get_type_hints(kind)
+    ]
+    return f" (did you mean '{homes[0]}'?)" if homes and key != "name" else ""
+
+
+def _kinds(group: str) -> list[type[Any]]:
+    """The dataclasses that may stand in ``group``; none for a plain key."""
+    members = _members(typing.get_type_hints(RunConfig).get(group))
+    return [kind for kind in members if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+
+
+# ---- Merging: the only part that Hydra does ------------------------------------------------------
+
+
+def _folder() -> Path:
+    """``configs`` inside an installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "configs", here.parent / "configs"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(f"configs/config.yaml is neither in {here} nor in {here.parent}: reinstall parallax")
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """What the fields of ``kind`` start from, also where ``kind()`` alone is refused."""
+    made = [
+        (field.name, field.default_factory() if callable(field.default_factory) else field.default)
+        for field in dataclasses.fields(kind)
+    ]
+    return {name: value for name, value in made if value is not dataclasses.MISSING}
+
+
+@contextlib.contextmanager
+def _hydra() -> Iterator[None]:
+    """Hydra opened on our files; afterwards its globals are as before, for the caller may be a Hydra program.
+
+    The dataclasses' defaults are in its ConfigStore as ``/parallax/<group>``, or ``/parallax/<group>/<name>``
+    where a group has several. They are plain nodes: OmegaConf's typed ones know neither frozen classes nor
+    ``int | str | list[int]``, and report in their own words.
+    """
+    store = ConfigStore.instance()
+    store.store(group="parallax", name="run", node=_defaults(RunConfig))
+    for group in typing.get_type_hints(RunConfig):
+        several = len(_kinds(group)) > 1
+        for node in map(_defaults, _kinds(group)):
+            name, folder = (node["name"], f"parallax/{group}") if several else (group, "parallax")
+            store.store(name=name, group=folder, node=node)
+    globals_: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
+    instances = Singleton._instances
+    before = {kind: instances.pop(kind) for kind in globals_ if kind in instances}
+    try:
+        with hydra.initialize_config_dir(str(_folder()), job_name="parallax", version_base="1.3"):
+            yield
+    finally:
+        for kind in globals_:
+            instances.pop(kind, None)
+        instances.update(before)
+        store.repo.pop("parallax", None)
+
+
+def _merge(overrides: list[str]) -> dict[str, Any]:
+    """The merged files and overrides as plain data, interpolations resolved."""
+    try:
+        with _hydra():
+            merged = hydra.compose("config", overrides)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        subject, _, blamed = _one_line(error).partition("override ++")
+        # Keys and options are known to exist, so what is left is the shape of a value or a broken file.
+        why = "accepted are whole lists such as [1,2], and ${group.key}" if blamed else subject
+        _refuse(blamed or " ".join(overrides).replace("++", ""), f"cannot be merged; {why}")
+    try:
+        return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+    except (OmegaConfBaseException, RecursionError) as error:
+        _unresolved(merged, error)
+
+
+def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
+    """Name the key whose ``${…}`` has no value."""
+    raw = _leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
+    key = str(getattr(error, "full_key", None) or next((k for k, v in raw.items() if "${" in v), ""))
+    missing = re.search(r"key '(.*?)' not found", str(error))
+    hint = f"accepted are existing keys{nearest(missing[1], raw)}" if missing else _one_line(error)
+    _refuse(f"{key}={raw.get(key, '')}", f"the interpolation has no value; {hint}")
+
+
+def _remove(tree: dict[str, Any], key: str) -> None:
+    """Take ``key`` out of a free dictionary; every other key is needed."""
+    *parents, leaf = key.split(".")
+    node: Any = tree
+    for part in parents:
+        node = node.get(part) if isinstance(node, dict) else None
+    held = sorted(map(str, node)) if isinstance(node, dict) else []
+    if leaf not in held:
+        _unknown(f"~{key}", f"{'.'.join(parents)} holds {', '.join(held) or 'no keys'}", nearest(leaf, held))
+    if parents[1:2] != ["kwargs"]:
+        _refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={_shown(node[leaf])}")
+    del node[leaf]
+
+
+# ---- Reading: plain data into dataclasses --------------------------------------------------------
+
+
+def _read_run(tree: Any) -> RunConfig:
+    """The whole configuration; each group with the dataclass that its ``name`` selects."""
+    groups = [key for key in typing.get_type_hints(RunConfig) if _kinds(key)]
+    parts = _checked(RunConfig, tree, "")
+    for group in groups:
+        named = {_defaults(kind).get("name", group): kind for kind in _kinds(group)}
+        chosen, label = _kinds(group)[0], group
+        if len(named) > 1 and isinstance(parts[group], dict):
+            name = parts[group].get("name", "")
+            check_choice(f"{group}.name", name, sorted(named))
+            chosen, label = named[name], f"{group}={name}"
+        parts[group] = _object(chosen, _checked(chosen, parts[group], group, label), f"{group}.")
+    return typing.cast(RunConfig, _object(RunConfig, parts, ""))
+
+
+def _checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any]:
+    """A copy of ``tree`` that has exactly the keys of ``kind``."""
+    prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
+    accepted = (
+        f"{label} accepts {', '.join(sorted(hints))}" if group else f"groups and keys are {', '.join(hints)}"
+    )
+    if not isinstance(tree, dict):
+        _refuse(f"{group or 'configuration'}={_shown(tree)}", f"keys and values are needed; {accepted}")
+    for key in tree:
+        if key not in hints:
+            _unknown(f"{prefix}{key}={_shown(tree[key])}", accepted, nearest(str(key), hints))
+    for key in hints:
+        if key not in tree:
+            default = f", the default is {_shown(_defaults(kind)[key])}" if key in _defaults(kind) else ""
+            _refuse(f"{prefix}{key}", f"missing; {accepted}{default}")
+    return dict(tree)
+
+
+def _object(kind: type, values: dict[str, Any], prefix: str) -> Any:
+    """``kind`` from ``values``, each as its annotation wants it; the dataclass judges what they mean."""
+    read = {}
+    for key, hint in typing.get_type_hints(kind).items():
+        try:
+            read[key] = _read(hint, values[key])
+        except (ValueError, OverflowError):
+            accepted = _accepted(hint, _defaults(kind).get(key))
+            _refuse(f"{prefix}{key}={_shown(values[key])}", f"accepted is {accepted}")
+    try:
+        return kind(**read)
+    except ConfigError as error:
+        raise ConfigError(printable(str(error))) from None
+
+
+def _members(hint: Any) -> list[Any]:
+    """The alternatives of a union, text last: almost everything can be read as text."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """``value`` as ``hint`` wants it, or ValueError."""
+    for kind in _members(hint):
+        with contextlib.suppress(ValueError):
+            return _read_as(kind, value)
+    raise ValueError(value)
+
+
+def _read_as(kind: Any, value: Any) -> Any:
+    """One alternative. Text that spells a number is one, for ``${oc.env:STEPS}`` is always text."""
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
+    if dataclasses.is_dataclass(origin) and type(value) is origin:
+        return value  # a group that has been read before
+    if origin is bool and (isinstance(value, bool) or value in ("true", "false")):
+        return value in (True, "true")
+    if origin is int and scalar and re.fullmatch(r"[+-]?[0-9]+", str(value)):
+        return int(value)
+    if origin is float and scalar and math.isfinite(float(value)):
+        return float(value)
+    if origin is str and scalar:
+        return str(value)
+    if origin is list and isinstance(value, list):
+        return [_read(inner[0], item) for item in value]
+    if origin is tuple and isinstance(value, list) and len(value) == len(inner):
+        return tuple(_read(*pair) for pair in zip(inner, value))
+    if origin is dict and isinstance(value, dict):
+        return {_read(inner[0], key): _read(inner[1], item) for key, item in value.items()}
+    if origin is Any:
+        return _plain(value)
+    raise ValueError(value)
+
+
+def _plain(value: Any) -> Any:
+    """Free values: whatever YAML writes and reads back as it was."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(value)
+
+
+def _accepted(hint: Any, default: Any) -> str:
+    """What ``hint`` accepts, in words."""
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    if len(members := _members(hint)) > 1:
+        example = f" such as {default}" if isinstance(default, str) else ""
+        return " or ".join(_accepted(member, None) for member in members) + example
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is tuple:
+        return f"a list of {len(inner)} such as {_shown(list(default))}"
+    if origin is list:
+        return f"a list, each {_accepted(inner[0], None)}"
+    return words.get(origin, "keys and values, {key: value}")
+
+
+# ---- Messages: one line, whatever was typed ------------------------------------------------------
+
+
+def _refuse(subject: str, why: str) -> NoReturn:
+    subject = subject if len(subject) <= 120 else f"{subject[:117]}..."
+    raise ConfigError(printable(f"{subject}: {why}"))
+
+
+def _unknown(subject: str, accepted: str, hint: str) -> NoReturn:
+    _refuse(subject, f"unknown key; {accepted}{hint}")
+
+
+def _shown(value: Any) -> str:
+    """As YAML on one line, so that the text '3' and the number 3 look different."""
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+
+
+def _one_line(error: Exception) -> str:
+    """The first line alone: Hydra and OmegaConf add pages of context."""
+    return printable((str(error).splitlines() or [type(error).__name__])[0])
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys and their values as one line each."""
+    leaves: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = printable(_shown(value))
+    return leaves

@@ -1,0 +1,113 @@
+"""The exception tree. Every message gives the values and the remedy.
+
+::
+
+    ParallaxError                     anything that Parallax raises on purpose
+    ├── UserError                     the input is wrong: one line, exit code 2
+    │   ├── ConfigError               a key, a value, a group, a size
+    │   ├── DescribeError             a model that cannot be cut into blocks
+    │   ├── PlanError                 a plan, profile or cluster that contradicts itself
+    │   │   └── InfeasiblePlan        nothing fits the budgets; carries the smallest fix
+    │   ├── DataError                 no rows, unreadable folder, too little text
+    │   └── CheckpointError           missing, damaged, or of another model
+    ├── BudgetExceeded                the swap manager has nothing left to move
+    ├── SwapError                     a tier failed to write or read (path and bytes)
+    ├── TransportError                a channel between stages broke its contract
+    ├── DeadlockError                 action lists that can never finish
+    └── NonFiniteError                the loss or a gradient is NaN or infinite
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ParallaxError(Exception):
+    """Root of everything that Parallax raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(ParallaxError):
+    """Wrong input: reported as one line, exit code 2."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration key or value that is not accepted."""
+
+
+class DescribeError(UserError):
+    """A model that cannot be turned into a chain of blocks."""
+
+
+class PlanError(UserError):
+    """A plan, profile or cluster that contradicts itself."""
+
+
+class InfeasiblePlan(PlanError):
+    """No plan fits the budgets; the message names the tight limit and the smallest fix."""
+
+
+class DataError(UserError):
+    """Training rows cannot be had."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class BudgetExceeded(ParallaxError):
+    """The device budget cannot be kept because nothing is left to move."""
+
+
+class SwapError(ParallaxError):
+    """A tier failed to write or to read; never followed by stale data."""
+
+
+class TransportError(ParallaxError):
+    """A channel between two stages broke its contract."""
+
+
+class DeadlockError(ParallaxError):
+    """A set of action lists that can never finish."""
+
+
+class NonFiniteError(ParallaxError):
+    """The loss or the gradient norm is NaN or infinite."""
+
+
+def printable(text: str) -> str:
+    """Escape control characters, so that a name can neither break a line nor colour a terminal.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest(word: str, accepted: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the closest accepted word, or nothing.
+
+    >>> nearest("layrs", ["layers", "hidden"])
+    " (did you mean 'layers'?)"
+    """
+    close = difflib.get_close_matches(word, list(accepted), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def check_positive(key: str, value: int | float, *, zero: bool = False) -> None:
+    """Raise :class:`ConfigError` naming ``key`` unless ``value`` is above zero (or zero where that is meaningful)."""
+    if value < 0 or (value == 0 and not zero) or value != value:
+        raise ConfigError(f"{key}={value}: accepted are numbers {'from' if zero else 'above'} 0")
+
+
+def check_choice(key: str, value: str, accepted: Iterable[str]) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is one of ``accepted``; names the nearest."""
+    accepted = list(accepted)
+    if value not in accepted:
+        raise ConfigError(
+            f"{key}={printable(str(value))}: accepted are {', '.join(accepted)}{nearest(str(value), accepted)}"
+        )

@@ -1,0 +1,78 @@
+"""What happened, one line each: every layer drops spans down here, the monitor reads them from above.
+
+A span is one action of one rank: what it was, for which step, stage and micro-batch, when it began and ended
+on this host's monotonic clock, and how many of those seconds the rank only waited. The planner's simulator
+produces the same record from predicted costs, so prediction and measurement are compared field by field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one rank. Times in seconds; ``wait`` is the part of the span spent blocked."""
+
+    rank: int
+    step: int
+    kind: str
+    stage: int
+    micro: int
+    start: float
+    end: float
+    wait: float = 0.0
+
+
+class EventLog:
+    """Appends spans to ``events-rank<r>.jsonl``; nothing touches the disk before :meth:`flush`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: list[Span] = []
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def extend(self, spans: list[Span]) -> None:
+        """Remember the spans of one step."""
+        self._pending.extend(spans)
+
+    def flush(self) -> None:
+        """Write what was remembered."""
+        self._file.writelines(json.dumps(asdict(span)) + "\n" for span in self._pending)
+        self._file.flush()
+        self._pending.clear()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.flush()
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[Span]:
+    """The spans of a file in order; a last line cut short by a crash is skipped."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield Span(**json.loads(line))
+
+
+def bubble_fraction(spans: list[Span]) -> float:
+    """Idle share of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
+
+    Only forward and backward count as compute, and their waits for swapped data do not: the same definition
+    for a predicted and for a measured timeline (GPipe, Huang et al. 2019, section 2).
+    """
+    compute = [span for span in spans if span.kind in ("forward", "backward")]
+    if not compute:
+        return 0.0
+    ranks = len({span.rank for span in compute})
+    length = max(span.end for span in compute) - min(span.start for span in compute)
+    busy = sum(span.end - span.start - span.wait for span in compute)
+    return max(0.0, 1.0 - busy / (ranks * length)) if length > 0 else 0.0

@@ -1,0 +1,100 @@
+"""Where this rank stands in the plan, and the process groups that it belongs to."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from parallax.errors import PlanError
+from parallax.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's view: its stage and replica, and the group of its stage's replicas.
+
+    ``replicas`` is None where the stage has one replica; ``shared`` maps the name of a parameter that several
+    stages hold to the group of all their ranks. ``world`` is None in a plan of one rank.
+    """
+
+    plan: Plan
+    rank: int
+    stage: int
+    replica: int
+    device: torch.device
+    world: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+    shared: dict[str, dist.ProcessGroup]
+
+    @classmethod
+    def create(cls, plan: Plan, device: torch.device, shared: dict[str, Sequence[int]]) -> Mesh:
+        """Make the groups; every rank calls this with the same plan. ``shared``: parameter name → stages."""
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size != plan.world_size:
+            raise PlanError(
+                f"the plan needs {plan.world_size} ranks but {size} run: start torchrun with "
+                f"--nproc-per-node={plan.world_size}, or plan for cluster.devices={size}"
+            )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        stage, replica = plan.locate(rank)
+        own: dist.ProcessGroup | None = None
+        for index in range(len(plan.stages)):
+            ranks = list(plan.ranks(index))
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            own = group if index == stage else own
+        ties: dict[str, dist.ProcessGroup] = {}
+        for name, stages in shared.items():
+            group = dist.new_group([r for s in stages for r in plan.ranks(s)])
+            if stage in stages:
+                ties[name] = group
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return cls(plan, rank, stage, replica, device, world, own, ties)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.stage == len(self.plan.stages) - 1
+
+    @property
+    def replica_count(self) -> int:
+        """Replicas of this rank's stage."""
+        return self.plan.stages[self.stage].replicas
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of a small host tensor."""
+        if self.world is not None:
+            dist.all_reduce(values, group=self.world)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world is not None:
+            dist.barrier(group=self.world)
+
+    def gather_objects(self, value: object) -> list[object]:
+        """One value of every rank, on every rank."""
+        if self.world is None:
+            return [value]
+        found: list[object] = [None] * self.plan.world_size
+        dist.all_gather_object(found, value, group=self.world)
+        return found
+
+
+def start_processes(timeout_seconds: float) -> None:
+    """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def stop_processes() -> None:
+    """Leave the world; without this a normal exit can abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,253 @@
+"""A module becomes a chain of blocks, built so that no process holds more than its own stage.
+
+The model is built once on the meta device (shapes, no bytes). A stage then materialises only its own blocks and
+initialises each from a seed of its own, so a block's weights are the same under every plan. The price is that a
+block must know how to initialise itself: every module that owns parameters or buffers has ``reset_parameters``
+(all of torch's do), or one of its parents inside the block has. Where that fails, the whole model is built on the
+host from the same seed, and the stage keeps its part.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+
+logger = logging.getLogger("parallax")
+
+ModelFactory = Callable[[], nn.Module]
+
+SPLIT_HELP = (
+    "give the model a method blocks() that returns its parts in the order that data flows, "
+    "e.g. `def blocks(self): return [self.embed, *self.layers, self.head]`, "
+    "or name them: model.blocks='[embed,layers.*,head]'"
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the model on the meta device: its name in the model and the module itself."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a parameter's name inside the block to give its name in the model."""
+        return f"{self.name}." if self.name else ""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The blocks of a model in order.
+
+    ``ties`` maps the model-wide name of each parameter that several blocks share, as its first user calls it, to
+    all its users as ``(block index, name inside the block)``.
+    """
+
+    factory: ModelFactory
+    blocks: tuple[Block, ...]
+    ties: dict[str, tuple[tuple[int, str], ...]]
+    seed: int
+    dtype: torch.dtype
+
+    def fingerprint(self) -> str:
+        """A hash of structure and shapes: equal for two models that cost the same and hold the same names."""
+        text = [str(self.dtype)]
+        for block in self.blocks:
+            text.append(f"{block.name}|{block.module!r}")
+            text += [f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()]
+        return hashlib.sha256("\n".join([*text, *sorted(self.ties)]).encode()).hexdigest()[:16]
+
+
+def describe(
+    factory: ModelFactory, *, seed: int = 1, dtype: torch.dtype = torch.float32, blocks: Sequence[str] = ()
+) -> Chain:
+    """Build ``factory()`` on the meta device and cut it into blocks.
+
+    In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``.
+    Raises :class:`DescribeError` with the lines to write where none of them applies.
+    """
+    model = build_on_meta(factory)
+    modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in modules:
+        if id(module) not in names:
+            raise DescribeError(f"blocks() of {_kind(model)} returned a {_kind(module)} that is not part of the model")
+    chain = tuple(Block(names[id(module)], module) for module in modules)
+    _check_cover(model, chain)
+    return Chain(factory, chain, _find_ties(chain), seed, dtype)
+
+
+def build_on_meta(factory: ModelFactory) -> nn.Module:
+    """Call the factory with the meta device as default; a factory that insists on bytes is refused."""
+    with torch.device("meta"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise DescribeError(f"the model factory returned a {type(model).__name__}; it must return an nn.Module")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_meta:
+            raise DescribeError(
+                f"{name} of {_kind(model)} was built on {tensor.device}: let the factory build without an explicit "
+                "device, so that a stage can be built without the rest of the model"
+            )
+    return model
+
+
+def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
+    """Blocks ``start`` to ``stop`` with real, initialised parameters on ``device``.
+
+    Initialisation happens on the CPU, block by block, so that the weights depend neither on the plan nor on the
+    device. A shared parameter takes the values of its first user, also where that user is in another stage, and is
+    one parameter again within the stage.
+    """
+    with torch.random.fork_rng(devices=[]):
+        if all(_initialises_itself(block.module) for block in chain.blocks):
+            real = {i: _initialise(chain, i) for i in range(start, stop)}
+            owners = {users[0][0] for users in chain.ties.values() if any(start <= i < stop for i, _ in users)}
+            outside = {i: _initialise(chain, i) for i in owners if not start <= i < stop}
+        else:
+            logger.warning("the model cannot be initialised block by block: building all of it on the host")
+            everything = _build_on_host(chain)
+            real = {i: everything[i] for i in range(start, stop)}
+            outside = {}
+        for users in chain.ties.values():
+            _tie(users, real, outside)
+    return [real[i].to(device=device) for i in range(start, stop)]
+
+
+def parameter_names(chain: Chain, start: int, stop: int) -> dict[str, tuple[int, str]]:
+    """Model-wide name → (block, name inside) of each parameter and buffer of a stage; a shared one has one name."""
+    shared = {user: name for name, users in chain.ties.items() for user in users}
+    names: dict[str, tuple[int, str]] = {}
+    for i in range(start, stop):
+        block = chain.blocks[i]
+        for inner in block.module.state_dict():
+            names.setdefault(shared.get((i, inner), block.prefix + inner), (i, inner))
+    return names
+
+
+def _own_blocks(model: nn.Module) -> list[nn.Module]:
+    if callable(getattr(model, "blocks", None)):
+        found = list(model.blocks())
+        if not found or not all(isinstance(module, nn.Module) for module in found):
+            raise DescribeError(f"blocks() of {_kind(model)} must return modules, at least one; got {found!r:.80}")
+        return found
+    if isinstance(model, nn.Sequential) and len(model) > 0:
+        return list(model)
+    raise DescribeError(f"{_kind(model)} is no chain of blocks: {SPLIT_HELP}")
+
+
+def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    named = dict(model.named_modules())
+    found: list[nn.Module] = []
+    for pattern in patterns:
+        depth = pattern.count(".")
+        matches = [name for name in named if name.count(".") == depth and fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise DescribeError(
+                f"model.blocks: {pattern} matches no module of {_kind(model)}; it has "
+                f"{', '.join(name for name in named if name and '.' not in name)}"
+            )
+        found += [named[name] for name in matches]
+    return found
+
+
+def _check_cover(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Every parameter and buffer lies in a block, and no module in two."""
+    seen: dict[int, str] = {}
+    for block in blocks:
+        for module in block.module.modules():
+            if id(module) in seen:
+                raise DescribeError(
+                    f"{_kind(module)} is in block {seen[id(module)]} and in block {block.name}: "
+                    "a module belongs to one block; share the parameter instead of the module"
+                )
+            seen[id(module)] = block.name
+    for name, module in model.named_modules():
+        own = [n for n, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        if id(module) not in seen and own:
+            raise DescribeError(f"{name + '.' if name else ''}{own[0]} is in no block: {SPLIT_HELP}")
+
+
+def _find_ties(blocks: Sequence[Block]) -> dict[str, tuple[tuple[int, str], ...]]:
+    users: dict[int, list[tuple[int, str]]] = {}
+    for i, block in enumerate(blocks):
+        for name, parameter in block.module.named_parameters(remove_duplicate=False):
+            users.setdefault(id(parameter), []).append((i, name))
+    shared = [found for found in users.values() if len(found) > 1]
+    return {blocks[found[0][0]].prefix + found[0][1]: tuple(found) for found in shared}
+
+
+def _initialises_itself(block: nn.Module) -> bool:
+    def covered(module: nn.Module) -> bool:
+        if callable(getattr(module, "reset_parameters", None)):
+            return True
+        owns = next(module.named_parameters(recurse=False), None) or next(module.named_buffers(recurse=False), None)
+        return owns is None and all(covered(child) for child in module.children())
+
+    return covered(block)
+
+
+def _initialise(chain: Chain, index: int) -> nn.Module:
+    """One block on the CPU; children first, so that a parent's ``reset_parameters`` has the last word."""
+    block = copy.deepcopy(chain.blocks[index].module).to_empty(device="cpu")
+    torch.manual_seed(block_seed(chain.seed, index))
+    with torch.no_grad():
+        for module in reversed(list(block.modules())):
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    return block.to(dtype=chain.dtype)
+
+
+def _build_on_host(chain: Chain) -> list[nn.Module]:
+    torch.manual_seed(chain.seed)
+    with torch.device("cpu"):
+        model = chain.factory()
+    named = dict(model.named_modules())
+    return [named[block.name].to(dtype=chain.dtype) for block in chain.blocks]
+
+
+def _tie(users: Sequence[tuple[int, str]], real: dict[int, nn.Module], outside: dict[int, nn.Module]) -> None:
+    inside = [(i, name) for i, name in users if i in real]
+    if not inside:
+        return
+    first, first_name = users[0]
+    source = (real.get(first) or outside.get(first) or real[inside[0][0]]).get_parameter(
+        first_name if first in real or first in outside else inside[0][1]
+    )
+    kept = real[inside[0][0]].get_parameter(inside[0][1])
+    if kept is not source:
+        with torch.no_grad():
+            kept.copy_(source)
+    for i, name in inside[1:]:
+        owner, _, leaf = name.rpartition(".")
+        setattr(real[i].get_submodule(owner), leaf, kept)
+
+
+def block_seed(seed: int, *where: int) -> int:
+    """A 63-bit seed for one place (block, step, rows …), unrelated between places."""
+    digest = hashlib.blake2b(repr((seed, *where)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a block took or returned as a tuple of tensors."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and all(isinstance(part, Tensor) for part in value):
+        return tuple(value)
+    raise DescribeError(f"a block returned {type(value).__name__}; it must return a tensor or a tuple of tensors")
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,131 @@
+"""A GPT-style decoder over bytes, cut into embedding, layers and head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallax.errors import ConfigError, check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of the decoder. ``tied``: the head uses the embedding's weight."""
+
+    name: str = "gpt"
+    layers: int = 8
+    hidden: int = 320
+    heads: int = 5
+    vocabulary: int = 256
+    sequence: int = 256
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            check_positive(f"model.{key}", getattr(self, key))
+        if self.hidden % self.heads:
+            raise ConfigError(f"model.heads={self.heads}: must divide model.hidden={self.hidden}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout}: accepted are shares from 0 to below 1")
+
+    def build(self) -> GPT:
+        """The model, on torch's default device."""
+        return GPT(self)
+
+
+class Embedding(nn.Module):
+    """Token and position vectors."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocabulary, config.hidden)
+        self.position = nn.Embedding(config.sequence, config.hidden)
+        self.drop = nn.Dropout(config.dropout)
+
+    def reset_parameters(self) -> None:
+        """Normal with deviation 0.02 (Radford et al. 2019)."""
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens`` (rows, sequence) → (rows, sequence, hidden)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.drop(self.token(tokens) + self.position(positions))
+
+
+class Layer(nn.Module):
+    """Pre-norm causal attention and a four times wider MLP."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden, self.heads, self.depth = config.hidden, config.heads, config.layers
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.drop = nn.Dropout(config.dropout)
+
+    def reset_parameters(self) -> None:
+        """Normal with deviation 0.02, residual outputs smaller by √(2·layers) (Radford et al. 2019)."""
+        for linear in (self.qkv, self.out, self.up, self.down):
+            residual = linear in (self.out, self.down)
+            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.depth) if residual else 0.02)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, sequence, hidden) → the same."""
+        rows, length, hidden = x.shape
+        parts = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, hidden // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(rows, length, hidden)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Head(nn.Module):
+    """Final norm and logits."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.linear = nn.Linear(config.hidden, config.vocabulary, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Normal with deviation 0.02; a tied weight keeps the embedding's."""
+        nn.init.normal_(self.linear.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, sequence, hidden) → logits (rows, sequence, vocabulary)."""
+        return self.linear(self.norm(x))
+
+
+class GPT(nn.Module):
+    """The decoder; called whole it is the single-process reference of its own pipeline."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embedding = Embedding(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.head = Head(config)
+        if config.tied:
+            self.head.linear.weight = self.embedding.token.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """The chain that the planner places."""
+        return [self.embedding, *self.layers, self.head]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens`` (rows, sequence) → logits (rows, sequence, vocabulary)."""
+        for block in self.blocks():
+            tokens = block(tokens)
+        return tokens
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte; every row has the same number of targets."""
+        return F.cross_entropy(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten())

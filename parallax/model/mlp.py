@@ -1,0 +1,45 @@
+"""A multi-layer perceptron that predicts the next byte from a window of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallax.errors import check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Sizes; the window is ``sequence`` bytes, each embedded in ``embedding`` numbers (Bengio et al. 2003)."""
+
+    name: str = "mlp"
+    layers: int = 4
+    hidden: int = 512
+    embedding: int = 16
+    vocabulary: int = 256
+    sequence: int = 32
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "embedding", "vocabulary", "sequence"):
+            check_positive(f"model.{key}", getattr(self, key))
+
+    def build(self) -> MLP:
+        """The model, on torch's default device."""
+        return MLP(self)
+
+
+class MLP(nn.Sequential):
+    """Embedding, ``layers`` × (linear, GELU), linear: a plain ``nn.Sequential``, so each child is a block."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        window = nn.Sequential(nn.Embedding(config.vocabulary, config.embedding), nn.Flatten())
+        sizes = [config.embedding * config.sequence, *[config.hidden] * config.layers]
+        hidden = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(sizes, sizes[1:])]
+        super().__init__(window, *hidden, nn.Linear(sizes[-1], config.vocabulary))
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of the byte after the window; ``targets`` may hold a whole row of next bytes."""
+        return F.cross_entropy(logits, targets if targets.dim() == 1 else targets[:, -1])

@@ -1,0 +1,52 @@
+"""From a model's configuration to the function that builds it. Class paths come from the user's own
+configuration only, never from a checkpoint, a plan or a profile."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from parallax.errors import ConfigError
+from parallax.model.gpt import GPTConfig
+from parallax.model.mlp import MLPConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomModelConfig:
+    """The user's own model: ``target=package.module:factory`` is called with ``kwargs`` and returns an nn.Module.
+
+    ``blocks`` names its chain where the module offers no ``blocks()`` and is no ``nn.Sequential``: module paths,
+    ``*`` for the members of a ModuleList, in the order that data flows (``[embed, layers.*, norm, head]``).
+    """
+
+    name: str = "custom"
+    target: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+
+    def build(self) -> nn.Module:
+        """Call the factory."""
+        return load_target("model.target", self.target)(**self.kwargs)
+
+
+ModelConfig = GPTConfig | MLPConfig | CustomModelConfig
+
+
+def load_target(key: str, target: str) -> Callable[..., Any]:
+    """The object named by ``package.module:factory``; ``key`` is the setting named in errors."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{key}={target or '(empty)'}: accepted is package.module:factory")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(f"{key}={target}: cannot import {module} ({error}); is its folder on PYTHONPATH?") from error
+    except AttributeError:
+        raise ConfigError(f"{key}={target}: module {module} has no {name}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}={target}: {name} is not callable")
+    return found

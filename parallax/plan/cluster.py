@@ -1,0 +1,86 @@
+"""What the machines have: data only. Devices are numbered through the nodes; device i is rank i's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallax.errors import PlanError
+from parallax.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way for bytes: seconds = ``latency_seconds`` + bytes / ``bytes_per_second``."""
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def seconds(self, count: float) -> float:
+        """Seconds that ``count`` bytes take when nothing else uses the link."""
+        return self.latency_seconds + count / self.bytes_per_second if count > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device and its share of the tiers below: its budget, and the tier that takes what it offloads.
+
+    On a CPU-only machine the device is a process with ``memory_bytes`` of RAM and the tier below is the disk.
+    """
+
+    kind: str
+    memory_bytes: int
+    tier: str
+    tier_bytes: int
+    write: Link
+    read: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One host. ``concurrent`` devices can compute at full speed together: fewer than there are when CPU ranks share cores."""
+
+    name: str
+    devices: tuple[Device, ...]
+    concurrent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Nodes, the link between two devices of one node, and the link between two nodes."""
+
+    nodes: tuple[Node, ...]
+    local: Link
+    remote: Link
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise PlanError("the cluster has no devices: set cluster.devices to 1 or more")
+        links = [("local", self.local), ("remote", self.remote)]
+        for i, device in enumerate(self.devices):
+            links += [(f"device {i} write", device.write), (f"device {i} read", device.read)]
+            if device.memory_bytes <= 0 or device.tier_bytes < 0:
+                raise PlanError(
+                    f"device {i}: memory {format_bytes(device.memory_bytes)} and {device.tier} "
+                    f"{format_bytes(device.tier_bytes)} must be above zero"
+                )
+        for name, link in links:
+            if not 0 < link.bytes_per_second < float("inf") or not 0 <= link.latency_seconds < float("inf"):
+                raise PlanError(f"{name} link: {link.bytes_per_second} bytes/s must be above zero and finite")
+        for node in self.nodes:
+            if node.concurrent <= 0:
+                raise PlanError(f"node {node.name}: concurrent={node.concurrent} must be above zero")
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices; the index is the rank."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """The node index of each device."""
+        return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two devices."""
+        nodes = self.node_of
+        return self.local if nodes[a] == nodes[b] else self.remote

@@ -1,0 +1,222 @@
+"""The Plan: what was decided, and what was predicted for it. The planner writes it, the runtime obeys it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallax.errors import PlanError, printable
+from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import ORDERS
+from parallax.units import format_bytes
+
+VERSION = 1
+
+
+class Directive(StrEnum):
+    """What happens to a block's saved activations between forward and backward."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """Blocks ``start`` to ``stop`` on ``replicas`` ranks, with one directive per block.
+
+    ``swap_limit_bytes`` is what offloaded activations may hold on the device at one time; ``tier_bytes`` what
+    they may hold in the tier below.
+    """
+
+    start: int
+    stop: int
+    replicas: int
+    directives: tuple[Directive, ...]
+    swap_limit_bytes: int = 0
+    tier_bytes: int = 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any block of the stage offloads."""
+        return Directive.OFFLOAD in self.directives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrediction:
+    """The proof for one rank: predicted peak and budget, in bytes of device memory, and where the seconds go."""
+
+    peak_bytes: int
+    budget_bytes: int
+    tier_peak_bytes: int
+    offloaded_bytes: int
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of the plan."""
+
+    step_seconds: float
+    bubble: float
+    ranks: tuple[RankPrediction, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Stages in order of data; ranks are numbered through the stages, replica by replica.
+
+    ``tier`` is where offloaded activations go (host or disk). ``candidates`` says how many plans the search
+    compared, ``exact`` whether it can say that none was better by its cost model.
+    """
+
+    model: str
+    fingerprint: str
+    schedule: str
+    global_batch: int
+    microbatch: int
+    stages: tuple[StagePlan, ...]
+    tier: str
+    prediction: Prediction
+    candidates: int = 0
+    exact: bool = True
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise PlanError(f"plan version {self.version}: this Parallax reads version {VERSION}; plan again")
+        if self.schedule not in ORDERS:
+            raise PlanError(f"plan schedule {printable(self.schedule)}: known are {', '.join(ORDERS)}")
+        if self.global_batch < 1 or self.microbatch < 1 or not self.stages:
+            raise PlanError("a plan needs rows, micro-batches of 1 row or more, and a stage")
+        expected = 0
+        for index, stage in enumerate(self.stages):
+            if stage.start != expected or stage.stop <= stage.start:
+                raise PlanError(f"stage {index} holds blocks {stage.start}..{stage.stop}; it must start at {expected}")
+            if stage.replicas < 1 or len(stage.directives) != stage.stop - stage.start:
+                raise PlanError(f"stage {index} needs one replica or more, and one directive for each of its blocks")
+            expected = stage.stop
+        if len(self.prediction.ranks) != self.world_size:
+            raise PlanError(f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}")
+        for rank, found in enumerate(self.prediction.ranks):
+            if found.peak_bytes > found.budget_bytes:
+                raise PlanError(
+                    f"rank {rank} would need {format_bytes(found.peak_bytes)} of {format_bytes(found.budget_bytes)}: "
+                    "this plan was never proved; plan again"
+                )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all stages."""
+        return sum(stage.replicas for stage in self.stages)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the model."""
+        return self.stages[-1].stop
+
+    def micro_batches(self, rows: int) -> int:
+        """Micro-batches that a batch of ``rows`` rows is cut into: never more than it has rows."""
+        return min(rows, micro_batch_count(rows, self.microbatch))
+
+    def ranks(self, stage: int) -> range:
+        """The ranks of a stage."""
+        first = sum(s.replicas for s in self.stages[:stage])
+        return range(first, first + self.stages[stage].replicas)
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """``(stage, replica)`` of a rank."""
+        for index in range(len(self.stages)):
+            ranks = self.ranks(index)
+            if rank in ranks:
+                return index, rank - ranks.start
+        raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for YAML and JSON."""
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """The plan of :meth:`to_dict`; anything else is a :class:`PlanError`."""
+        try:
+            fields = dict(data)
+            stages = tuple(
+                StagePlan(**{**s, "directives": tuple(Directive(d) for d in s["directives"])}) for s in fields.pop("stages")
+            )
+            found = dict(fields.pop("prediction"))
+            ranks = tuple(RankPrediction(**rank) for rank in found.pop("ranks"))
+            return cls(stages=stages, prediction=Prediction(ranks=ranks, **found), **fields)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise PlanError(f"not a plan file: {printable(str(error))}; write one with `parallax plan`") from error
+
+    def hash(self) -> str:
+        """Equal for equal plans, on every rank."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def save(self, path: Path) -> None:
+        """Write YAML with the hash in its first line."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=110)
+        path.write_text(f"# parallax plan {self.hash()}\n{text}", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read a plan file."""
+        try:
+            return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError) as error:
+            reason = str(error).splitlines()[0]
+            raise PlanError(f"cannot read plan {path}: {printable(reason)}") from error
+
+    def diff(self, other: Plan) -> list[str]:
+        """What differs, one line each: ``key: mine -> theirs``."""
+        mine, theirs = dict(_flatten("", self.to_dict())), dict(_flatten("", other.to_dict()))
+        return [
+            f"{key}: {mine.get(key, '(none)')} -> {theirs.get(key, '(none)')}"
+            for key in [*mine, *(k for k in theirs if k not in mine)]
+            if mine.get(key) != theirs.get(key)
+        ]
+
+    def explain(self) -> list[str]:
+        """Why the plan looks as it does, in sentences with its numbers."""
+        micro = self.micro_batches(self.global_batch)
+        lines = [
+            f"{self.global_batch} rows run as {micro} micro-batches of up to {self.microbatch} rows through "
+            f"{len(self.stages)} stage(s) under {self.schedule}; {self.prediction.bubble:.0%} of the time is bubble."
+        ]
+        for index, stage in enumerate(self.stages):
+            rank = self.prediction.ranks[self.ranks(index).start]
+            counts = {d: stage.directives.count(d) for d in Directive if d in stage.directives}
+            doing = ", ".join(f"{d} {n}" for d, n in counts.items())
+            lines.append(
+                f"stage {index}: blocks {stage.start}..{stage.stop - 1} on {stage.replicas} replica(s); activations: "
+                f"{doing}; peak {format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
+                + (
+                    f", {format_bytes(rank.offloaded_bytes)} to {self.tier} per step, "
+                    f"{rank.stall_seconds:.2f} s of it not hidden."
+                    if stage.offloads
+                    else "."
+                )
+            )
+        compared = f"{self.candidates} candidates compared by predicted step time"
+        lines.append(f"{compared}; the search was {'exact' if self.exact else 'cut short: a better plan may exist'}.")
+        return lines
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flatten(f"{prefix}.{key}" if prefix else key, inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flatten(f"{prefix}[{index}]", inner)
+    else:
+        yield prefix, value

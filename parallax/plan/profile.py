@@ -1,0 +1,123 @@
+"""What a model costs, block by block: data only.
+
+A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``: exact for storage (each saved tensor
+either has the rows in it or not) and good for time above a few rows. Two measurements give the two numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parallax.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """``fixed + per_row · rows``, in the unit of its owner."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """The value for ``rows`` rows; zero rows cost nothing."""
+        return max(0.0, self.fixed + self.per_row * rows) if rows > 0 else 0.0
+
+    @classmethod
+    def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Affine:
+        """The line through two ``(rows, value)`` points, kept rising and non-negative at zero rows."""
+        (x0, y0), (x1, y1) = first, second
+        if x0 == x1:
+            return cls(per_row=y1 / x1)
+        slope = max(0.0, (y1 - y0) / (x1 - x0))
+        fixed = y1 - slope * x1
+        return cls(fixed, slope) if fixed >= 0 else cls(0.0, y1 / x1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """What one block costs on one device.
+
+    ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
+    ``stays``   bytes saved for backward that are never moved: small tensors, casts of parameters
+    ``input``   bytes of the tensors that enter the block; ``output`` of those that leave it
+    ``forward_work`` and ``backward_work``: bytes that live only while the block runs, beyond its input, output,
+    saved activations and (backward) parameter gradients
+    """
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int = 0
+    forward_seconds: Affine
+    backward_seconds: Affine
+    moved: Affine
+    stays: Affine = Affine()
+    input: Affine
+    output: Affine
+    forward_work: Affine = Affine()
+    backward_work: Affine = Affine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """The blocks of a model in order, the parameters they share, and what they were measured on.
+
+    ``ties`` lists, per shared parameter, its bytes and the blocks that use it. ``optimizer_bytes`` is what the
+    optimizer keeps for each byte of parameters (AdamW in fp32: 2.0). ``optimizer_seconds`` is for one byte.
+    """
+
+    model: str
+    fingerprint: str
+    device: str
+    precision: str
+    blocks: tuple[BlockCost, ...]
+    ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    optimizer_bytes: float = 2.0
+    optimizer_seconds: float = 0.0
+    gradient_bytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise PlanError(f"profile of {self.model}: it has no blocks; describe the model as at least one block")
+        for block in self.blocks:
+            for name, value in asdict(block).items():
+                numbers = value.values() if isinstance(value, dict) else [value]
+                if any(isinstance(n, int | float) and not 0 <= n < float("inf") for n in numbers):
+                    raise PlanError(f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0")
+        for bytes_, users in self.ties:
+            if bytes_ <= 0 or len(set(users)) < 2 or not all(0 <= u < len(self.blocks) for u in users):
+                raise PlanError(f"profile of {self.model}: tie {users} of {bytes_} bytes must name two or more blocks")
+
+    def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
+        """Bytes of parameters that a stage of ``blocks`` holds: a shared parameter counts once within the stage."""
+        total = sum(self.blocks[i].parameter_bytes for i in blocks)
+        inside = set(blocks)
+        return total - sum(b * max(0, len(inside.intersection(users)) - 1) for b, users in self.ties)
+
+    def to_json(self) -> str:
+        """The profile as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """The profile of :meth:`to_json`; raises :class:`PlanError` for anything else."""
+        try:
+            data = json.loads(text)
+            blocks = tuple(_block(block) for block in data.pop("blocks"))
+            ties = tuple((int(b), tuple(int(u) for u in users)) for b, users in data.pop("ties"))
+            return cls(blocks=blocks, ties=ties, **data)
+        except (TypeError, KeyError, ValueError) as error:
+            raise PlanError(f"not a model profile: {error}; measure it again") from error
+
+    @classmethod
+    def load(cls, path: Path) -> ModelProfile:
+        """Read a profile file."""
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+def _block(data: dict[str, Any]) -> BlockCost:
+    return BlockCost(**{key: Affine(**value) if isinstance(value, dict) else value for key, value in data.items()})

@@ -1,0 +1,318 @@
+"""The facade: one rank of a planned training run.
+
+::
+
+    engine = Engine.build(chain, plan, loss=loss)
+    result = engine.step(TensorRows(inputs, targets))     # the same global batch on every rank
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallax.device import copies_for
+from parallax.errors import CheckpointError, NonFiniteError, PlanError
+from parallax.events import Span
+from parallax.machine import peak_resident_bytes, reset_peak_resident, resident_bytes
+from parallax.mesh import Mesh
+from parallax.model.describe import Chain
+from parallax.model.precision import PrecisionConfig
+from parallax.model.saved import Selector
+from parallax.plan.plan import Plan
+from parallax.plan.schedule import actions, evaluation_actions
+from parallax.runtime import checkpoint
+from parallax.runtime.batch import Rows
+from parallax.runtime.executor import Executor, Loss, Step
+from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.replicate import sync_for
+from parallax.runtime.stage import Stage
+from parallax.runtime.transport import staging_for
+from parallax.swap.manager import SwapConfig, SwapManager, SwapStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
+    high water since the engine was built (on a CPU: of the process, beyond what it had before)."""
+
+    loss: float
+    gradient_norm: float
+    seconds: float
+    peak_bytes: int
+    swap: SwapStatistics
+    spans: list[Span] = field(repr=False)
+
+
+class Engine:
+    """One rank's stage with its optimizer, channels and swap manager. Made by :meth:`build`."""
+
+    def __init__(self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs) -> None:
+        self.plan, self.mesh = plan, mesh
+        self._chain, self._optimizer_config = chain, configs.optimizer
+        self._stage_plan = plan.stages[mesh.stage]
+        self._memory = _memory_for(mesh.device)
+        self._stage = Stage(chain, self._stage_plan, mesh.device, configs.precision)
+        copies = copies_for(mesh.device)
+        self._manager: SwapManager | None = None
+        swap = None
+        if self._stage_plan.offloads:
+            store = configs.swap.open_store(plan.tier, self._stage_plan.tier_bytes, copies, configs.scratch)
+            self._manager = SwapManager(store, limit_bytes=self._stage_plan.swap_limit_bytes)
+            swap = (self._manager, Selector(self._stage.held(), configs.swap.minimum_bytes))
+        self._sync = sync_for(self._stage, mesh, self._stage.named_tensors())
+        staging = staging_for(mesh.device, copies)
+        self._executor = Executor(self._stage, mesh, loss, configs.precision, self._sync, staging, swap)
+        self._optimizer = configs.optimizer.build(self._stage.parameters())
+        self._loss = loss
+        self._step = 0
+        self._steps = configs.steps
+
+    @classmethod
+    def build(
+        cls,
+        chain: Chain,
+        plan: Plan,
+        *,
+        loss: Loss,
+        steps: int = 1000,
+        device: torch.device | None = None,
+        optimizer: OptimizerConfig | None = None,
+        precision: PrecisionConfig | None = None,
+        swap: SwapConfig | None = None,
+        scratch: Path | None = None,
+    ) -> Engine:
+        """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
+        the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``scratch`` the folder of
+        swap files."""
+        if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
+            raise PlanError(
+                f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
+                f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
+            )
+        mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_stages(chain, plan))
+        configs = EngineConfigs(
+            optimizer or OptimizerConfig(),
+            precision or PrecisionConfig(),
+            swap or SwapConfig(),
+            scratch or Path(tempfile.gettempdir()) / "parallax-swap",
+            steps,
+        )
+        return cls(chain, plan, mesh, loss, configs)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Model-wide name → parameter or buffer of this rank's stage."""
+        return self._stage.named_tensors()
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer updates so far."""
+        return self._step
+
+    @property
+    def all_reduces(self) -> int:
+        """All-reduces of replicated gradients since the engine was built."""
+        return self._sync.all_reduces
+
+    def step(self, batch: Rows) -> StepResult:
+        """One optimizer update over a global batch of any number of rows, the same on every rank."""
+        start = time.perf_counter()
+        self._optimizer.zero_grad(set_to_none=False)
+        totals: dict[str, float] = {}
+
+        def update(loss_share: float) -> None:
+            totals.update(self._update(loss_share))
+
+        spans = self._run(batch, training=True, update=update)
+        self._step += 1
+        swapped = self._manager.take_statistics() if self._manager else SwapStatistics()
+        return StepResult(
+            loss=totals["loss"],
+            gradient_norm=totals["norm"],
+            seconds=time.perf_counter() - start,
+            peak_bytes=self._memory(),
+            swap=swapped,
+            spans=spans,
+        )
+
+    def gradients(self, batch: Rows) -> float:
+        """Forward and backward without an update; gradients are left in ``parameters``. The loss."""
+        self._optimizer.zero_grad(set_to_none=False)
+        totals: dict[str, float] = {}
+        self._run(batch, training=True, update=lambda share: totals.update(loss=self._sum(share)[0]))
+        return totals["loss"]
+
+    def evaluate(self, batch: Rows) -> float:
+        """The loss of a batch, with the same weights and nothing saved."""
+        was_training = self._stage.training
+        self._stage.eval()
+        try:
+            self._run(batch, training=False, update=lambda share: None)
+            return self._sum(self._executor.loss_share)[0]
+        finally:
+            self._stage.train(was_training)
+
+    def save(self, directory: Path, state: dict[str, Any]) -> Path:
+        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder."""
+        partial = checkpoint.begin(directory, self._step)
+        written: dict[str, int] = {}
+        failure = ""
+        if self.mesh.replica == 0:
+            mine = self._owned()
+            tensors = {f"model/{name}": tensor for name, tensor in mine.items()}
+            tensors |= checkpoint.optimizer_tensors(self._optimizer, mine)
+            try:
+                written = checkpoint.write_part(partial, f"stage-{self.mesh.stage:02d}", tensors)
+            except CheckpointError as error:
+                failure = str(error)
+        parts = self.mesh.gather_objects((written, failure))
+        failures = [text for _, text in parts if text]  # type: ignore[misc]
+        if failures:
+            raise CheckpointError(failures[0])
+        if self.mesh.rank == 0:
+            checksums = {name: crc for part, _ in parts for name, crc in part.items()}  # type: ignore[misc]
+            checkpoint.finish(
+                partial,
+                {
+                    "step": self._step,
+                    "fingerprint": self._chain.fingerprint(),
+                    "plan": self.plan.hash(),
+                    "checksums": checksums,
+                    "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
+                    "state": state,
+                },
+            )
+        self.mesh.barrier()
+        return directory / checkpoint.checkpoint_name(self._step)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Continue from a checkpoint of this model under any plan; the state that was saved with it.
+
+        All ranks fail together, before anything is changed, where one cannot read its part.
+        """
+        names = self._stage.named_tensors()
+        failure, loaded, reader = "", {}, None
+        try:
+            reader = checkpoint.CheckpointReader(directory)
+            reader.check_names(names, self._chain.fingerprint())
+            loaded = {name: reader.read(f"model/{name}") for name in names}
+        except CheckpointError as error:
+            failure = str(error)
+        failures = [str(text) for text in self.mesh.gather_objects(failure) if text]
+        if failures:
+            raise CheckpointError(failures[0])
+        assert reader is not None
+        with torch.no_grad():
+            for name, tensor in names.items():
+                tensor.copy_(loaded[name])
+        trained = {name: t for name, t in names.items() if isinstance(t, torch.nn.Parameter)}
+        checkpoint.restore_optimizer(self._optimizer, trained, reader, reader.index["optimizer"])
+        self._step = int(reader.index["step"])
+        state: dict[str, Any] = reader.index["state"]
+        return state
+
+    def close(self) -> None:
+        """Release the swap tier."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def _run(self, batch: Rows, *, training: bool, update: Callable[[float], None]) -> list[Span]:
+        micro_batches = self.plan.micro_batches(len(batch))
+        stages, stage = len(self.plan.stages), self.mesh.stage
+        if training:
+            listed = actions(self.plan.schedule, stages, stage, micro_batches, offload=self._manager is not None)
+        else:
+            listed = evaluation_actions(stages, stage, micro_batches)
+        step = Step(
+            index=self._step,
+            batch=batch,
+            micro_batches=micro_batches,
+            denominator=self._denominator(batch),
+            training=training,
+        )
+        try:
+            return self._executor.run(listed, step, update)
+        finally:
+            self._executor.abandon()
+
+    def _denominator(self, batch: Rows) -> float:
+        """Rows of the batch, or its counted targets: counted on the last stage, told to all."""
+        count = getattr(self._loss, "count", None)
+        if count is None:
+            return float(len(batch))
+        mine = 0.0
+        if self.mesh.is_last and self.mesh.replica == 0:
+            mine = float(count(batch.targets(0, len(batch))))
+        return max(1.0, self._sum(mine)[0])
+
+    def _update(self, loss_share: float) -> dict[str, float]:
+        owned = self._owned() if self.mesh.replica == 0 else {}
+        gradients = [tensor.grad for tensor in owned.values() if tensor.grad is not None]
+        square = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
+        loss, total = self._sum(loss_share, square)
+        norm = total**0.5
+        if not (norm < float("inf") and abs(loss) < float("inf")):
+            raise NonFiniteError(
+                f"step {self._step}: loss {loss}, gradient norm {norm}; nothing was updated: lower optimizer.lr, or "
+                "raise optimizer.warmup_steps"
+            )
+        config = self._optimizer_config
+        if config.clip_norm > 0:
+            trained = [p for p in self._stage.parameters() if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(trained, config.clip_norm, torch.tensor(norm, device=self.mesh.device))
+        for group in self._optimizer.param_groups:
+            group["lr"] = config.rate(self._step, self._steps)
+        self._optimizer.step()
+        return {"loss": loss, "norm": norm}
+
+    def _sum(self, *values: float) -> list[float]:
+        found: list[float] = self.mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()
+        return found
+
+    def _owned(self) -> dict[str, Tensor]:
+        """This stage's tensors without those that an earlier stage answers for."""
+        later = {
+            name
+            for name, stages in _shared_between_stages(self._chain, self.plan).items()
+            if self.mesh.stage in stages[1:]
+        }
+        return {name: tensor for name, tensor in self._stage.named_tensors().items() if name not in later}
+
+
+@dataclass(frozen=True)
+class EngineConfigs:
+    """What :class:`Engine` needs beside model and plan."""
+
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    swap: SwapConfig
+    scratch: Path
+    steps: int
+
+
+def _shared_between_stages(chain: Chain, plan: Plan) -> dict[str, list[int]]:
+    """Name of each parameter that several stages hold → those stages in order."""
+    shared = {}
+    for name, users in chain.ties.items():
+        stages = sorted({s for s, stage in enumerate(plan.stages) for i, _ in users if stage.start <= i < stage.stop})
+        if len(stages) > 1:
+            shared[name] = stages
+    return shared
+
+
+def _memory_for(device: torch.device) -> Callable[[], int]:
+    """Starts to watch the device's memory; the function gives the high water since."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return lambda: int(torch.cuda.max_memory_allocated(device))
+    reset_peak_resident()
+    base = resident_bytes()
+    return lambda: max(0, peak_resident_bytes() - base)

@@ -1,0 +1,363 @@
+"""Rows of text: gathered once into a file, mapped by each rank, reordered each epoch, exactly resumable."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import json
+import math
+import os
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress
+from torch import Tensor
+
+from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
+from parallax.machine import cache_directory, replacing
+from parallax.model.registry import load_target
+from parallax.runtime.batch import Rows
+from parallax.units import parse_bytes
+
+Windows = NDArray[np.uint8]  # (rows, sequence + 1)
+
+MINIMUM_ROWS = 4
+ROWS_PER_COUNT = 4096
+PIECE_BYTES = 2**20
+DIGEST_BYTES = 64
+NOT_TEXT_OF_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataConfig:
+    """Bytes of the text files below ``path``; auto is the Python standard library's own sources.
+
+    ``validation``: share of the text held out. ``max_bytes``: no more than this much text is read.
+    """
+
+    name: str = "text"
+    path: str = "auto"
+    pattern: str = "*"
+    validation: float = 0.05
+    max_bytes: int | str = "64MiB"
+
+    def __post_init__(self) -> None:
+        check_positive("data.validation", self.validation)
+        if self.validation >= 1:
+            raise ConfigError(f"data.validation={self.validation}: accepted are shares between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomDataConfig:
+    """Rows from the user's own ``target=package.module:factory``, called with ``kwargs``."""
+
+    name: str = "custom"
+    target: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """What the training loop asks of data."""
+
+    def batch(self, rows: int) -> Rows:
+        """The next global batch."""
+
+    def validation(self, index: int, rows: int) -> Rows:
+        """Held-out batch ``index``; the same rows each time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+
+
+def build_source(
+    config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True
+) -> Source:
+    """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering."""
+    if isinstance(config, TextDataConfig):
+        return TextSource(config, sequence, seed, quiet=quiet)
+    source = load_target("data.target", config.target)(**config.kwargs)
+    offered = ("batch", "validation", "state_dict", "load_state_dict")
+    if missing := [name for name in offered if not callable(getattr(source, name, None))]:
+        raise DataError(
+            f"data.target={config.target} returned a {type(source).__name__} without {', '.join(missing)}: "
+            "see parallax.train.data.Source for what a source offers"
+        )
+    return source
+
+
+class WindowRows:
+    """Rows that become tensors only when asked: row i is window ``order[i]``, its targets one byte later."""
+
+    def __init__(self, windows: Windows, order: NDArray[np.int64]) -> None:
+        self._windows = windows
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def inputs(self, start: int, stop: int) -> Tensor:
+        """Bytes of rows [start, stop): int64, (rows, sequence)."""
+        return torch.from_numpy(self._windows[self._order[start:stop], :-1].astype(np.int64))
+
+    def targets(self, start: int, stop: int) -> Tensor:
+        """The byte that follows each input: int64, (rows, sequence)."""
+        return torch.from_numpy(self._windows[self._order[start:stop], 1:].astype(np.int64))
+
+
+class TextSource:
+    """Text as rows of bytes, in a new random order each epoch, exactly resumable.
+
+    Each rank maps one gathered file and touches only the rows it is asked for, so no rank holds the corpus.
+    The last ``validation`` share of the bytes is held out; the rest is cut into windows of ``sequence`` + 1
+    bytes that do not overlap. Row g of the run is in epoch g // n at place g % n of that epoch's order, so
+    one number, the position, says where a run stands, whatever the batch size.
+    """
+
+    def __init__(self, config: TextDataConfig, sequence: int, seed: int, *, quiet: bool = True) -> None:
+        check_positive("sequence", sequence)
+        corpus = open_corpus(config, quiet=quiet)
+        training = len(corpus.bytes) - round(len(corpus.bytes) * config.validation)
+        self._training = _windows(corpus.bytes[:training], sequence)
+        self._held_out = _windows(corpus.bytes[training:], sequence)
+        if len(self._training) < MINIMUM_ROWS or len(self._held_out) < 1:
+            share = min((1 - config.validation) / MINIMUM_ROWS, config.validation)
+            raise DataError(
+                f"data.path={printable(config.path)} holds {len(corpus.bytes):,} bytes of text: rows of "
+                f"{sequence} + 1 bytes with data.validation={config.validation} need about "
+                f"{math.ceil((sequence + 2) / share):,}; name more text (data.path, data.pattern, "
+                "data.max_bytes) or a shorter sequence"
+            )
+        self.fingerprint = f"{corpus.digest[:16]}/{training}+{len(corpus.bytes) - training}/{sequence}"
+        self._seed = seed
+        self._position = 0
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        """Training rows per epoch."""
+        return len(self._training)
+
+    def batch(self, rows: int) -> Rows:
+        """The next ``rows`` rows; a batch may reach into the next epoch."""
+        check_positive("rows", rows)
+        position, taken, parts = self._position, 0, []
+        while taken < rows:
+            epoch, place = divmod(position + taken, len(self))
+            parts.append(self._order(epoch)[place : place + rows - taken])
+            taken += len(parts[-1])
+        self._position += rows
+        for epoch in [epoch for epoch in self._orders if epoch < self._position // len(self)]:
+            del self._orders[epoch]
+        return WindowRows(self._training, np.concatenate(parts))
+
+    def validation(self, index: int, rows: int) -> Rows:
+        """Held-out rows [index · rows, (index + 1) · rows), from the start again when they run out."""
+        order = np.arange(index * rows, (index + 1) * rows, dtype=np.int64) % len(self._held_out)
+        return WindowRows(self._held_out, order)
+
+    @functools.cached_property
+    def unigram_entropy(self) -> float:
+        """Nats per byte of a model that knows only how often each byte occurs: a loss worth beating."""
+        counts = np.zeros(256, dtype=np.int64)
+        for start in range(
+            0, len(self), ROWS_PER_COUNT
+        ):  # bincount widens to 8 bytes each: never all at once
+            counts += np.bincount(self._training[start : start + ROWS_PER_COUNT].ravel(), minlength=256)
+        share = counts[counts > 0] / counts.sum()
+        return float(-(share * np.log(share)).sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows taken so far, the seed of their order, and of which corpus."""
+        return {"position": self._position, "seed": self._seed, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken, in its order, whatever seed this run was given.
+
+        Raises :class:`CheckpointError` for another corpus, split or sequence: position would mean other rows.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"the checkpoint was trained on text {printable(str(state['fingerprint']))}, but data.* now "
+                f"gives {self.fingerprint} (content/training+validation bytes/sequence): restore the text "
+                "and the settings, or start a new run"
+            )
+        self._position, self._seed = int(state["position"]), int(state["seed"])
+        self._orders.clear()
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """The epoch's permutation: the sorting order of Philox's raw numbers, which no numpy version changes
+        (what ``Generator.permutation`` makes of them may change)."""
+        if epoch not in self._orders:
+            key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
+            draws = np.random.Philox(key=key).random_raw(len(self))
+            self._orders[epoch] = np.argsort(draws, kind="stable").astype(np.int64)
+        return self._orders[epoch]
+
+
+def _windows(text: NDArray[np.uint8], sequence: int) -> Windows:
+    """(rows, sequence + 1), a view; the bytes that fill no window are left."""
+    rows = len(text) // (sequence + 1)
+    return text[: rows * (sequence + 1)].reshape(rows, sequence + 1)
+
+
+# ---------------------------------------------------------------------------------------------- corpus
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The gathered text, mapped from its cache file, and the SHA-256 of its content."""
+
+    bytes: NDArray[np.uint8]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of the corpus and what its cache depends on."""
+
+    path: Path
+    size: int
+    modified_ns: int
+
+
+def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
+    """Map the corpus of ``config``, gathering it first when no cache file fits the files as they are now.
+
+    The cache file is the digest (64 hex digits), then the text. Ranks that gather at the same time write the
+    same bytes to different temporary files, and the last rename wins.
+    """
+    limit = parse_bytes(config.max_bytes, "data.max_bytes")
+    files = list(find_text(config, limit))
+    size = min(limit, sum(file.size for file in files))
+    if not size:
+        raise DataError(
+            f"data.path={printable(config.path)}: no text in files that match data.pattern="
+            f"{printable(config.pattern)}; name another folder or pattern (a file with a NUL byte in its "
+            "first 8 KiB is no text)"
+        )
+    known = [
+        config.path,
+        config.pattern,
+        limit,
+        [(os.fsencode(f.path).hex(), f.size, f.modified_ns) for f in files],
+    ]
+    path = cache_directory() / f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}.bin"
+    try:
+        if not path.is_file() or path.stat().st_size != DIGEST_BYTES + size:
+            _gather(files, size, path, quiet=quiet)
+        text = np.memmap(path, dtype=np.uint8, mode="r", offset=DIGEST_BYTES)
+        with path.open("rb") as file:
+            return Corpus(text, file.read(DIGEST_BYTES).decode("ascii"))
+    except OSError as error:
+        raise DataError(
+            f"cannot gather {size:,} bytes of text into {path} ({error.filename}: {error.strerror}): "
+            "make it readable, or point XDG_CACHE_HOME to a folder with space"
+        ) from error
+
+
+def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
+    """Text files below ``path`` in an order that is the same everywhere, until they hold ``limit`` bytes."""
+    auto = config.path == "auto"
+    root = Path(sysconfig.get_paths()["stdlib"] if auto else config.path).expanduser().absolute()
+    if not root.exists():
+        raise DataError(
+            f"data.path={printable(config.path)}: there is no {printable(str(root))}; name a folder with text"
+        )
+    found = 0
+    for path in _walk(root, NOT_TEXT_OF_STDLIB if auto else frozenset()):
+        if found >= limit:
+            return
+        name = path.relative_to(root).as_posix()
+        if (
+            root.is_dir()
+            and not fnmatch.fnmatch(path.name, config.pattern)
+            and not fnmatch.fnmatch(name, config.pattern)
+        ):
+            continue
+        if auto and path.suffix != ".py":
+            continue
+        if file := _text_file(path):
+            found += file.size
+            yield file
+
+
+def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
+    """Files in sorted order. A folder that cannot be listed is an error: rows would silently be missing."""
+
+    def stop(error: OSError) -> None:
+        raise DataError(
+            f"data.path: cannot list {error.filename} ({error.strerror}); make it readable"
+        ) from error
+
+    if not root.is_dir():
+        yield root
+        return
+    for folder, folders, names in os.walk(root, onerror=stop):
+        folders[:] = sorted(set(folders) - skipped)
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+def _text_file(path: Path) -> TextFile | None:
+    """The file, or None when it is no regular file (a broken link, a pipe), is empty, or holds no text."""
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            head, status = file.read(8192), os.fstat(file.fileno())
+    except OSError as error:
+        raise DataError(
+            f"data.path: cannot read {printable(str(path))} ({error.strerror}); make it readable or narrow "
+            "data.pattern"
+        ) from error
+    return TextFile(path, status.st_size, status.st_mtime_ns) if head and b"\0" not in head else None
+
+
+def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> None:
+    digest, left = hashlib.sha256(), size
+    with replacing(path) as target, _Bar(size, quiet=quiet) as bar:
+        target.write(b" " * DIGEST_BYTES)
+        for file in files:
+            with file.path.open("rb") as source:
+                expected = min(file.size, left)
+                while expected and (piece := source.read(min(expected, PIECE_BYTES))):
+                    digest.update(piece)
+                    target.write(piece)
+                    bar.advance(len(piece))
+                    expected, left = expected - len(piece), left - len(piece)
+            if expected:
+                raise DataError(f"{printable(str(file.path))} became shorter while it was read: start again")
+        target.seek(0)
+        target.write(digest.hexdigest().encode("ascii"))
+
+
+class _Bar:
+    """A progress bar that shows itself only when the work takes longer than a second."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self._bar = Progress(
+            *Progress.get_default_columns(), DownloadColumn(), console=Console(stderr=True), disable=quiet
+        )
+        self._task = self._bar.add_task("gathering text", total=total)
+        self._shown_from = time.monotonic() + 1
+
+    def advance(self, count: int) -> None:
+        self._bar.update(self._task, advance=count)
+        if time.monotonic() > self._shown_from:
+            self._bar.start()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,96 @@
+"""A pool of gloo workers that lives as long as the test session: a job on it costs milliseconds, a spawn seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 120
+
+
+def _worker(connection: Connection) -> None:
+    sys.path.insert(0, str(ROOT))
+    torch.set_num_threads(1)
+    while True:
+        job = connection.recv()
+        if job is None:
+            return
+        call, args, rank, world, store = job
+        try:
+            if world > 1:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+                )
+            try:
+                result = call(*args)
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            connection.send((True, result))
+        except BaseException as error:
+            connection.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+class WorkerError(AssertionError):
+    """What the first failing rank raised."""
+
+
+class Pool:
+    """``run(call, world, *args)``: ``call(*args)`` on ``world`` ranks; the results by rank."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="parallax-pool-")
+
+    def run(self, call: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        while len(self._workers) < world:
+            self._start()
+        store = Path(self._folder.name) / uuid.uuid4().hex
+        used = self._workers[:world]
+        for rank, (_, connection) in enumerate(used):
+            connection.send((call, args, rank, world, store))
+        results: dict[Connection, Any] = {}
+        open_ends = [connection for _, connection in used]
+        while open_ends:
+            ready = wait(open_ends, TIMEOUT_SECONDS)
+            if not ready:
+                self.close()
+                raise WorkerError(f"no answer within {TIMEOUT_SECONDS} s from {len(open_ends)} of {world} ranks")
+            for connection in ready:
+                good, value = connection.recv()
+                if not good:
+                    self.close()  # its peers wait for it: start anew
+                    raise WorkerError(value)
+                results[connection] = value
+                open_ends.remove(connection)
+        return [results[connection] for _, connection in used]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+        for process, _ in self._workers:
+            process.join(10)
+        self._workers.clear()
+
+    def _start(self) -> None:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, mine))

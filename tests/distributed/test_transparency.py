@@ -1,0 +1,121 @@
+"""The master property: a result never depends on the plan."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallax.model.describe import Chain, describe, materialise
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.mlp import MLP, MLPConfig
+from parallax.model.precision import PrecisionConfig
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.manager import SwapConfig
+from tests.distributed.pool import Pool
+from tests.plans import make_plan
+
+ROWS = 7
+MODELS: dict[str, Any] = {
+    "gpt": (GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64), GPT.loss),
+    "mlp": (MLPConfig(layers=3, hidden=48, embedding=8, sequence=16, vocabulary=64), MLP.loss),
+}
+
+
+def make_chain(model: str, dtype: torch.dtype) -> Chain:
+    return describe(MODELS[model][0].build, seed=3, dtype=dtype)
+
+
+def make_batch(rows: int = ROWS) -> TensorRows:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 64, (rows, 17), generator=generator)
+    return TensorRows(tokens[:, :-1], tokens[:, 1:])
+
+
+def reference(model: str, dtype: torch.dtype, rows: int = ROWS) -> tuple[float, dict[str, torch.Tensor]]:
+    """One process, one batch, plain torch."""
+    chain, batch = make_chain(model, dtype), make_batch(rows)
+    blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
+    (x,) = batch.inputs(0, rows)
+    for block in blocks:
+        x = block(x)
+    loss = MODELS[model][1](x, batch.targets(0, rows))
+    loss.backward()
+    gradients = {}
+    for description, block in zip(chain.blocks, blocks):
+        gradients |= {description.prefix + name: p.grad for name, p in block.named_parameters()}
+    for name, users in chain.ties.items():  # a shared parameter goes by its first user's name
+        gradients = {n: g for n, g in gradients.items() if n == name or n not in _names(chain, users)}
+    return loss.item(), gradients
+
+
+def _names(chain: Chain, users: tuple[tuple[int, str], ...]) -> set[str]:
+    return {chain.blocks[i].prefix + name for i, name in users}
+
+
+def job(model: str, dtype: torch.dtype, plan_options: dict[str, Any], rows: int) -> tuple[float, dict[str, Any], int, int]:
+    chain = make_chain(model, dtype)
+    precision = PrecisionConfig(parameters="fp64", compute="fp64") if dtype is torch.float64 else PrecisionConfig()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.build(
+            chain,
+            make_plan(chain, global_batch=rows, microbatch=2, **plan_options),
+            loss=MODELS[model][1],
+            precision=precision,
+            swap=SwapConfig(minimum_bytes=1),
+            scratch=Path(folder) / "swap",
+        )
+        engine.gradients(make_batch(rows))  # a first round, so that the one compared runs on re-used state
+        before = engine.all_reduces
+        loss = engine.gradients(make_batch(rows))
+        reduced = engine.all_reduces - before
+        moved = engine._manager.take_statistics().bytes_out if engine._manager else 0
+        gradients = {n: t.grad.clone() for n, t in engine.parameters.items()}
+        engine.close()
+    return loss, gradients, reduced, moved
+
+
+def compare(results: list[Any], model: str, dtype: torch.dtype, rows: int, tolerance: float) -> None:
+    loss, gradients = reference(model, dtype, rows)
+    seen: set[str] = set()
+    for found, partial, _, _ in results:
+        assert abs(found - loss) <= tolerance * abs(loss)
+        for name, gradient in partial.items():
+            seen.add(name)
+            error = (gradient - gradients[name]).norm() / gradients[name].norm()
+            assert error <= tolerance, f"{name}: {error}"
+    assert seen == set(gradients)
+
+
+REPLICAS = [(1,), (2,), (1, 1), (2, 2), (1, 2), (2, 1), (1, 1, 1), (1, 2, 1), (2, 1, 1)]
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+def test_gradients_equal_plain_training(pool: Pool, model: str, schedule: str, replicas: tuple[int, ...]) -> None:
+    world = sum(replicas)
+    by_directive = {}
+    for directive, dtype in itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64]):
+        options = {"replicas": replicas, "schedule": schedule, "directive": directive, "swap_limit": 60000}
+        results = pool.run(job, world, model, dtype, options, ROWS)
+        compare(results, model, dtype, ROWS, 1e-6 if dtype is torch.float32 else 1e-12)
+        by_directive[directive, dtype] = results
+        moved = [r[3] for r in results]
+        assert all(moved) if directive == "offload" else not any(moved)
+    for dtype in (torch.float32, torch.float64):
+        kept, offloaded = by_directive["keep", dtype], by_directive["offload", dtype]
+        for (loss_a, a, count_a, _), (loss_b, b, count_b, _) in zip(kept, offloaded):
+            assert loss_a == loss_b
+            assert all(torch.equal(a[name], b[name]) for name in a)
+            assert count_a == count_b
+    position = 0
+    for count in replicas:  # one all-reduce per bucket and step in a replicated stage, none elsewhere
+        reduced = {results[rank][2] for results in by_directive.values() for rank in range(position, position + count)}
+        assert reduced == ({1} if count > 1 else {0})
+        position += count

@@ -1,0 +1,48 @@
+"""Plans made by hand, for tests that need a particular one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parallax.model.describe import Chain
+from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
+
+GIB = 2**30
+
+
+def make_plan(
+    chain: Chain,
+    *,
+    replicas: Sequence[int] = (1,),
+    schedule: str = "1f1b",
+    directive: str = "keep",
+    global_batch: int = 8,
+    microbatch: int = 2,
+    swap_limit: int = GIB,
+    cuts: Sequence[int] | None = None,
+) -> Plan:
+    """Blocks spread evenly over ``len(replicas)`` stages (or cut at ``cuts``), one directive for all of them."""
+    blocks, stages = len(chain.blocks), len(replicas)
+    bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
+    parts = tuple(
+        StagePlan(
+            start=low,
+            stop=high,
+            replicas=r,
+            directives=(Directive(directive),) * (high - low),
+            swap_limit_bytes=swap_limit,
+            tier_bytes=GIB,
+        )
+        for low, high, r in zip(bounds, bounds[1:], replicas)
+    )
+    rank = RankPrediction(peak_bytes=0, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    return Plan(
+        model="test",
+        fingerprint=chain.fingerprint(),
+        schedule=schedule,
+        global_batch=global_batch,
+        microbatch=microbatch,
+        stages=parts,
+        tier="disk",
+        prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
+    )

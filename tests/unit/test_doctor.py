@@ -1,0 +1,87 @@
+"""The doctor: it finishes everywhere, programs can read it, and it finds what was made wrong on purpose."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from parallax.doctor import examine, file_system, print_report, run_doctor
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def found(runs: Path) -> str:
+    return "\n".join(f"{finding.what} => {finding.remedy}" for finding in examine(runs).findings)
+
+
+def test_json_is_complete_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    assert run_doctor(as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"devices", "cores", "memory", "limits", "probes", "versions", "findings"}
+    assert set(report["versions"]) == {"python", "torch", "gloo", "nccl", "cuda", "cudnn"}
+    assert report["probes"]["disk_write"] > 0
+    assert all(finding["what"] and finding["remedy"] for finding in report["findings"])
+    assert [path.name for path in place.iterdir()] == ["cache"]
+
+
+def test_tables_for_people() -> None:
+    report = examine(Path("runs"))
+    console = Console(file=io.StringIO(), width=100, record=True)
+    print_report(report, console)
+    text = console.export_text()
+    for part in (
+        "devices",
+        "memory",
+        "bandwidths",
+        "versions",
+        "what will go wrong here",
+        "disk read",
+        "gloo",
+    ):
+        assert part in text
+    assert text.count("remedy:") == len(report.findings)
+
+
+def test_threads_and_the_place_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    text = found(Path("/proc/runs"))
+    assert "no file can be made in /proc" in text
+    assert "the disk could not be measured" in text
+    assert examine(Path("/proc/runs")).probes is None
+    if "OMP_NUM_THREADS" in text:  # one device needs no advice
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert "OMP_NUM_THREADS" not in found(Path("runs"))
+
+
+@pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no RAM file system here")
+def test_swap_in_ram_is_pointed_out() -> None:
+    assert "tmpfs, which is RAM: swapping there frees nothing => set swap.directory" in found(
+        Path("/dev/shm/runs")
+    )
+
+
+def test_a_limit_in_force_is_pointed_out() -> None:
+    """In a process of its own: a hard limit cannot be raised again."""
+    code = (
+        "import resource, pathlib; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30));"
+        "from parallax.doctor import examine; print([f.what for f in examine(pathlib.Path('runs')).findings])"
+    )
+    root = Path(__file__).parents[2]
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(root), "HOME": "."},
+    )
+    assert "RLIMIT_DATA allows each rank 3.0 GiB" in shown.stdout, shown.stderr

@@ -1,0 +1,245 @@
+"""The machine: limits are found where kernels put them, peaks follow memory, auto means what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from parallax import machine
+from parallax.errors import ConfigError
+from parallax.machine import (
+    ClusterConfig,
+    Probes,
+    available_memory,
+    build_cluster,
+    choose_devices,
+    disk_free_bytes,
+    existing_parent,
+    measure_probes,
+    memory_limits,
+    peak_resident_bytes,
+    replacing,
+    reset_peak_resident,
+    resident_bytes,
+    usable_cores,
+)
+
+MIB = 2**20
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA answers")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "parallax"
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Probes:
+    speeds = {f.name: float(i) for i, f in enumerate(dataclasses.fields(Probes)) if f.name != "directory"}
+    return Probes(directory=str(tmp_path), **speeds)
+
+
+def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """The files that a kernel would show below ``root``."""
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+def test_cores_are_cut_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/job/cpu.max": "50000 100000", "sys/fs/cgroup/job/task/cpu.max": "max 100000"}
+    assert usable_cores(tree(tmp_path, "0::/job/task", files)) == 0.5
+
+
+def test_cores_are_cut_by_a_v1_quota(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/cpu,cpuacct/docker/cpu.cfs_quota_us": "75000",
+        "sys/fs/cgroup/cpu,cpuacct/docker/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+    }
+    root = tree(tmp_path, "5:cpuset:/other\n4:cpu,cpuacct:/docker\n0::/", files)
+    assert usable_cores(root) == 0.75
+
+
+def test_cores_follow_the_affinity_mask() -> None:
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
+    code += "from parallax.machine import *; print(usable_cores() <= 1)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
+def test_memory_limits_of_v2_count_dropped_cache_as_free(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/job/memory.max": str(512 * MIB),
+        "sys/fs/cgroup/job/memory.current": str(300 * MIB),
+        "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {200 * MIB}",
+        "sys/fs/cgroup/memory.max": "max",
+    }
+    (limit,) = memory_limits(tree(tmp_path, "0::/job", files))
+    assert (limit.limit_bytes, limit.free_bytes, limit.per_process) == (512 * MIB, 412 * MIB, False)
+
+
+def test_memory_limits_of_v1_inside_a_container_with_a_foreign_path(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(256 * MIB),
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(100 * MIB),
+        "sys/fs/cgroup/memory/memory.stat": "cache 5\ntotal_inactive_file 0",
+    }
+    (limit,) = memory_limits(tree(tmp_path, "4:memory:/docker/unseen\n1:cpu:/", files))
+    assert limit.free_bytes == 156 * MIB
+    assert "memory.limit_in_bytes" in limit.name
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory_limits(tmp_path) == ()
+
+
+def test_a_process_limit_is_seen_and_caps_the_device_memory() -> None:
+    """In a process of its own: a hard limit cannot be raised again."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30));"
+        "from parallax.machine import *; (l,) = [l for l in memory_limits() if l.per_process];"
+        "print(l.name, l.limit_bytes, available_memory(1) == available_memory(2) < 2**30)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.stdout == f"RLIMIT_DATA {2**30} True\n", shown.stderr
+
+
+def test_available_memory_is_shared_by_processes() -> None:
+    assert 0 < available_memory(4) <= available_memory() / 4 * 1.2
+    assert available_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(not reset_peak_resident(), reason="/proc/self/clear_refs cannot be written")
+def test_the_peak_follows_memory_and_can_be_reset() -> None:
+    def touch(count: int) -> None:
+        with mmap.mmap(-1, count) as area:
+            area.write(b"x" * count)
+
+    touch(64 * MIB)
+    high = peak_resident_bytes()
+    assert high >= resident_bytes() + 48 * MIB
+    assert reset_peak_resident()
+    assert peak_resident_bytes() <= high - 48 * MIB
+    touch(32 * MIB)
+    assert peak_resident_bytes() >= resident_bytes() + 24 * MIB
+
+
+def test_peaks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_status_bytes", lambda field: 0)
+    assert peak_resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert resident_bytes() > 10 * MIB
+
+
+def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    with replacing(path) as file:
+        file.write(b"good")
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.write("half")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"good"
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_existing_parent(tmp_path: Path) -> None:
+    assert existing_parent(tmp_path / "not" / "yet") == tmp_path
+    assert existing_parent(Path("runs/not/yet")).is_dir()
+    assert disk_free_bytes(tmp_path / "not" / "yet") > 0
+
+
+def test_probes_are_measured_once_and_again_when_asked(tmp_path: Path, cache: Path) -> None:
+    threads, handles = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    first = measure_probes(tmp_path / "runs" / "swap")
+    assert not (tmp_path / "runs").exists()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, handles)
+    assert all(
+        value > 10 * MIB for name, value in dataclasses.asdict(first).items() if name in ("copy", "local")
+    )
+    assert 0 < first.local_latency_seconds < 0.1
+    assert first.disk_write_synced <= first.disk_write * 3
+    (kept,) = cache.iterdir()
+    assert measure_probes(tmp_path / "runs" / "swap") == first
+    assert measure_probes(tmp_path) == dataclasses.replace(first, directory=str(tmp_path))
+    kept.write_text(json.dumps({"copy": -1}))  # damaged: measured again
+    assert measure_probes(tmp_path, fresh=False).copy > 0
+    assert json.loads(kept.read_text())["copy"] > 0
+
+
+def test_a_disk_that_cannot_be_written_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"cannot write 64 MiB in /proc .*name another folder"):
+        machine.probe_disk(Path("/proc/nowhere"))
+
+
+def test_probes_refuse_nonsense(probes: Probes) -> None:
+    with pytest.raises(ConfigError, match="probe local=0"):
+        dataclasses.replace(probes, local=0.0)
+
+
+@no_cuda
+def test_auto_shows_a_pipeline_on_any_machine() -> None:
+    choice = choose_devices(ClusterConfig())
+    assert choice.kind == "cpu"
+    assert 3 <= choice.count <= 8
+    assert choice.threads == max(1, int(usable_cores()) // choice.count)
+    assert choose_devices(ClusterConfig(devices=1)).threads == max(1, int(usable_cores()))
+    assert choose_devices(ClusterConfig(threads=5)).threads == 5
+
+
+@no_cuda
+@pytest.mark.parametrize("devices", ["auto", 2])
+def test_more_cuda_devices_than_present(devices: int | str) -> None:
+    with pytest.raises(ConfigError, match=r"sees 0 CUDA devices here; use cluster.kind=cpu"):
+        choose_devices(ClusterConfig(kind="cuda", devices=devices))
+
+
+def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
+    cluster = build_cluster(ClusterConfig(kind="cpu", devices=4, threads=1), tier="auto", probes=probes)
+    (node,) = cluster.nodes
+    assert len(cluster.devices) == 4
+    assert node.concurrent == min(4, usable_cores())
+    first = cluster.devices[0]
+    assert (first.kind, first.tier) == ("cpu", "disk")
+    assert first.memory_bytes == pytest.approx(available_memory(4) * 0.8, rel=0.3)
+    assert first.tier_bytes == pytest.approx(disk_free_bytes(tmp_path) * 0.8 / 4, rel=0.3)
+    assert first.write.bytes_per_second == probes.disk_write
+    assert first.read.bytes_per_second == probes.disk_read
+    assert cluster.local.bytes_per_second == probes.local
+
+
+def test_given_sizes_win(probes: Probes) -> None:
+    config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB", disk="3GiB")
+    for tier, expected in (("disk", 3 * 2**30 // 2), ("none", 0)):
+        device = build_cluster(config, tier=tier, probes=probes).devices[1]
+        assert (device.memory_bytes, device.tier, device.tier_bytes) == (2**30, tier, expected)
+
+
+def test_host_tier_needs_cuda(probes: Probes) -> None:
+    with pytest.raises(ConfigError, match=r"swap.tier=host: .* use swap.tier=disk"):
+        build_cluster(ClusterConfig(kind="cpu"), tier="host", probes=probes)
+    with pytest.raises(ConfigError, match=r"swap.tier=dsk.*did you mean 'disk'"):
+        build_cluster(ClusterConfig(kind="cpu"), tier="dsk", probes=probes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_machine_uses_all_devices_and_pinned_memory(tmp_path: Path) -> None:
+    measured = measure_probes(tmp_path)
+    cluster = build_cluster(ClusterConfig(), tier="auto", probes=measured)
+    assert len(cluster.devices) == torch.cuda.device_count() == cluster.nodes[0].concurrent
+    for device in cluster.devices:
+        assert (device.kind, device.tier) == ("cuda", "host")
+        assert 0.85 < device.memory_bytes / torch.cuda.get_device_properties(0).total_memory <= 0.9
+        assert device.write.bytes_per_second == measured.host_write > 2**30
+    with pytest.raises(ConfigError, match=r"cluster\.devices=99"):
+        build_cluster(ClusterConfig(devices=99), tier="auto", probes=measured)
