@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,9 +90,19 @@ class Mesh:
         return found
 
 
-def start_processes(timeout_seconds: float) -> None:
-    """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+def start_processes(timeout_seconds: float, file: str | None = None) -> None:
+    """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
+
+    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if file is None:
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    rank, size, restart = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}-{restart}", rank=rank, world_size=size, timeout=timeout
+    )
 
 
 def stop_processes() -> None:

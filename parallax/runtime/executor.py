@@ -91,10 +91,11 @@ class Executor:
         self._gradients: dict[int, tuple[Tensor, ...]] = {}
         self._flights: dict[int, _Flight] = {}
         below, above = 4 * mesh.stage, 4 * mesh.stage + 4  # message tags: four for the edge below each stage
+        ahead = len(mesh.plan.stages)  # no more than 1F1B has in flight, so that it never waits
         self._channels: dict[Kind, dict[int, Sender] | dict[int, Receiver]] = {
             Kind.RECEIVE_ACTIVATION: {r: Receiver(r, below, staging) for r in self._ranks(mesh.stage - 1)},
-            Kind.SEND_GRADIENT: {r: Sender(r, below + 2, staging) for r in self._ranks(mesh.stage - 1)},
-            Kind.SEND_ACTIVATION: {r: Sender(r, above, staging) for r in self._ranks(mesh.stage + 1)},
+            Kind.SEND_GRADIENT: {r: Sender(r, below + 2, staging, ahead) for r in self._ranks(mesh.stage - 1)},
+            Kind.SEND_ACTIVATION: {r: Sender(r, above, staging, ahead) for r in self._ranks(mesh.stage + 1)},
             Kind.RECEIVE_GRADIENT: {r: Receiver(r, above + 2, staging) for r in self._ranks(mesh.stage + 1)},
         }
 
@@ -229,7 +230,7 @@ class Executor:
             pieces = [t[a:b] if t.dim() and t.shape[0] != b - a else t for t in tensors]
             if not pieces:  # nothing floats across this edge: the message still keeps the two ends in step
                 pieces = [torch.empty(b - a, 0, device=self._mesh.device)]
-            self._channel(kind, rank, Sender).send(pieces)
+            self._channel(kind, rank, Sender).send(pieces, b - a)
 
     def _post(self, action: Action, step: Step) -> None:
         for rank, (a, b) in self._shared(action.kind, step, action.micro):

@@ -1,10 +1,13 @@
-"""Channels between stages: FIFO per edge and direction, a header and raw tensors per message.
+"""Channels between stages: FIFO per edge and direction, one buffer per message.
 
-A message is a tuple of tensors. Its header says what follows; because shapes rarely change, the receiver posts the
-payload's buffers together with the header's, guessing that the next message is like the last one but for its number
-of rows, so that bytes flow while it computes. The sender makes the same guess; where it is wrong the header says so
-and zeros fill the buffers that were posted in vain. gloo carries host tensors only: those of a CUDA device are staged
-through pinned memory, which is also the way between devices that have no link, or share one GPU.
+A message is a tuple of tensors, packed behind a header that says what they are. Because shapes rarely change, the
+receiver posts the buffer of the next message before it is due, guessing that it is like the last one but for its number
+of rows, so that bytes flow while it computes. The sender makes the same guess: a message that fits travels in that
+buffer; of a longer one it carries the header alone, and the whole message follows. One buffer, because what gloo charges
+for is messages, not bytes: two small ones instead of one made a round trip five times as long.
+
+gloo carries host tensors only: those of a CUDA device are staged through pinned memory, which is also the way between
+devices that have no link, or share one GPU.
 """
 
 from __future__ import annotations
@@ -12,55 +15,61 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.device import CopyEngine
+from parallax.device import CopyEngine, Event
 from parallax.errors import TransportError
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
-_HEADER = 64  # numbers: flag, count, then (dtype, dimensions, sizes …) per tensor
+_HEADER = 64  # numbers of 8 bytes: count, then (dtype, dimensions, sizes …) per tensor
+_ALIGNMENT = 64  # bytes; what torch gives its own tensors
+_QUEUED = 4  # messages that may wait for their copies down
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]
 _DTYPES += [torch.uint8, torch.bool]
 
 
-Post = Callable[[Sequence[Tensor]], None]
-
-
 class Staging(Protocol):
-    """The way between a device's tensors and tensors that gloo can carry."""
+    """The way between a device's tensors and buffers that gloo can carry."""
 
-    def send(self, tensors: Sequence[Tensor], post: Post) -> None:
-        """Call ``post`` with host copies, in order with all earlier sends, without blocking the device."""
+    def buffer(self, count: int) -> Tensor:
+        """An empty host buffer of ``count`` bytes."""
 
-    def buffer(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """An empty host tensor to receive into."""
+    def send(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]) -> None:
+        """Copy ``tensors`` into ``targets`` on the host, then call ``post``, in order with all earlier sends, without
+        blocking the device."""
 
-    def up(self, tensor: Tensor) -> Tensor:
-        """A received tensor on the device."""
+    def up(self, buffer: Tensor) -> Tensor:
+        """A received buffer on the device."""
 
     def drain(self) -> None:
         """Wait until everything has been handed to gloo; raise what a send raised."""
 
 
 class DirectStaging:
-    """Host tensors travel as they are."""
+    """Host memory is all there is."""
 
-    def send(self, tensors: Sequence[Tensor], post: Post) -> None:
-        """gloo sends asynchronously by itself."""
-        post([tensor.contiguous() for tensor in tensors])
-
-    def buffer(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def buffer(self, count: int) -> Tensor:
         """Plain memory."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(count, dtype=torch.uint8)
 
-    def up(self, tensor: Tensor) -> Tensor:
+    def send(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]) -> None:
+        """gloo sends asynchronously by itself."""
+        for tensor, target in zip(tensors, targets):
+            target.copy_(tensor)
+        post()
+
+    def up(self, buffer: Tensor) -> Tensor:
         """Already there."""
-        return tensor
+        return buffer
 
     def drain(self) -> None:
         """Nothing is queued."""
@@ -72,37 +81,37 @@ class PinnedStaging:
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallax-send")
-        self._queued: list[Future[None]] = []
+        self._queued: deque[Future[None]] = deque()
 
-    def send(self, tensors: Sequence[Tensor], post: Post) -> None:
+    def buffer(self, count: int) -> Tensor:
+        """Pinned memory."""
+        return self._copies.empty_host(count)
+
+    def send(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]) -> None:
         """Copy down on the side stream and post from the thread."""
-        sources = [tensor.contiguous() for tensor in tensors]
-        hosts = [self.buffer(tensor.dtype, tuple(tensor.shape)) for tensor in sources]
-        events = [self._copies.copy(source, host) for source, host in zip(sources, hosts)]
+        sources = list(tensors)
+        events: list[Event] = [self._copies.copy(source, target) for source, target in zip(sources, targets)]
 
         def run() -> None:
             for event in events:
                 event.wait_host()
             sources.clear()
-            post(hosts)
+            post()
 
+        while len(self._queued) >= _QUEUED:
+            self._queued.popleft().result()
         self._queued.append(self._thread.submit(run))
 
-    def buffer(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Pinned memory."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def up(self, tensor: Tensor) -> Tensor:
+    def up(self, buffer: Tensor) -> Tensor:
         """Copy up; the compute stream waits, this thread does not."""
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        self._copies.copy(tensor, target).wait_stream()
+        target = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
+        self._copies.copy(buffer, target).wait_stream()
         return target
 
     def drain(self) -> None:
         """Wait for the thread."""
-        for future in self._queued:
-            future.result()
-        self._queued.clear()
+        while self._queued:
+            self._queued.popleft().result()
 
 
 def staging_for(device: torch.device, copies: CopyEngine) -> Staging:
@@ -110,70 +119,90 @@ def staging_for(device: torch.device, copies: CopyEngine) -> Staging:
     return PinnedStaging(device, copies) if device.type == "cuda" else DirectStaging()
 
 
-def _specify(tensors: Sequence[Tensor]) -> Spec:
-    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How tensors lie in a message: the header, the first byte of each tensor, and the bytes of it all."""
+
+    spec: Spec
+    header: Tensor
+    starts: tuple[int, ...]
+    size: int
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in ``buffer``. Each counts its own in-place changes, as if it had its own memory."""
+        storage = buffer.untyped_storage()
+        return [
+            torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, start // dtype.itemsize, shape)
+            for (dtype, shape), start in zip(self.spec, self.starts)
+        ]
 
 
-def _resized(spec: Spec, rows: int) -> Spec:
-    """The guess for the next message: the last one's tensors with another number of rows."""
-    return tuple((dtype, (rows, *shape[1:])) if shape else (dtype, shape) for dtype, shape in spec)
-
-
-def _encode(spec: Spec, guessed: bool) -> Tensor:
-    numbers = [int(guessed), len(spec)]
+@lru_cache(maxsize=256)
+def _lay_out(spec: Spec) -> _Layout:
+    numbers = [len(spec)]
     for dtype, shape in spec:
+        if dtype not in _DTYPES:
+            raise TransportError(f"a block returned {dtype}; between stages travel {', '.join(map(str, _DTYPES))}")
         numbers += [_DTYPES.index(dtype), len(shape), *shape]
     if len(numbers) > _HEADER:
         raise TransportError(f"a message of {len(spec)} tensors does not fit a header: join some of them")
-    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+    header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+    sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, shape in spec]
+    *starts, end = accumulate(sizes, initial=header.nbytes)
+    return _Layout(spec, header, tuple(starts), end)
 
 
-def _decode(header: Tensor) -> tuple[Spec, bool]:
-    numbers = header.tolist()
-    guessed, count, at = bool(numbers[0]), numbers[1], 2
-    spec = []
-    for _ in range(count):
+def _read_header(buffer: Tensor) -> _Layout:
+    numbers = _header_of(buffer).tolist()
+    spec, at = [], 1
+    for _ in range(numbers[0]):
         dtype, dims = _DTYPES[numbers[at]], numbers[at + 1]
         spec.append((dtype, tuple(numbers[at + 2 : at + 2 + dims])))
         at += 2 + dims
-    return tuple(spec), guessed
+    return _lay_out(tuple(spec))
+
+
+def _header_of(buffer: Tensor) -> Tensor:
+    return buffer[: _HEADER * 8].view(torch.int64)
+
+
+def _guessed_size(last: Spec, rows: int) -> int:
+    """Bytes of the next message if it is like the last one with another number of rows; at least a header."""
+    return _lay_out(tuple((dtype, (rows, *shape[1:]) if shape else shape) for dtype, shape in last)).size
 
 
 class Sender:
-    """The sending end of one channel."""
+    """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
 
-    def __init__(self, peer: int, tag: int, staging: Staging) -> None:
-        self._peer, self._tag, self._staging = peer, tag, staging
-        self._last: Spec | None = None
-        self._works: deque[tuple[dist.Work, Tensor]] = deque()
+    def __init__(self, peer: int, tag: int, staging: Staging, ahead: int) -> None:
+        self._peer, self._tag, self._staging, self._ahead = peer, tag, staging, ahead
+        self._last: Spec = ()
+        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send one message of tensors that share their rows; returns at once."""
-        spec = _specify(tensors)
-        guess = _resized(self._last, spec[0][1][0]) if self._last else None
-        wasted = guess if guess is not None and guess != spec else None
-        header = _encode(spec, guess == spec)
-        self._last = spec
-        self._staging.send([tensor.detach() for tensor in tensors], lambda hosts: self._post(header, wasted, hosts))
+    def send(self, tensors: Sequence[Tensor], rows: int) -> None:
+        """Send one message, due to have ``rows`` rows. Returns at once, unless the peer is ``ahead`` messages behind."""
+        layout = _lay_out(tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
+        guess = _guessed_size(self._last, rows)
+        self._last = layout.spec
+        sizes = [guess] if layout.size <= guess else [guess, layout.size]
+        buffers = [self._staging.buffer(size) for size in sizes]
+        for buffer in buffers:
+            _header_of(buffer).copy_(layout.header)
+        self._staging.send(tensors, layout.views(buffers[-1]), lambda: self._post(buffers))
 
     def flush(self) -> None:
         """Wait until the peer has everything; the caller has drained the staging."""
-        while self._works:
-            self._works.popleft()[0].wait()
+        self._wait(0)
 
-    def _post(self, header: Tensor, wasted: Spec | None, tensors: Sequence[Tensor]) -> None:
-        while self._works and self._works[0][0].is_completed():
-            self._works.popleft()
-        self._begin(header, self._tag)
-        for dtype, shape in wasted or ():
-            self._begin(torch.zeros(shape, dtype=dtype), self._tag + 1)
-        for tensor in tensors:
-            self._begin(tensor, self._tag + 1)
+    def _post(self, buffers: list[Tensor]) -> None:
+        self._wait(self._ahead - 1)
+        self._sent.append([(_begun(dist.isend(buffer, self._peer, tag=self._tag)), buffer) for buffer in buffers])
 
-    def _begin(self, tensor: Tensor, tag: int) -> None:
-        work = dist.isend(tensor, self._peer, tag=tag)
-        assert work is not None
-        self._works.append((work, tensor))
+    def _wait(self, left: int) -> None:
+        """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
+        while len(self._sent) > left:
+            for work, _ in self._sent.popleft():
+                work.wait()
 
 
 class Receiver:
@@ -181,42 +210,38 @@ class Receiver:
 
     def __init__(self, peer: int, tag: int, staging: Staging) -> None:
         self._peer, self._tag, self._staging = peer, tag, staging
-        self._last: Spec | None = None
-        self._header: tuple[dist.Work, Tensor] | None = None
-        self._payload: list[tuple[dist.Work, Tensor]] = []
+        self._last: Spec = ()
+        self._posted: tuple[dist.Work, Tensor] | None = None
 
     def post(self, rows: int) -> None:
-        """Post the buffers of the next message, expected to have ``rows`` rows."""
-        if self._header is None:
-            self._header = self._begin(torch.empty(_HEADER, dtype=torch.int64), self._tag)
-            self._payload = self._begin_all(_resized(self._last, rows) if self._last else ())
+        """Post the buffer of the next message, expected to have ``rows`` rows."""
+        if self._posted is None:
+            self._posted = self._begin(_guessed_size(self._last, rows))
 
     def receive(self, rows: int) -> tuple[Tensor, ...]:
         """Wait for the next message."""
         self.post(rows)
-        assert self._header is not None
-        work, header = self._header
+        assert self._posted is not None
+        (work, buffer), self._posted = self._posted, None
         work.wait()
-        spec, guessed = _decode(header)
-        for pending, _ in self._payload:
-            pending.wait()
-        if not guessed:
-            self._payload = self._begin_all(spec)
-            for pending, _ in self._payload:
-                pending.wait()
-        tensors = [tensor for _, tensor in self._payload]
-        self._header, self._payload, self._last = None, [], spec
-        if spec[0][1][0] != rows:
+        layout = _read_header(buffer)
+        if layout.size > buffer.numel():
+            work, buffer = self._begin(layout.size)
+            work.wait()
+        self._last = layout.spec
+        found = layout.spec[0][1][:1]
+        if found != (rows,):
             raise TransportError(
-                f"rank {self._peer} sent {spec[0][1][0]} rows where {rows} were due: every tensor between blocks "
-                "must have the micro-batch's rows in its first dimension"
+                f"rank {self._peer} sent {found[0] if found else 'no'} rows where {rows} were due: every tensor between "
+                "blocks must have the micro-batch's rows in its first dimension"
             )
-        return tuple(self._staging.up(tensor) for tensor in tensors)
+        return tuple(layout.views(self._staging.up(buffer)))
 
-    def _begin_all(self, spec: Spec) -> list[tuple[dist.Work, Tensor]]:
-        return [self._begin(self._staging.buffer(dtype, shape), self._tag + 1) for dtype, shape in spec]
+    def _begin(self, size: int) -> tuple[dist.Work, Tensor]:
+        buffer = self._staging.buffer(size)
+        return _begun(dist.irecv(buffer, self._peer, tag=self._tag)), buffer
 
-    def _begin(self, tensor: Tensor, tag: int) -> tuple[dist.Work, Tensor]:
-        work = dist.irecv(tensor, self._peer, tag=tag)
-        assert work is not None
-        return work, tensor
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

@@ -1,10 +1,28 @@
-"""(to be written)"""
+"""The training loop: step, log, evaluate, save, resume; nothing else."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from parallax.errors import ConfigError, check_choice, check_positive
+import torch
+
+from parallax.errors import CheckpointError, ConfigError, check_choice, check_positive
+from parallax.events import EventLog, Span, bubble_fraction, read_events
+from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine, timeline_png
+from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_partial
+from parallax.runtime.engine import Engine, StepResult
+from parallax.train.data import Source
+
+PREDICTED_EVENTS = "events-predicted.jsonl"
+WARM_UP = 2  # steps left out of the median: first touches of memory, first connections
+RECENT = 25  # steps whose spans are remembered, to draw the one of median length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +54,253 @@ class TrainerConfig:
             if isinstance(self.microbatch, bool) or not isinstance(self.microbatch, int):
                 raise ConfigError(f"trainer.microbatch={self.microbatch}: accepted are auto or a whole number")
             check_positive("trainer.microbatch", self.microbatch)
+
+
+def train(
+    engine: Engine,
+    source: Source,
+    trainer: TrainerConfig,
+    logger: LoggerConfig,
+    directory: Path,
+    *,
+    tokens_per_row: int,
+) -> dict[str, Any]:
+    """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there."""
+    run = _Run(engine, source, trainer, logger, directory, tokens_per_row)
+    return run.run()
+
+
+class _Run:
+    """The state of one rank's loop. Rank 0 writes for all."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: Source,
+        trainer: TrainerConfig,
+        logger: LoggerConfig,
+        directory: Path,
+        tokens_per_row: int,
+    ) -> None:
+        self._engine, self._source, self._trainer = engine, source, trainer
+        self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
+        self._rank, self._mesh = engine.mesh.rank, engine.mesh
+        self._checkpoints = directory / "checkpoints"
+        self._recent: deque[StepResult] = deque(maxlen=RECENT)
+        self._seconds: list[float] = []
+        self._losses: list[float] = []
+        self._validation: float | None = None
+        self._swapped = [0.0, 0.0]  # bytes offloaded and seconds stalled, over all steps of this rank
+        self._peak = 0
+
+    def run(self) -> dict[str, Any]:
+        """The whole training."""
+        resumed = self._resume()
+        total = self._trainer.steps
+        with (
+            EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
+            _voice(self._rank, self._directory, self._logger, total, self._engine.completed_steps) as voice,
+        ):
+            if resumed:
+                voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
+            while self._engine.completed_steps < total:
+                result = self._engine.step(self._source.batch(self._trainer.global_batch))
+                self._remember(result)
+                if self._logger.events:
+                    events.extend(result.spans)
+                    events.flush()
+                self._report(voice, result)
+                self._evaluate_and_save(voice, self._engine.completed_steps, total)
+        summary = self._summary()
+        if self._rank == 0:
+            self._write(summary)
+        return summary
+
+    def _resume(self) -> Path | None:
+        """Load the last good checkpoint of the run directory; the one loaded."""
+        if self._rank == 0 and self._checkpoints.is_dir():
+            remove_partial(self._checkpoints)
+        self._mesh.barrier()
+        found = list_checkpoints(self._checkpoints) if self._trainer.resume == "auto" else []
+        refused: CheckpointError | None = None
+        for path in reversed(found):
+            try:
+                state = self._engine.load(path)
+            except CheckpointError as error:
+                refused = refused or error
+                continue
+            self._source.load_state_dict(state["source"])
+            return path
+        if refused is not None:
+            raise refused
+        return None
+
+    def _remember(self, result: StepResult) -> None:
+        self._recent.append(result)
+        self._seconds.append(result.seconds)
+        self._losses.append(result.loss)
+        self._peak = max(self._peak, result.peak_bytes)
+        self._swapped[0] += result.swap.bytes_out
+        self._swapped[1] += result.swap.stall_seconds
+
+    def _report(self, voice: _Voice, result: StepResult) -> None:
+        """Gather what every rank knows of the step; rank 0 shows and writes it."""
+        budgets = [rank.budget_bytes for rank in self._engine.plan.prediction.ranks]
+        table = torch.zeros(len(budgets), 3, dtype=torch.float64)
+        table[self._rank] = torch.tensor(
+            [result.peak_bytes, result.swap.stall_seconds, result.swap.bytes_out], dtype=torch.float64
+        )
+        peaks, stalls, moved = (column.tolist() for column in self._mesh.sum(table).unbind(1))
+        fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
+        line = StepLine(
+            step=self._engine.completed_steps,
+            loss=result.loss,
+            rate=self._trainer.global_batch * self._tokens / result.seconds,
+            unit="tokens" if self._tokens > 1 else "rows",
+            peak_bytes=int(peaks[fullest]),
+            budget_bytes=budgets[fullest],
+            stall_seconds=max(stalls),
+        )
+        voice.step(
+            line,
+            {
+                "step": line.step,
+                "loss": result.loss,
+                "gradient_norm": result.gradient_norm,
+                "step_seconds": result.seconds,
+                f"{line.unit}_per_second": line.rate,
+                "peak_bytes": line.peak_bytes,
+                "stall_seconds": line.stall_seconds,
+                "offloaded_bytes": sum(moved),
+            },
+        )
+
+    def _evaluate_and_save(self, voice: _Voice, step: int, total: int) -> None:
+        if step == total or _due(self._trainer.eval_every, step):
+            batches = range(self._trainer.eval_batches)
+            losses = [self._engine.evaluate(self._source.validation(i, self._trainer.global_batch)) for i in batches]
+            self._validation = statistics.fmean(losses)
+            voice.evaluation(step, self._validation)
+        if step == total or _due(self._trainer.checkpoint_every, step):
+            path = self._engine.save(self._checkpoints, {"source": self._source.state_dict()})
+            if self._rank == 0:
+                remove_old(self._checkpoints, self._trainer.keep_checkpoints)
+            voice.note(f"step {step}: checkpoint {path}")
+
+    def _summary(self) -> dict[str, Any]:
+        """Predicted against measured; the same on every rank."""
+        plan, steps = self._engine.plan, max(1, len(self._seconds))
+        measured = self._typical_spans()
+        mine = (self._peak, self._swapped[0] / steps, self._swapped[1] / steps)
+        ranks = []
+        for rank, found in enumerate(self._mesh.gather_objects(mine)):
+            peak, moved, stalled = found  # type: ignore[misc]
+            stage, replica = plan.locate(rank)
+            predicted = plan.prediction.ranks[rank]
+            ranks.append(
+                {
+                    "rank": rank,
+                    "stage": stage,
+                    "replica": replica,
+                    "budget_bytes": predicted.budget_bytes,
+                    "predicted_peak_bytes": predicted.peak_bytes,
+                    "measured_peak_bytes": peak,
+                    "offloaded_bytes_per_step": moved,
+                    "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,
+                    "stall_seconds_per_step": stalled,
+                    "predicted_stall_seconds_per_step": predicted.stall_seconds,
+                }
+            )
+        timed = self._seconds[WARM_UP:] or self._seconds
+        median = statistics.median(timed) if timed else None
+        return {
+            "steps": self._engine.completed_steps,
+            "loss_first": self._losses[0] if self._losses else None,
+            "loss_last": self._losses[-1] if self._losses else None,
+            "validation_loss": self._validation,
+            "unigram_entropy": getattr(self._source, "unigram_entropy", None) if self._rank == 0 else None,
+            "step_seconds_median": median,
+            "predicted_step_seconds": plan.prediction.step_seconds,
+            "bubble_predicted": plan.prediction.bubble,
+            "bubble_measured": bubble_fraction(measured),
+            "tokens_per_second": self._trainer.global_batch * self._tokens / median if median else None,
+            "ranks": ranks,
+        }
+
+    def _typical_spans(self) -> list[Span]:
+        """The spans of all ranks for the recent step of median length, as rank 0 measured it."""
+        recent = list(self._recent)
+        if not recent:
+            return []
+        order = sorted(range(len(recent)), key=lambda i: recent[i].seconds)
+        chosen = self._mesh.gather_objects(order[len(order) // 2])[0]
+        gathered: Iterable[Any] = self._mesh.gather_objects(recent[int(str(chosen))].spans)
+        self._measured = [span for spans in gathered for span in spans]
+        return self._measured
+
+    def _write(self, summary: dict[str, Any]) -> None:
+        path = self._directory / "summary.json"
+        path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        predicted = self._directory / PREDICTED_EVENTS
+        if predicted.is_file() and self._recent:
+            timeline_png(list(read_events(predicted)), self._measured, self._directory / "timeline.png")
+
+
+class _Voice(Protocol):
+    """What the loop says while it runs."""
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """One step has ended."""
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """An evaluation has ended."""
+
+    def note(self, text: str) -> None:
+        """Anything else worth a line."""
+
+
+class _Speaker:
+    """Rank 0: the progress line and the metrics file."""
+
+    def __init__(self, metrics: MetricsLog, progress: Progress) -> None:
+        self._metrics, self._progress = metrics, progress
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """Show and write it."""
+        self._metrics.write(metrics)
+        self._progress.show(line)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Show and write it."""
+        self._metrics.write({"step": step, "validation_loss": loss})
+        self._progress.note(f"step {step}: validation loss {loss:.4f}")
+
+    def note(self, text: str) -> None:
+        """Show it."""
+        self._progress.note(text)
+
+
+class _Silence:
+    """Every other rank."""
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """Rank 0 says it."""
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Rank 0 says it."""
+
+    def note(self, text: str) -> None:
+        """Rank 0 says it."""
+
+
+@contextlib.contextmanager
+def _voice(rank: int, directory: Path, logger: LoggerConfig, total: int, done: int) -> Iterator[_Voice]:
+    if rank > 0:
+        yield _Silence()
+        return
+    with MetricsLog(directory, logger) as metrics, Progress(total, done + 1) as progress:
+        yield _Speaker(metrics, progress)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,268 @@
+"""Is the pipeline executor as fast as torch's own?  ``python -m benchmarks.pipeline [--json]``
+
+Two processes of one thread each hold the two stages of one GPT. In one run, by turns, they do the forward and backward
+of the same micro-batches through ``Engine.gradients`` and through torch.distributed.pipelining (TDP): same modules, same
+gloo group, no optimizer step, no swap; both clear the gradients first. A step lasts from a barrier to the end of the
+slower process. Machines are noisy, so only ratios within a run mean something: ``ratio`` is that of the medians,
+``low`` and ``high`` are the quartiles of the ratios of neighbouring turns.
+
+``overhead_microseconds`` is what a micro-batch costs the main thread of a stage when there is nothing to compute: CPU
+seconds (``time.thread_time``: waiting for the peer does not count) of ``Engine.gradients`` over micro-batches, where a
+stage is one block that multiplies 8 numbers by a parameter. Nothing is subtracted: it holds the block's own forward,
+backward and loss, and a share of what a step costs once. The worse of the two stages is reported; TDP's is beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from parallax.model.describe import Chain, describe, materialise
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+
+STAGES = 2
+SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+Loss = Callable[[Tensor, Tensor], Tensor]
+Turn = Callable[[], float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured. ``idle_micro_batches`` is the length of a step without work."""
+
+    repetitions: int = 40
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    sequence: int = 64
+    vocabulary: int = 256
+    rows: int = 2
+    micro_batches: int = 8
+    idle_micro_batches: int = 64
+    idle_repetitions: int = 20
+
+
+class Scale(nn.Module):
+    """A block with next to nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 8) → the same."""
+        return x * self.weight
+
+
+def run(sizes: Sizes) -> dict[str, Any]:
+    """Measure in clean processes; the numbers as plain data."""
+    with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
+        mp.spawn(_worker, (folder, sizes), nprocs=STAGES, join=True)
+        found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _worker(rank: int, folder: str, sizes: Sizes) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=STAGES, timeout=timedelta(seconds=120)
+    )
+    try:
+        found = {
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "sizes": asdict(sizes),
+            "schedules": _compare(rank, sizes),
+            **_overheads(rank, sizes),
+        }
+        if rank == 0:
+            (Path(folder) / "result.json").write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+def _compare(rank: int, sizes: Sizes) -> dict[str, Any]:
+    config = GPTConfig(
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        sequence=sizes.sequence,
+        vocabulary=sizes.vocabulary,
+        tied=False,  # TDP does not know ties
+    )
+    tokens = torch.randint(0, sizes.vocabulary, (sizes.micro_batches * sizes.rows, sizes.sequence + 1))
+    dist.broadcast(tokens, 0)
+    chain, batch = describe(config.build), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    turns = {
+        (name, who): make(chain, name, rank, batch, sizes.micro_batches, GPT.loss)
+        for name in SCHEDULES
+        for who, make in (("ours", _ours), ("theirs", _theirs))
+    }
+    _check_same_loss(turns)
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in turns}
+    for repetition in range(-2, sizes.repetitions):  # two to warm up
+        for key, turn in turns.items() if repetition % 2 else reversed(turns.items()):
+            taken = _wall_seconds(turn)
+            if repetition >= 0:
+                seconds[key].append(taken)
+    return {name: _summary(seconds[name, "ours"], seconds[name, "theirs"]) for name in SCHEDULES}
+
+
+def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
+    chain = describe(lambda: nn.Sequential(*(Scale() for _ in range(STAGES))))
+    rows, loss = torch.ones(sizes.idle_micro_batches, 8), nn.functional.mse_loss
+    found = {}
+    for key, make in (("overhead_microseconds", _ours), ("overhead_microseconds_tdp", _theirs)):
+        turn = make(chain, "1f1b", rank, (rows, rows), sizes.idle_micro_batches, loss)
+        turn()
+        taken = [_cpu_seconds(turn) for _ in range(sizes.idle_repetitions)]
+        stages: list[Any] = [None] * STAGES
+        dist.all_gather_object(stages, statistics.median(taken) / sizes.idle_micro_batches * 1e6)
+        found[key] = max(stages)
+        found[key + "_by_stage"] = stages
+    return found
+
+
+def _ours(
+    chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss
+) -> Turn:
+    del rank  # the engine finds out itself
+    stages = [_stage_plan(*_bounds(chain, s)) for s in range(STAGES)]
+    proof = RankPrediction(peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    plan = Plan(
+        model="benchmark",
+        fingerprint=chain.fingerprint(),
+        schedule=schedule,
+        global_batch=len(batch[0]),
+        microbatch=len(batch[0]) // micro_batches,
+        stages=tuple(stages),
+        tier="host",
+        prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(proof,) * STAGES),
+    )
+    engine = Engine.build(chain, plan, loss=loss)
+    rows = TensorRows(*batch)
+    return lambda: engine.gradients(rows)
+
+
+def _theirs(
+    chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss
+) -> Turn:
+    device = torch.device("cpu")
+    blocks = nn.Sequential(*materialise(chain, *_bounds(chain, rank), device))
+    last = rank == STAGES - 1
+    runner = SCHEDULES[schedule](
+        PipelineStage(blocks, rank, STAGES, device),
+        n_microbatches=micro_batches,
+        loss_fn=lambda output, target: loss(output, target) / micro_batches,
+        scale_grads=False,
+    )
+
+    def turn() -> float | None:
+        blocks.zero_grad(set_to_none=False)
+        losses: list[Tensor] = []
+        inputs = (batch[0],) if rank == 0 else ()
+        runner.step(*inputs, target=batch[1] if last else None, losses=losses, return_outputs=False)
+        return sum(value.item() for value in losses) if last else None
+
+    return turn
+
+
+def _bounds(chain: Chain, stage: int) -> tuple[int, int]:
+    blocks = len(chain.blocks)
+    return blocks * stage // STAGES, blocks * (stage + 1) // STAGES
+
+
+def _stage_plan(start: int, stop: int) -> StagePlan:
+    return StagePlan(start=start, stop=stop, replicas=1, directives=(Directive.KEEP,) * (stop - start))
+
+
+def _check_same_loss(turns: dict[tuple[str, str], Turn]) -> None:
+    """A benchmark of two programs that compute different things would say nothing."""
+    losses = [value for value in (turn() for turn in turns.values()) if value is not None]
+    if max(losses) - min(losses) > 1e-5 * max(losses):
+        raise AssertionError(f"the executors disagree on the loss: {losses}")
+
+
+def _wall_seconds(turn: Turn) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    turn()
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def _cpu_seconds(turn: Turn) -> float:
+    dist.barrier()
+    start = time.thread_time()
+    turn()
+    return time.thread_time() - start
+
+
+def _summary(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    pairs = [a / b for a, b in zip(ours, theirs)]
+    low, _, high = statistics.quantiles(pairs, n=4)
+    a, b = statistics.median(ours), statistics.median(theirs)
+    return {"ratio": a / b, "low": low, "high": high, "ours_seconds": a, "theirs_seconds": b}
+
+
+def _print(found: dict[str, Any]) -> None:
+    table = Table(title=f"forward + backward, 2 stages, torch {found['torch']}, {found['cores']} cores")
+    for column in ("schedule", "ours, ms", "TDP, ms", "ours / TDP", "quartiles"):
+        table.add_column(column, justify="right")
+    for name, row in found["schedules"].items():
+        times = (f"{row['ours_seconds'] * 1e3:.2f}", f"{row['theirs_seconds'] * 1e3:.2f}")
+        table.add_row(name, *times, f"{row['ratio']:.3f}", f"{row['low']:.3f} … {row['high']:.3f}")
+    console = Console()
+    console.print(table)
+    mine, other = found["overhead_microseconds"], found["overhead_microseconds_tdp"]
+    console.print(f"main thread, per micro-batch and stage, without work: {mine:.0f} µs (TDP {other:.0f} µs)")
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[Sizes, bool]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="ours against torch's pipelining")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    for key, default in asdict(Sizes()).items():
+        parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+    options = vars(parser.parse_args(arguments))
+    as_json = options.pop("json")
+    if min(options.values()) < 1 or min(options["repetitions"], options["idle_repetitions"]) < 2:
+        parser.error("sizes start at 1, repetitions at 2")
+    return Sizes(**options), as_json
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    sizes, as_json = _parse(arguments)
+    found = run(sizes)
+    _print(found)
+    if as_json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""From a plan to processes, and from a process's environment to its rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from parallax import config as configuration
+from parallax.config import RunConfig
+from parallax.device import select_device
+from parallax.errors import ConfigError, ParallaxError, PlanError
+from parallax.events import EventLog
+from parallax.machine import choose_devices
+from parallax.mesh import start_processes, stop_processes
+from parallax.monitor import summary_table
+from parallax.plan.plan import Plan
+from parallax.planning import build_chain, build_loss, make_plan, open_source, plan_table, sequence_length
+from parallax.runtime.engine import Engine
+from parallax.train.data import TextDataConfig
+from parallax.train.loop import PREDICTED_EVENTS, train
+
+RUNS = Path("runs")
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A prepared run directory: the resolved configuration and the plan that every rank reads."""
+
+    directory: Path
+    config: RunConfig
+    plan: Plan
+
+    @classmethod
+    def read(cls, directory: Path) -> Run:
+        """Read what :func:`prepare` wrote."""
+        try:
+            text = (directory / "config.yaml").read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{directory} is no run directory: {error.strerror} for config.yaml") from error
+        return cls(directory, configuration.load(text), Plan.load(directory / "plan.yaml"))
+
+    def fingerprints(self) -> tuple[str, str]:
+        """What ranks compare at their first barrier."""
+        return configuration.fingerprint(self.config), self.plan.hash()
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def prepare(overrides: Sequence[str], console: Console) -> Run:
+    """Compose, plan, and write the run directory. A directory of the same name is continued from its last
+    checkpoint, which any plan can load."""
+    config = configuration.compose(overrides)
+    name = config.name if config.name != "auto" else datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    config, directory = replace(config, name=name), RUNS / name
+    if config.trainer.resume == "never" and (directory / "checkpoints").exists():
+        raise ConfigError(f"trainer.resume=never: {directory} holds checkpoints; choose another name, or resume=auto")
+    with console.status("planning") as status:
+        planned = make_plan(config, directory / "swap", status.update)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
+    planned.plan.save(directory / "plan.yaml")
+    (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
+    with EventLog(directory / PREDICTED_EVENTS) as events:
+        events.extend(list(planned.simulation.spans))
+    console.print(plan_table(planned.plan, planned.profile))
+    return Run(directory, config, planned.plan)
+
+
+def launch(run: Run) -> int:
+    """Start torchrun's agent with the processes that the plan needs on this machine; the exit code.
+
+    One host: the rendezvous is a file, so no port is opened that others could reach.
+    """
+    os.environ |= rank_environment(run)
+    with tempfile.TemporaryDirectory(prefix="parallax-") as folder:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=run.plan.world_size,
+            run_id=run.config.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder) / "rendezvous"),
+            rdzv_configs={"store_type": "file"},
+            monitor_interval=0.1,
+            max_restarts=0,
+        )
+        os.environ["PARALLAX_RENDEZVOUS"] = str(Path(folder) / "ranks")
+        command = ["-m", "parallax", "train", "--run-dir", str(run.directory)]
+        try:
+            elastic_launch(settings, sys.executable)(*command)
+        except ChildFailedError as failed:
+            codes = {failure.exitcode for failure in failed.failures.values()}
+            return 2 if codes == {2} else 1
+    return 0
+
+
+def rank_environment(run: Run) -> dict[str, str]:
+    """Environment variables of every rank, unless the user has set them."""
+    wanted = {"OMP_NUM_THREADS": str(choose_devices(run.config.cluster).threads)}
+    wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with gloo, restarts find stale keys otherwise
+    return {key: value for key, value in wanted.items() if key not in os.environ}
+
+
+def work(overrides: Sequence[str], directory: Path | None) -> int:
+    """What one rank under torchrun does. Without a prepared directory, rank 0 prepares one for all."""
+    start_processes(TIMEOUT_SECONDS, os.environ.get("PARALLAX_RENDEZVOUS"))
+    try:
+        run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
+        _compare(run)
+        _train(run)
+    finally:
+        stop_processes()
+    return 0
+
+
+def _prepare_for_all(overrides: Sequence[str]) -> Run:
+    """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
+    told: list[Any] = [None]
+    failure: ParallaxError | None = None
+    if dist.get_rank() == 0:
+        sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
+        try:
+            told = [str(prepare(sized, Console()).directory)]
+        except ParallaxError as error:
+            failure = error
+    dist.broadcast_object_list(told)
+    if failure is not None:
+        raise failure
+    if told[0] is None:
+        raise SystemExit(ConfigError.exit_code)
+    return Run.read(Path(told[0]))
+
+
+def _compare(run: Run) -> None:
+    """The first barrier: every rank has read the same configuration and the same plan."""
+    mine = (run.fingerprints(), configuration.dump(run.config), run.plan.to_dict())
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for rank, (fingerprints, text, plan) in enumerate(found):
+        if fingerprints != found[0][0]:
+            first = configuration.load(found[0][1])
+            lines = configuration.differences(first, configuration.load(text))
+            lines += Plan.from_dict(found[0][2]).diff(Plan.from_dict(plan))
+            raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
+
+
+def _train(run: Run) -> None:
+    choice = choose_devices(run.config.cluster)
+    torch.set_num_threads(choice.threads)
+    device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
+    source = open_source(run.config)
+    engine = Engine.build(
+        build_chain(run.config),
+        run.plan,
+        loss=build_loss(run.config),
+        steps=run.config.trainer.steps,
+        device=device,
+        optimizer=run.config.optimizer,
+        precision=run.config.precision,
+        swap=run.config.swap,
+        scratch=run.directory / "swap",
+    )
+    try:
+        tokens = sequence_length(run.config) if isinstance(run.config.data, TextDataConfig) else 1
+        summary = train(
+            engine, source, run.config.trainer, run.config.logger, run.directory, tokens_per_row=tokens
+        )
+    finally:
+        engine.close()
+    if dist.get_rank() == 0:
+        Console().print(summary_table(summary))
+        Console().print(f"results: {run.directory}", soft_wrap=True)

@@ -1,0 +1,117 @@
+"""What one replica of one stage costs: seconds and bytes from a profile, for given rows and directives.
+
+Device bytes of a rank at any time::
+
+    static                      parameters, gradients, optimizer states, buffers
+  + boundary                    received and sent tensors under way
+  + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward
+  + offloaded and resident      bounded by the stage's swap limit
+  + work                        what the running block needs for itself, recomputed activations included
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallax.plan.plan import Directive
+from parallax.plan.profile import BlockCost, ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """One block for one micro-batch on one rank."""
+
+    forward_seconds: float
+    backward_seconds: float
+    kept_bytes: float
+    moved_bytes: float
+    forward_work: float
+    backward_work: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """One stage on one rank: seconds and bytes that do not depend on the schedule."""
+
+    static_bytes: float
+    boundary_bytes: float
+    parameter_bytes: float
+    update_seconds: float
+    input_bytes: float
+    output_bytes: float
+    blocks: tuple[BlockLoad, ...]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward of one micro-batch, recomputation included."""
+        return sum(block.forward_seconds + block.backward_seconds for block in self.blocks)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Saved activations of one micro-batch that stay on the device."""
+        return sum(block.kept_bytes for block in self.blocks)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Saved activations of one micro-batch that are offloaded."""
+        return sum(block.moved_bytes for block in self.blocks)
+
+    @property
+    def smallest_swap_limit(self) -> float:
+        """What must fit at once for the backward of the largest offloaded block."""
+        return max((block.moved_bytes for block in self.blocks), default=0.0)
+
+    @property
+    def work_bytes(self) -> float:
+        """The most that a running block needs for itself."""
+        return max(max(block.forward_work, block.backward_work) for block in self.blocks)
+
+    def peak_bytes(self, in_flight: int, swap_limit: float) -> float:
+        """An upper bound on the device bytes of the rank."""
+        fixed = self.static_bytes + self.boundary_bytes + self.work_bytes
+        return fixed + in_flight * self.kept_bytes + swap_limit
+
+
+def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
+    """One block under one directive."""
+    saved, stays = cost.moved.at(rows), cost.stays.at(rows)
+    forward, backward = cost.forward_seconds.at(rows), cost.backward_seconds.at(rows)
+    kept, moved, workspace = saved + stays, 0.0, 0.0
+    if directive is Directive.OFFLOAD:
+        kept, moved = stays, saved
+    elif directive is Directive.RECOMPUTE:
+        kept, workspace = cost.input.at(rows), saved + stays
+        backward += forward
+    return BlockLoad(
+        forward,
+        backward,
+        kept,
+        moved,
+        cost.forward_work.at(rows) + cost.output.at(rows) + (workspace if directive is Directive.RECOMPUTE else 0.0),
+        cost.backward_work.at(rows) + cost.output.at(rows) + workspace,
+    )
+
+
+def load_stage(profile: ModelProfile, start: int, directives: Sequence[Directive], rows: float) -> StageLoad:
+    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch."""
+    stop = start + len(directives)
+    costs = profile.blocks[start:stop]
+    parameters = profile.unique_parameter_bytes(range(start, stop))
+    buffers = sum(cost.buffer_bytes for cost in costs)
+    entering = costs[0].input.at(rows) if start > 0 else 0.0
+    leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
+    return StageLoad(
+        static_bytes=parameters * (1 + profile.gradient_bytes + profile.optimizer_bytes) + buffers,
+        boundary_bytes=2 * entering + 2 * leaving,
+        parameter_bytes=parameters,
+        update_seconds=parameters * profile.optimizer_seconds,
+        input_bytes=entering,
+        output_bytes=leaving,
+        blocks=tuple(load_block(cost, directive, rows) for cost, directive in zip(costs, directives)),
+    )
+
+
+def ring_bytes(count: float, members: int) -> float:
+    """Bytes that each member of a ring all-reduce sends (Patarasuk and Yuan 2009): 2·(n−1)/n of the data."""
+    return 2 * (members - 1) / members * count
