@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -26,7 +25,7 @@ from parallax.machine import choose_devices
 from parallax.mesh import start_processes, stop_processes
 from parallax.monitor import summary_table
 from parallax.plan.plan import Plan
-from parallax.planning import build_chain, build_loss, make_plan, open_source, plan_table, sequence_length
+from parallax.planning import build_chain, build_loss, make_plan, open_source, plan_table, sequence_length, settle
 from parallax.runtime.engine import Engine
 from parallax.train.data import TextDataConfig
 from parallax.train.loop import PREDICTED_EVENTS, train
@@ -162,7 +161,7 @@ def _compare(run: Run) -> None:
 
 def _train(run: Run) -> None:
     choice = choose_devices(run.config.cluster)
-    torch.set_num_threads(choice.threads)
+    settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     source = open_source(run.config)
     engine = Engine.build(

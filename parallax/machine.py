@@ -9,6 +9,7 @@ a time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -33,6 +34,8 @@ from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.units import parse_bytes
 
 AUTO = "auto"
+_M_MMAP_THRESHOLD = -3  # malloc.h
+CPU_RESERVE = 6 * 2**20  # small blocks of malloc, stacks of transfer threads: 3 to 5 MiB measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +221,18 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def return_freed_memory() -> bool:
+    """Make glibc give every freed block of 256 KiB or more back to the system at once; whether it could.
+
+    By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
+    what its tensors need, which no plan can prove. The price is a page fault for each page of each tensor (about a
+    quarter of the step in a small model), so it is paid only where a budget has to be kept.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024))
+    return False
+
+
 def reset_peak_resident() -> bool:
     """Let :func:`peak_resident_bytes` start anew; False where the system cannot (it then only grows)."""
     try:
@@ -225,6 +240,26 @@ def reset_peak_resident() -> bool:
     except OSError:
         return False
     return True
+
+
+class ResidentMeter:
+    """The most memory that this process has taken for data since the meter was made.
+
+    Pages of files (code that an operator's first use maps, the text that rows are read from) are left out: the
+    system can take them back. The kernel keeps a high water only for all pages together, so each reading covers
+    the time since the last one.
+    """
+
+    def __init__(self) -> None:
+        reset_peak_resident()
+        self._base, self._peak = resident_bytes() - _status_bytes("RssFile"), 0
+
+    def peak_bytes(self) -> int:
+        """The high water so far; call it about once per step."""
+        now = peak_resident_bytes() - _status_bytes("RssFile") - self._base
+        reset_peak_resident()
+        self._peak = max(self._peak, now)
+        return self._peak
 
 
 # --------------------------------------------------------------------------------------------- devices
@@ -444,11 +479,13 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The devices of a run on this machine: what kind, how many, and how many cores each computes on."""
+    """The devices of a run on this machine: what kind, how many, and how many cores each computes on. ``exact``:
+    the RAM of a process is a device with a budget of its own."""
 
     kind: str
     count: int
     threads: int
+    exact: bool
 
 
 def choose_devices(config: ClusterConfig) -> DeviceChoice:
@@ -465,7 +502,7 @@ def choose_devices(config: ClusterConfig) -> DeviceChoice:
         remedy = f"use {present} or fewer, or cluster.kind=cpu" if present else "use cluster.kind=cpu"
         raise ConfigError(f"{asked}: torch {torch.__version__} sees {present} CUDA devices here; {remedy}")
     threads = max(1, int(cores) // count) if config.threads == AUTO else int(config.threads)
-    return DeviceChoice(kind, count, threads)
+    return DeviceChoice(kind, count, threads, exact=kind == "cpu" and config.device_memory != AUTO)
 
 
 def build_cluster(config: ClusterConfig, *, tier: str, probes: Probes) -> Cluster:
@@ -490,6 +527,7 @@ def build_cluster(config: ClusterConfig, *, tier: str, probes: Probes) -> Cluste
             tier_bytes=tier_bytes,
             write=Link(bytes_per_second=write),
             read=Link(bytes_per_second=read),
+            reserve_bytes=CPU_RESERVE if choice.kind == "cpu" else 0,
         )
         for memory in _device_memory(config, choice)
     )

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DescribeError
-from parallax.machine import build_cluster, choose_devices, existing_parent, measure_probes
+from parallax.machine import (
+    DeviceChoice,
+    build_cluster,
+    choose_devices,
+    existing_parent,
+    measure_probes,
+    return_freed_memory,
+)
 from parallax.model.describe import Chain, as_tuple, build_on_meta, describe
 from parallax.model.measure import measure
 from parallax.model.registry import CustomModelConfig
@@ -74,11 +81,18 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
     return build_source(config.data, sequence_length(config), config.seed, quiet=quiet)
 
 
+def settle(choice: DeviceChoice) -> None:
+    """Make this process compute, and hold memory, as the ranks of a run do."""
+    torch.set_num_threads(choice.threads)
+    if choice.exact:
+        return_freed_memory()
+
+
 def make_plan(config: RunConfig, scratch: Path, progress: Callable[[str], None]) -> Planned:
     """Measure the model of ``config`` on this machine and search its plan. ``scratch``: where swap files would go."""
     chain, source = build_chain(config), open_source(config, quiet=False)
     choice = choose_devices(config.cluster)
-    torch.set_num_threads(choice.threads)
+    settle(choice)
     rows = source.validation(0, MEASURED_ROWS)
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -94,6 +108,7 @@ def make_plan(config: RunConfig, scratch: Path, progress: Callable[[str], None])
             precision=config.precision,
             minimum_bytes=config.swap.minimum_bytes,
             name=config.model.name,
+            allocator="exact" if choice.exact else "default",
             progress=progress,
         )
     except NotImplementedError as error:

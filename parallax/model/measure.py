@@ -61,16 +61,18 @@ def measure(
     precision: PrecisionConfig,
     minimum_bytes: int,
     name: str = "model",
+    allocator: str = "default",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or two such n.
 
-    The loss is measured with the last block. Raises :class:`DescribeError` where blocks do not fit together.
+    The loss is measured with the last block. ``allocator`` names the setting under which tensors are allocated: times
+    under one say nothing about another. Raises :class:`DescribeError` where blocks do not fit together.
     """
     threads, low, high = torch.get_num_threads(), min(rows), max(rows)
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
-    what = [chain.fingerprint(), _device_name(device), torch.__version__, str(precision), minimum_bytes, threads]
+    what = [chain.fingerprint(), _device_name(device), torch.__version__, str(precision), minimum_bytes, threads, allocator]
     key = hashlib.sha256(json.dumps([*what, low, high, shapes]).encode()).hexdigest()[:16]
     path = cache_directory() / f"profile-{key}.json"
     if path.is_file():
@@ -200,7 +202,7 @@ class _Bench:
         return moved, stays, sum(left.values())
 
     def _time(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[float, float]:
-        """Medians; the first run warms up."""
+        """Lower quartiles: what disturbs a measurement only ever adds to it. The first run warms up."""
         backward(forward())
         times: list[tuple[float, float]] = []
         begun = time.perf_counter()
@@ -212,7 +214,7 @@ class _Bench:
             middle = self._clock()
             backward(results)
             times.append((middle - start, self._clock() - middle))
-        return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+        return _quartile([t[0] for t in times]), _quartile([t[1] for t in times])
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
@@ -225,6 +227,10 @@ class _Bench:
         up = _allocation_peak(self._device, lambda: results.append(forward()))
         down = _allocation_peak(self._device, lambda: backward(results.pop()))
         return up, down
+
+
+def _quartile(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def _allocation_peak(device: torch.device, call: Callable[[], object]) -> int:

@@ -25,6 +25,7 @@ class Device:
     """A device and its share of the tiers below: its budget, and the tier that takes what it offloads.
 
     On a CPU-only machine the device is a process with ``memory_bytes`` of RAM and the tier below is the disk.
+    ``reserve_bytes`` of the memory are taken by what is no tensor of the model.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Device:
     tier_bytes: int
     write: Link
     read: Link
+    reserve_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

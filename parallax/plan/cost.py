@@ -2,7 +2,7 @@
 
 Device bytes of a rank at any time::
 
-    static                      parameters, gradients, optimizer states, buffers
+    static                      parameters, gradients, optimizer states, buffers, the device's reserve
   + boundary                    received and sent tensors under way
   + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward
   + offloaded and resident      bounded by the stage's swap limit
@@ -77,24 +77,26 @@ def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
     """One block under one directive."""
     saved, stays = cost.moved.at(rows), cost.stays.at(rows)
     forward, backward = cost.forward_seconds.at(rows), cost.backward_seconds.at(rows)
-    kept, moved, workspace = saved + stays, 0.0, 0.0
+    kept, moved = saved + stays, 0.0
+    forward_work = cost.forward_work.at(rows) + cost.output.at(rows)
+    backward_work = cost.backward_work.at(rows) + cost.output.at(rows)
     if directive is Directive.OFFLOAD:
+        # What has been written is free only when the block's own variables let go of it, at the block's end.
         kept, moved = stays, saved
+        forward_work += saved
     elif directive is Directive.RECOMPUTE:
-        kept, workspace = cost.input.at(rows), saved + stays
+        kept = cost.input.at(rows)
+        forward_work += saved + stays
+        backward_work += saved + stays
         backward += forward
-    return BlockLoad(
-        forward,
-        backward,
-        kept,
-        moved,
-        cost.forward_work.at(rows) + cost.output.at(rows) + (workspace if directive is Directive.RECOMPUTE else 0.0),
-        cost.backward_work.at(rows) + cost.output.at(rows) + workspace,
-    )
+    return BlockLoad(forward, backward, kept, moved, forward_work, backward_work)
 
 
-def load_stage(profile: ModelProfile, start: int, directives: Sequence[Directive], rows: float) -> StageLoad:
-    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch."""
+def load_stage(
+    profile: ModelProfile, start: int, directives: Sequence[Directive], rows: float, *, reserve: float = 0.0
+) -> StageLoad:
+    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch
+    on a device that keeps ``reserve`` bytes for itself."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     parameters = profile.unique_parameter_bytes(range(start, stop))
@@ -102,7 +104,7 @@ def load_stage(profile: ModelProfile, start: int, directives: Sequence[Directive
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
     return StageLoad(
-        static_bytes=parameters * (1 + profile.gradient_bytes + profile.optimizer_bytes) + buffers,
+        static_bytes=parameters * (1 + profile.gradient_bytes + profile.optimizer_bytes) + buffers + reserve,
         boundary_bytes=2 * entering + 2 * leaving,
         parameter_bytes=parameters,
         update_seconds=parameters * profile.optimizer_seconds,

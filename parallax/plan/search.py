@@ -207,6 +207,8 @@ class _Request:
             for microbatch in self.microbatches:
                 count = _count(self.global_batch, microbatch)
                 for replicas in self.replica_lists:
+                    if self._idle(max(replicas), microbatch):
+                        continue
                     least = min(least, self._least_peak(schedule, microbatch, count, replicas))
         return least
 
@@ -238,6 +240,8 @@ class _Request:
             grown: dict[tuple[int, int], list[_Partial]] = {}
             for (stop, left), partials in fronts.items():
                 for replicas in self._replica_choices(stages, stage, left):
+                    if self._idle(replicas, microbatch):
+                        continue
                     rows = -(-microbatch // replicas)
                     for start in [0] if stage == 0 else range(stage, stop):
                         choice = self.fitter.fit(start, stop, replicas, rows, flight)
@@ -268,6 +272,10 @@ class _Request:
         """Replica counts of a stage that leave at least one device for each earlier stage."""
         fitting = (r for r in self.replica_lists if len(r) == stages and sum(r[: stage + 1]) == left)
         return {replicas[stage] for replicas in fitting}
+
+    def _idle(self, replicas: int, microbatch: int) -> bool:
+        """Whether a replica would have no row of any micro-batch, though the planner could choose larger ones."""
+        return replicas > microbatch and len(self.microbatches) > 1
 
     def _replica_lists(self) -> Iterator[tuple[int, ...]]:
         devices, blocks = len(self.cluster.devices), len(self.profile.blocks)

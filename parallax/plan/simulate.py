@@ -142,7 +142,10 @@ class _Rank:
         self._queue: deque[_Held] = deque()
         self._copying = False
         load = self._load(max(self._rows(m) for m in range(world.micro_batches)))
-        self.now = self.peak = load.static_bytes + load.boundary_bytes
+        # Swapped activations may fill their limit whenever copies are a little slower than predicted: a proof
+        # counts the limit, not what this timeline happens to hold.
+        limit = self.plan.swap_limit_bytes if self.plan.offloads else 0.0
+        self.now = self.peak = load.static_bytes + load.boundary_bytes + limit
         self._last_backward = max((i for i, a in enumerate(listed) if a.kind is Kind.BACKWARD), default=-1)
 
     def run(self) -> Routine:
@@ -182,7 +185,9 @@ class _Rank:
 
     def _load(self, rows: int) -> StageLoad:
         if rows not in self._loads:
-            self._loads[rows] = load_stage(self.world.profile, self.plan.start, self.plan.directives, rows)
+            self._loads[rows] = load_stage(
+                self.world.profile, self.plan.start, self.plan.directives, rows, reserve=self.device.reserve_bytes
+            )
         return self._loads[rows]
 
     def _use(self, count: float) -> None:
@@ -222,7 +227,6 @@ class _Rank:
 
     def _hold(self, count: float) -> None:
         self._swapped += count
-        self._use(count)
 
     def _tier(self, count: float) -> None:
         self.tier_now += count

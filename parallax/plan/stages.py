@@ -76,7 +76,10 @@ class StageFitter:
     def least_bytes(self, start: int, stop: int, rows: int, in_flight: int) -> float:
         """The smallest device memory in which the stage runs at all."""
         states, _ = self._front(start, stop, rows)
-        return min(self._needed(load_stage(self._profile, start, s.directives, rows), in_flight) for s in states)
+        return min(self._needed(self._load(start, s.directives, rows), in_flight) for s in states)
+
+    def _load(self, start: int, directives: tuple[Directive, ...], rows: int) -> StageLoad:
+        return load_stage(self._profile, start, directives, rows, reserve=self._device.reserve_bytes)
 
     def _needed(self, load: StageLoad, in_flight: int) -> float:
         return load.peak_bytes(in_flight, load.smallest_swap_limit)
@@ -84,7 +87,7 @@ class StageFitter:
     def _judge(
         self, start: int, directives: tuple[Directive, ...], replicas: int, rows: int, in_flight: int, *, exact: bool
     ) -> StageChoice | None:
-        load = load_stage(self._profile, start, directives, rows)
+        load = self._load(start, directives, rows)
         needed, budget = self._needed(load, in_flight), self._device.memory_bytes
         moved = load.moved_bytes
         below = in_flight * moved * TIER_SLACK + TIER_FLOOR if moved else 0.0

@@ -21,7 +21,7 @@ from torch import Tensor
 from parallax.device import copies_for
 from parallax.errors import CheckpointError, NonFiniteError, PlanError
 from parallax.events import Span
-from parallax.machine import peak_resident_bytes, reset_peak_resident, resident_bytes
+from parallax.machine import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
@@ -313,6 +313,17 @@ def _memory_for(device: torch.device) -> Callable[[], int]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: int(torch.cuda.max_memory_allocated(device))
-    reset_peak_resident()
-    base = resident_bytes()
-    return lambda: max(0, peak_resident_bytes() - base)
+    _touch_libraries()
+    return ResidentMeter().peak_bytes
+
+
+def _touch_libraries() -> None:
+    """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
+    with torch.random.fork_rng(devices=[]):
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        for _ in range(2):
+            outputs = layer(torch.zeros(2, 4, 32)).flatten(0, 1)
+            torch.nn.functional.cross_entropy(outputs, torch.zeros(8, dtype=torch.int64)).backward()
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+            optimizer.step()

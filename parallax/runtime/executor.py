@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -57,6 +58,17 @@ class _Flight:
     arrived: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's rows of a micro-batch of some size, the first counted from the micro-batch's, and the channels that
+    they come and go by: each with the rows that it carries, counted from this rank's first."""
+
+    start: int
+    rows: int
+    receivers: dict[Kind, list[tuple[Receiver, Interval]]]
+    senders: dict[Kind, list[tuple[Sender, Interval]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """What one run of an action list is about. The loss is divided by ``denominator``: the rows of the whole
@@ -85,49 +97,56 @@ class Executor:
         self._stage, self._mesh, self._loss, self._precision = stage, mesh, loss, precision
         self._sync, self._staging, self._swap = sync, staging, swap
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
-        self._total = torch.zeros((), dtype=torch.float64)
+        self._losses: list[Tensor] = []
         self._received: dict[int, tuple[Tensor, ...]] = {}
         self._outgoing: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, tuple[Tensor, ...]] = {}
         self._flights: dict[int, _Flight] = {}
-        below, above = 4 * mesh.stage, 4 * mesh.stage + 4  # message tags: four for the edge below each stage
-        ahead = len(mesh.plan.stages)  # no more than 1F1B has in flight, so that it never waits
-        self._channels: dict[Kind, dict[int, Sender] | dict[int, Receiver]] = {
-            Kind.RECEIVE_ACTIVATION: {r: Receiver(r, below, staging) for r in self._ranks(mesh.stage - 1)},
-            Kind.SEND_GRADIENT: {r: Sender(r, below + 2, staging, ahead) for r in self._ranks(mesh.stage - 1)},
-            Kind.SEND_ACTIVATION: {r: Sender(r, above, staging, ahead) for r in self._ranks(mesh.stage + 1)},
-            Kind.RECEIVE_GRADIENT: {r: Receiver(r, above + 2, staging) for r in self._ranks(mesh.stage + 1)},
+        self._parts: list[tuple[int, _Part]] = []
+        self._parts_by_size: dict[int, _Part] = {}
+        ahead = len(mesh.plan.stages)  # 1F1B has no more in flight, so it never waits to send
+        forth, back = mesh.world, _second_group(mesh)
+        low, high = mesh.stage, mesh.stage + 1  # an edge's tag: the stage above it
+        below, above = self._ranks(mesh.stage - 1), self._ranks(mesh.stage + 1)
+        self._receivers: dict[Kind, dict[int, Receiver]] = {
+            Kind.RECEIVE_ACTIVATION: {r: Receiver(r, low, forth, staging) for r in below},
+            Kind.RECEIVE_GRADIENT: {r: Receiver(r, high, back, staging) for r in above},
+        }
+        self._senders: dict[Kind, dict[int, Sender]] = {
+            Kind.SEND_ACTIVATION: {r: Sender(r, high, forth, staging, ahead) for r in above},
+            Kind.SEND_GRADIENT: {r: Sender(r, low, back, staging, ahead) for r in below},
         }
 
     def run(self, actions: Sequence[Action], step: Step, update: Callable[[float], None]) -> list[Span]:
         """Execute ``actions``; at UPDATE call ``update`` with this rank's share of the loss. The spans of it all."""
         spans: list[Span] = []
-        self._total.zero_()
+        self._losses.clear()
+        bounds = [micro_batch_rows(len(step.batch), step.micro_batches, m) for m in range(step.micro_batches)]
+        self._parts = [(low, self._part(high - low)) for low, high in bounds]
         backwards = [a.micro for a in actions if a.kind is Kind.BACKWARD]
-        self._armed = backwards[-1] if backwards and self._all_have_rows(step, backwards[-1]) else None
-        receives = _following_receives(actions)
+        self._armed = backwards[-1] if backwards and self._all_have_rows(*bounds[backwards[-1]]) else None
+        posts = _posts(actions)
         with private_random_state(self._mesh.device), torch.set_grad_enabled(step.training):
-            for first in receives[None]:
-                self._post(first, step)
+            for first in posts[None]:
+                self._post(first)
             for action in actions:
                 start = time.perf_counter()
                 waited = self._execute(action, step, update)
                 end = time.perf_counter()
-                kind, stage, micro = str(action.kind), action.stage, action.micro
+                kind, stage, micro = action.kind.value, action.stage, action.micro
                 spans.append(Span(self._mesh.rank, step.index, kind, stage, micro, start, end, waited))
-                for following in receives.get(action, ()):
-                    self._post(following, step)
+                for following in posts.get(action, ()):
+                    self._post(following)
         self._staging.drain()
-        for kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
-            for channel in self._channels[kind].values():
-                assert isinstance(channel, Sender)
+        for channels in self._senders.values():
+            for channel in channels.values():
                 channel.flush()
         return spans
 
     @property
     def loss_share(self) -> float:
         """This rank's part of the last run's loss; the sum over all ranks is the loss."""
-        return self._total.item()
+        return float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
 
     def abandon(self) -> None:
         """Forget micro-batches in flight, so that their graphs and swapped data are released."""
@@ -139,11 +158,11 @@ class Executor:
         micro = action.micro
         match action.kind:
             case Kind.RECEIVE_ACTIVATION:
-                return self._receive(action.kind, step, micro, self._received)
+                return self._receive(action, self._received)
             case Kind.RECEIVE_GRADIENT:
-                return self._receive(action.kind, step, micro, self._gradients)
+                return self._receive(action, self._gradients)
             case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
-                self._send(action.kind, step, micro)
+                self._send(action)
             case Kind.FETCH:
                 if self._swap is not None:
                     self._swap[0].fetch(micro)
@@ -160,7 +179,8 @@ class Executor:
         return 0.0
 
     def _forward(self, step: Step, micro: int) -> None:
-        first, rows = self._rows(step, micro)
+        low, part = self._parts[micro]
+        first, rows = low + part.start, part.rows
         if rows == 0:
             return
         received = self._received.pop(micro, None)
@@ -194,7 +214,7 @@ class Executor:
             value = self._loss(outputs[0] if len(outputs) == 1 else outputs, targets.to(self._mesh.device))
         weight = 1.0 if hasattr(self._loss, "count") else rows
         share = value * (weight / step.denominator)
-        self._total += share.detach().to("cpu", torch.float64)
+        self._losses.append(share.detach())
         return share
 
     def _backward(self, step: Step, micro: int) -> None:
@@ -214,27 +234,30 @@ class Executor:
             zeros = [torch.zeros(shape, dtype=dtype, device=self._mesh.device) for dtype, shape in flight.entered]
             self._outgoing[micro] = tuple(flight.arrived or zeros)
 
-    def _receive(self, kind: Kind, step: Step, micro: int, into: dict[int, tuple[Tensor, ...]]) -> float:
+    def _receive(self, action: Action, into: dict[int, tuple[Tensor, ...]]) -> float:
         start = time.perf_counter()
-        parts = [self._channel(kind, rank, Receiver).receive(b - a) for rank, (a, b) in self._shared(kind, step, micro)]
+        _, part = self._parts[action.micro]
+        pieces = [channel.receive(b - a) for channel, (a, b) in part.receivers[action.kind]]
         waited = time.perf_counter() - start
-        if len(parts) == 1:
-            into[micro] = parts[0]
-        elif parts:
-            into[micro] = tuple(torch.cat(pieces) for pieces in zip(*parts))
+        if len(pieces) == 1:
+            into[action.micro] = pieces[0]
+        elif pieces:
+            into[action.micro] = tuple(torch.cat(tensors) for tensors in zip(*pieces))
         return waited
 
-    def _send(self, kind: Kind, step: Step, micro: int) -> None:
-        tensors = self._outgoing.pop(micro, ())
-        for rank, (a, b) in self._shared(kind, step, micro):
+    def _send(self, action: Action) -> None:
+        tensors = self._outgoing.pop(action.micro, ())
+        _, part = self._parts[action.micro]
+        for channel, (a, b) in part.senders[action.kind]:
             pieces = [t[a:b] if t.dim() and t.shape[0] != b - a else t for t in tensors]
             if not pieces:  # nothing floats across this edge: the message still keeps the two ends in step
                 pieces = [torch.empty(b - a, 0, device=self._mesh.device)]
-            self._channel(kind, rank, Sender).send(pieces, b - a)
+            channel.send(pieces, b - a)
 
-    def _post(self, action: Action, step: Step) -> None:
-        for rank, (a, b) in self._shared(action.kind, step, action.micro):
-            self._channel(action.kind, rank, Receiver).post(b - a)
+    def _post(self, action: Action) -> None:
+        _, part = self._parts[action.micro]
+        for channel, (a, b) in part.receivers[action.kind]:
+            channel.post(b - a)
 
     def _stalled(self, call: Callable[[], None]) -> float:
         if self._swap is None:
@@ -247,31 +270,32 @@ class Executor:
     def _ranks(self, stage: int) -> range:
         return self._mesh.plan.ranks(stage) if 0 <= stage < len(self._mesh.plan.stages) else range(0)
 
-    def _rows(self, step: Step, micro: int) -> tuple[int, int]:
-        """This rank's first row in the global batch, and how many it has, of a micro-batch."""
-        low, high = micro_batch_rows(len(step.batch), step.micro_batches, micro)
-        start, stop = replica_rows(high - low, self._mesh.replica_count, self._mesh.replica)
-        return low + start, stop - start
-
-    def _all_have_rows(self, step: Step, micro: int) -> bool:
-        low, high = micro_batch_rows(len(step.batch), step.micro_batches, micro)
+    def _all_have_rows(self, low: int, high: int) -> bool:
         return high - low >= self._mesh.replica_count
 
-    def _shared(self, kind: Kind, step: Step, micro: int) -> list[tuple[int, Interval]]:
-        """The neighbour ranks of an edge and, counted from this rank's first, the rows that go over each channel."""
-        backwards = kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
-        ranks = self._ranks(self._mesh.stage + (-1 if backwards else 1))
-        low, high = micro_batch_rows(len(step.batch), step.micro_batches, micro)
-        found = peers(high - low, self._mesh.replica_count, self._mesh.replica, len(ranks))
-        return [(ranks[other], interval) for other, interval in found]
+    def _part(self, size: int) -> _Part:
+        """This rank's part of a micro-batch of ``size`` rows; a step has micro-batches of two sizes at most."""
+        if size not in self._parts_by_size:
+            count, replica = self._mesh.replica_count, self._mesh.replica
+            start, stop = replica_rows(size, count, replica)
 
-    def _channel(self, kind: Kind, rank: int, end: type[_End]) -> _End:
-        channel = self._channels[kind][rank]
-        assert isinstance(channel, end)
-        return channel
+            def cut(channels: dict[int, _End]) -> list[tuple[_End, Interval]]:
+                ends = list(channels.values())
+                return [(ends[other], rows) for other, rows in peers(size, count, replica, len(ends))]
+
+            receivers = {kind: cut(channels) for kind, channels in self._receivers.items()}
+            senders = {kind: cut(channels) for kind, channels in self._senders.items()}
+            self._parts_by_size[size] = _Part(start, stop - start, receivers, senders)
+        return self._parts_by_size[size]
 
 
-def _following_receives(actions: Sequence[Action]) -> dict[Action | None, list[Action]]:
+def _second_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Gradients travel apart from activations. In 1F1B neighbours send to each other at the same time; over one gloo
+    connection each send would hold the lock that the thread delivering the other's message spins on."""
+    return dist.new_group() if mesh.world is not None else None
+
+
+def _posts(actions: Sequence[Action]) -> dict[Action | None, list[Action]]:
     """After which action the buffers of which receive are posted: one message ahead per channel; the first of each
     kind before anything else (key None)."""
     result: dict[Action | None, list[Action]] = {None: []}

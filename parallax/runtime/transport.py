@@ -174,8 +174,10 @@ def _guessed_size(last: Spec, rows: int) -> int:
 class Sender:
     """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
 
-    def __init__(self, peer: int, tag: int, staging: Staging, ahead: int) -> None:
-        self._peer, self._tag, self._staging, self._ahead = peer, tag, staging, ahead
+    def __init__(
+        self, peer: int, tag: int, group: dist.ProcessGroup | None, staging: Staging, ahead: int
+    ) -> None:
+        self._peer, self._tag, self._group, self._staging, self._ahead = peer, tag, group, staging, ahead
         self._last: Spec = ()
         self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
@@ -196,7 +198,7 @@ class Sender:
 
     def _post(self, buffers: list[Tensor]) -> None:
         self._wait(self._ahead - 1)
-        self._sent.append([(_begun(dist.isend(buffer, self._peer, tag=self._tag)), buffer) for buffer in buffers])
+        self._sent.append([(_begun(dist.isend(buffer, self._peer, group=self._group, tag=self._tag)), buffer) for buffer in buffers])
 
     def _wait(self, left: int) -> None:
         """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
@@ -208,8 +210,8 @@ class Sender:
 class Receiver:
     """The receiving end of one channel."""
 
-    def __init__(self, peer: int, tag: int, staging: Staging) -> None:
-        self._peer, self._tag, self._staging = peer, tag, staging
+    def __init__(self, peer: int, tag: int, group: dist.ProcessGroup | None, staging: Staging) -> None:
+        self._peer, self._tag, self._group, self._staging = peer, tag, group, staging
         self._last: Spec = ()
         self._posted: tuple[dist.Work, Tensor] | None = None
 
@@ -239,7 +241,7 @@ class Receiver:
 
     def _begin(self, size: int) -> tuple[dist.Work, Tensor]:
         buffer = self._staging.buffer(size)
-        return _begun(dist.irecv(buffer, self._peer, tag=self._tag)), buffer
+        return _begun(dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)), buffer
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

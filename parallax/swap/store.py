@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import stat
-import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -17,19 +13,12 @@ from torch import Tensor
 
 from parallax.device import CopyEngine, DoneEvent, Event
 from parallax.errors import SwapError
+from parallax.swap.files import private_file
+from parallax.swap.slots import Slot, SlotMap
 from parallax.units import format_bytes
 
-_ALIGNMENT = 4096
 _DONE = DoneEvent()
 _REQUEST = 8 * 2**20  # bytes per system call: large enough for bandwidth, small enough to share the disk
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place in a store."""
-
-    offset: int
-    size: int
 
 
 class Pending(Protocol):
@@ -39,15 +28,16 @@ class Pending(Protocol):
         """Whether it has finished; raises :class:`SwapError` if it failed."""
 
     def wait(self) -> None:
-        """Wait on this thread until the source may be released or the target be read by the device's stream."""
+        """Wait on this thread until the source may be released, or the target be read by the device's
+        stream."""
 
     def cancel(self) -> bool:
         """Whether it was stopped before it began."""
 
 
 class Store(Protocol):
-    """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller keeps
-    them alive and unchanged until the transfer is done."""
+    """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller
+    keeps them alive and unchanged until the transfer is done."""
 
     tier: str
     slots: SlotMap
@@ -63,43 +53,6 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Finish or drop what is under way and release everything."""
-
-
-class SlotMap:
-    """Places of fixed sizes in one growing line of bytes. A training step asks for the same sizes again and again,
-    so a freed place waits for its own size: no fragmentation, no growth after the first step."""
-
-    def __init__(self, capacity: int, name: str) -> None:
-        self.used_bytes = self.high_water = 0
-        self._capacity, self._name = capacity, name
-        self._end = 0
-        self._free: dict[int, list[int]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> Slot:
-        """A place for ``size`` bytes."""
-        rounded = -(-size // _ALIGNMENT) * _ALIGNMENT
-        with self._lock:
-            waiting = self._free.get(rounded)
-            if waiting:
-                offset = waiting.pop()
-            elif self._end + rounded <= self._capacity:
-                offset, self._end = self._end, self._end + rounded
-            else:
-                raise SwapError(
-                    f"{self._name} is full: {format_bytes(self.used_bytes)} in use of {format_bytes(self._capacity)}, "
-                    f"{format_bytes(size)} more asked; give the tier more room (cluster.disk, cluster.host_memory)"
-                )
-            self.used_bytes += rounded
-            self.high_water = max(self.high_water, self.used_bytes)
-        return Slot(offset, size)
-
-    def give(self, slot: Slot) -> None:
-        """Take a place back."""
-        rounded = -(-slot.size // _ALIGNMENT) * _ALIGNMENT
-        with self._lock:
-            self._free.setdefault(rounded, []).append(slot.offset)
-            self.used_bytes -= rounded
 
 
 class _EventPending:
@@ -154,26 +107,46 @@ class HostStore:
 
 
 class _FilePending:
-    """A file transfer on a worker thread, followed by a copy to the device where there is one."""
+    """File work on a worker thread, followed by a copy to the device where there is one. Work that ended or
+    was cancelled is let go of at once: it holds the tensor."""
 
-    def __init__(self, future: Future[Event]) -> None:
-        self._future = future
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], Event]) -> None:
+        self._work: Callable[[], Event] | None = work
+        self._future: Future[Event] = pool.submit(self._run)
 
     def done(self) -> bool:
-        return self._future.done() and self._future.result().done()
+        return self._future.done() and self._result().done()
 
     def wait(self) -> None:
-        self._future.result().wait_stream()
+        self._result().wait_stream()
 
     def cancel(self) -> bool:
-        return self._future.cancel()
+        if not self._future.cancel():
+            return False
+        self._work = None
+        return True
+
+    def _run(self) -> Event:
+        work, self._work = self._work, None
+        assert work is not None
+        return work()
+
+    def _result(self) -> Event:
+        try:
+            error = self._future.exception()
+        except CancelledError:
+            raise SwapError("the swap tier was closed while this transfer waited") from None
+        if error is not None:  # a new one each time: the old one would collect frames that hold this transfer
+            raise SwapError(str(error)) from error
+        return self._future.result()
 
 
 class DiskStore:
-    """One file per rank, written and read by worker threads.
+    """One file per rank, written and read by worker threads; reads do not queue behind writes, because
+    someone waits for them.
 
-    The file is made with mode 0600 in a directory that only its owner can enter, never through a symbolic link,
-    and unlinked while open: whatever ends the process, nothing is left over.
+    The file is made with mode 0600 in a directory that only its owner can enter, never through a symbolic
+    link, and unlinked while open: whatever ends the process, nothing is left over.
     """
 
     tier = "disk"
@@ -182,30 +155,38 @@ class DiskStore:
         self.slots = SlotMap(capacity, f"the disk tier in {directory}")
         self._copies = copies
         self.directory = directory
-        self._file = _private_file(directory)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap")
+        self._file = private_file(directory)
+        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap-write")
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap-read")
+        self._closed = False
 
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
         """Queue a write; device data goes through a host copy first."""
         slot = self.slots.take(data.numel())
         host, copied = self._to_host(data)
 
-        def transfer() -> Event:
+        def work() -> Event:
             copied.wait_host()
             self._each(slot, host, lambda view, at: os.pwrite(self._file, view, at), "write")
             return copied
 
-        return slot, _FilePending(self._pool.submit(transfer))
+        return slot, _FilePending(self._writers, work)
 
     def read(self, slot: Slot, target: Tensor) -> Pending:
         """Queue a read."""
-        host = self._copies.empty_host(slot.size) if target.is_cuda else target
+        if not target.is_cuda:
+            return _FilePending(self._readers, lambda: self._fill(slot, target))
+        host = self._copies.empty_host(slot.size)
+        compute = torch.cuda.current_stream(
+            target.device
+        )  # whose earlier work may still use the target's block
 
-        def transfer() -> Event:
-            self._each(slot, host, lambda view, at: os.preadv(self._file, [view], at), "read")
-            return self._copies.copy(host, target) if target.is_cuda else _DONE
+        def work() -> Event:
+            self._fill(slot, host)
+            with torch.cuda.stream(compute):
+                return self._copies.copy(host, target)
 
-        return _FilePending(self._pool.submit(transfer))
+        return _FilePending(self._readers, work)
 
     def free(self, slot: Slot) -> None:
         """The caller has waited for the transfers of this place."""
@@ -213,7 +194,11 @@ class DiskStore:
 
     def close(self) -> None:
         """Drop what has not begun, wait for the rest, close the file."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._closed:
+            return
+        self._closed = True
+        for pool in (self._writers, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
         os.close(self._file)
 
     def _to_host(self, data: Tensor) -> tuple[Tensor, Event]:
@@ -222,16 +207,21 @@ class DiskStore:
         host = self._copies.empty_host(data.numel())
         return host, self._copies.copy(data, host)
 
+    def _fill(self, slot: Slot, host: Tensor) -> Event:
+        self._each(slot, host, lambda view, at: os.preadv(self._file, [view], at), "read")
+        return _DONE
+
     def _each(self, slot: Slot, data: Tensor, call: Callable[[memoryview, int], int], verb: str) -> None:
-        view = memoryview(data.numpy())
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
         done = 0
         while done < slot.size:
             try:
                 count = call(view[done : done + _REQUEST], slot.offset + done)
             except OSError as error:
                 raise SwapError(
-                    f"cannot {verb} {format_bytes(slot.size)} of swapped data in {self.directory}: {error.strerror}; "
-                    f"{format_bytes(self.slots.used_bytes)} are in use there: free space or set swap.directory"
+                    f"cannot {verb} {format_bytes(slot.size)} of swapped data in {self.directory}: "
+                    f"{error.strerror}; {format_bytes(self.slots.used_bytes)} are in use there: "
+                    "free space or set swap.directory"
                 ) from error
             if count == 0:
                 raise SwapError(
@@ -239,18 +229,3 @@ class DiskStore:
                     "something else truncated it"
                 )
             done += count
-
-
-def _private_file(directory: Path) -> int:
-    """An open, unlinked file in ``directory``; refuses a directory that others could tamper with."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
-        if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
-            raise SwapError(f"swap directory {directory} is a symbolic link or another user's: set swap.directory")
-        directory.chmod(0o700)
-        handle, name = tempfile.mkstemp(prefix="swap-", dir=directory)
-    except OSError as error:
-        raise SwapError(f"cannot use swap directory {directory}: {error.strerror}; set swap.directory") from error
-    os.unlink(name)
-    return handle
