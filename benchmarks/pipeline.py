@@ -89,7 +89,11 @@ def run(sizes: Sizes) -> dict[str, Any]:
 def _worker(rank: int, folder: str, sizes: Sizes) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=STAGES, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=STAGES,
+        timeout=timedelta(seconds=120),
     )
     try:
         found = {
@@ -152,7 +156,9 @@ def _ours(
 ) -> Turn:
     del rank  # the engine finds out itself
     stages = [_stage_plan(*_bounds(chain, s)) for s in range(STAGES)]
-    proof = RankPrediction(peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    proof = RankPrediction(
+        peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
+    )
     plan = Plan(
         model="benchmark",
         fingerprint=chain.fingerprint(),
@@ -244,10 +250,14 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[Sizes, bool]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="ours against torch's pipelining")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline", description="ours against torch's pipelining"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     for key, default in asdict(Sizes()).items():
-        parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(
+            f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}"
+        )
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if min(options.values()) < 1 or min(options["repetitions"], options["idle_repetitions"]) < 2:

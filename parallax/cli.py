@@ -17,7 +17,8 @@ from parallax import __version__, launch
 from parallax.config import compose
 from parallax.doctor import run_doctor
 from parallax.errors import ParallaxError, UserError
-from parallax.planning import make_plan, plan_table
+from parallax.job import plan_run
+from parallax.report import plan_table
 
 TRAIN_EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -112,7 +113,7 @@ def _train(parsed: argparse.Namespace) -> int:
 def _plan(parsed: argparse.Namespace) -> int:
     console = Console(stderr=parsed.json)
     with console.status("planning") as status:
-        planned = make_plan(compose(parsed.overrides), Path.cwd(), status.update)
+        planned = plan_run(compose(parsed.overrides), Path.cwd(), status.update)
     planned.plan.save(parsed.output)
     if parsed.json:
         print(json.dumps({**planned.plan.to_dict(), "hash": planned.plan.hash()}))

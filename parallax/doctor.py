@@ -24,23 +24,20 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.errors import ConfigError
-from parallax.machine import (
-    ClusterConfig,
+from parallax.files import disk_free_bytes, existing_parent
+from parallax.host import (
     MemoryLimit,
-    Probes,
     available_memory,
-    choose_devices,
     cpu_model,
     cuda_devices,
     cuda_free_bytes,
-    disk_free_bytes,
-    existing_parent,
-    measure_probes,
     memory_limits,
     reset_peak_resident,
     shared_memory_bytes,
     usable_cores,
 )
+from parallax.machine import ClusterConfig, choose_devices
+from parallax.probes import Probes, measure_probes
 from parallax.units import format_bytes
 
 RUNS = Path("runs")

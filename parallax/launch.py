@@ -21,13 +21,13 @@ from parallax.config import RunConfig
 from parallax.device import select_device
 from parallax.errors import ConfigError, ParallaxError, PlanError
 from parallax.events import EventLog
+from parallax.job import build_chain, build_loss, open_source, plan_run, tokens_per_row
 from parallax.machine import choose_devices
 from parallax.mesh import start_processes, stop_processes
-from parallax.monitor import summary_table
 from parallax.plan.plan import Plan
-from parallax.planning import build_chain, build_loss, make_plan, open_source, plan_table, sequence_length, settle
+from parallax.planning import settle
+from parallax.report import plan_table, summary_table
 from parallax.runtime.engine import Engine
-from parallax.train.data import TextDataConfig
 from parallax.train.loop import PREDICTED_EVENTS, train
 
 RUNS = Path("runs")
@@ -70,7 +70,7 @@ def prepare(overrides: Sequence[str], console: Console) -> Run:
     if config.trainer.resume == "never" and (directory / "checkpoints").exists():
         raise ConfigError(f"trainer.resume=never: {directory} holds checkpoints; choose another name, or resume=auto")
     with console.status("planning") as status:
-        planned = make_plan(config, directory / "swap", status.update)
+        planned = plan_run(config, directory / "swap", status.update)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
     planned.plan.save(directory / "plan.yaml")
@@ -176,10 +176,9 @@ def _train(run: Run) -> None:
         scratch=run.directory / "swap",
     )
     try:
-        tokens = sequence_length(run.config) if isinstance(run.config.data, TextDataConfig) else 1
-        summary = train(
-            engine, source, run.config.trainer, run.config.logger, run.directory, tokens_per_row=tokens
-        )
+        trainer, logger = run.config.trainer, run.config.logger
+        tokens = tokens_per_row(run.config)
+        summary = train(engine, source, trainer, logger, run.directory, tokens_per_row=tokens)
     finally:
         engine.close()
     if dist.get_rank() == 0:

@@ -1,0 +1,1 @@
+"""A module as a chain of blocks, and what each block costs."""

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
-from parallax.machine import cache_directory, cpu_model, replacing
+from parallax.files import cache_directory, replacing
+from parallax.host import cpu_model
 from parallax.model.describe import Chain, as_tuple, materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector

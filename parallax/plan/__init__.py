@@ -1,0 +1,1 @@
+"""Decides: profiles, clusters, schedules, costs, simulation, search. Knows no torch."""

@@ -1,0 +1,1 @@
+"""Obeys a plan: action lists run on tensors, over channels, replicas and tiers."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from parallax.device import copies_for
 from parallax.errors import CheckpointError, NonFiniteError, PlanError
 from parallax.events import Span
-from parallax.machine import ResidentMeter
+from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig

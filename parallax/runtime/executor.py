@@ -27,7 +27,7 @@ from parallax.plan.schedule import Action, Kind
 from parallax.runtime.batch import Rows
 from parallax.runtime.replicate import GradientSync
 from parallax.runtime.stage import Stage, private_random_state
-from parallax.runtime.transport import Receiver, Sender, Staging
+from parallax.runtime.transport import Address, Receiver, Sender, Staging
 from parallax.swap.manager import SwapManager
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -104,17 +104,19 @@ class Executor:
         self._flights: dict[int, _Flight] = {}
         self._parts: list[tuple[int, _Part]] = []
         self._parts_by_size: dict[int, _Part] = {}
+        # Gradients travel apart from activations: neighbours in 1F1B send to each other at the same time, and over one
+        # connection each send holds the lock on which gloo's thread spins to deliver the other's message.
+        forth, back = mesh.world, dist.new_group() if mesh.world is not None else None
         ahead = len(mesh.plan.stages)  # 1F1B has no more in flight, so it never waits to send
-        forth, back = mesh.world, _second_group(mesh)
-        low, high = mesh.stage, mesh.stage + 1  # an edge's tag: the stage above it
         below, above = self._ranks(mesh.stage - 1), self._ranks(mesh.stage + 1)
+        edge_below, edge_above = mesh.stage, mesh.stage + 1  # an edge's tag: the stage above it
         self._receivers: dict[Kind, dict[int, Receiver]] = {
-            Kind.RECEIVE_ACTIVATION: {r: Receiver(r, low, forth, staging) for r in below},
-            Kind.RECEIVE_GRADIENT: {r: Receiver(r, high, back, staging) for r in above},
+            Kind.RECEIVE_ACTIVATION: {r: Receiver(Address(forth, r, edge_below), staging) for r in below},
+            Kind.RECEIVE_GRADIENT: {r: Receiver(Address(back, r, edge_above), staging) for r in above},
         }
         self._senders: dict[Kind, dict[int, Sender]] = {
-            Kind.SEND_ACTIVATION: {r: Sender(r, high, forth, staging, ahead) for r in above},
-            Kind.SEND_GRADIENT: {r: Sender(r, low, back, staging, ahead) for r in below},
+            Kind.SEND_ACTIVATION: {r: Sender(Address(forth, r, edge_above), staging, ahead) for r in above},
+            Kind.SEND_GRADIENT: {r: Sender(Address(back, r, edge_below), staging, ahead) for r in below},
         }
 
     def run(self, actions: Sequence[Action], step: Step, update: Callable[[float], None]) -> list[Span]:
@@ -125,18 +127,18 @@ class Executor:
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
         backwards = [a.micro for a in actions if a.kind is Kind.BACKWARD]
         self._armed = backwards[-1] if backwards and self._all_have_rows(*bounds[backwards[-1]]) else None
-        posts = _posts(actions)
+        first, following = _posts(actions)
         with private_random_state(self._mesh.device), torch.set_grad_enabled(step.training):
-            for first in posts[None]:
-                self._post(first)
-            for action in actions:
+            for receive in first:
+                self._post(receive)
+            for action, receives in zip(actions, following):
                 start = time.perf_counter()
                 waited = self._execute(action, step, update)
                 end = time.perf_counter()
                 kind, stage, micro = action.kind.value, action.stage, action.micro
                 spans.append(Span(self._mesh.rank, step.index, kind, stage, micro, start, end, waited))
-                for following in posts.get(action, ()):
-                    self._post(following)
+                for receive in receives:
+                    self._post(receive)
         self._staging.drain()
         for channels in self._senders.values():
             for channel in channels.values():
@@ -231,7 +233,9 @@ class Executor:
             del gradients, pairs
             torch.autograd.backward(roots, arriving)
         if not self._mesh.is_first:
-            zeros = [torch.zeros(shape, dtype=dtype, device=self._mesh.device) for dtype, shape in flight.entered]
+            zeros = [
+                torch.zeros(shape, dtype=dtype, device=self._mesh.device) for dtype, shape in flight.entered
+            ]
             self._outgoing[micro] = tuple(flight.arrived or zeros)
 
     def _receive(self, action: Action, into: dict[int, tuple[Tensor, ...]]) -> float:
@@ -289,19 +293,14 @@ class Executor:
         return self._parts_by_size[size]
 
 
-def _second_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Gradients travel apart from activations. In 1F1B neighbours send to each other at the same time; over one gloo
-    connection each send would hold the lock that the thread delivering the other's message spins on."""
-    return dist.new_group() if mesh.world is not None else None
-
-
-def _posts(actions: Sequence[Action]) -> dict[Action | None, list[Action]]:
-    """After which action the buffers of which receive are posted: one message ahead per channel; the first of each
-    kind before anything else (key None)."""
-    result: dict[Action | None, list[Action]] = {None: []}
-    last: dict[Kind, Action] = {}
-    for action in actions:
+def _posts(actions: Sequence[Action]) -> tuple[list[Action], list[list[Action]]]:
+    """When the buffers of receives are posted: one message ahead per channel. Those to begin with, the first of each
+    kind; and after each action the next of its kind."""
+    first: list[Action] = []
+    after: list[list[Action]] = [[] for _ in actions]
+    last: dict[Kind, int] = {}
+    for position, action in enumerate(actions):
         if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
-            result.setdefault(last.get(action.kind), []).append(action)
-            last[action.kind] = action
-    return result
+            (after[last[action.kind]] if action.kind in last else first).append(action)
+            last[action.kind] = position
+    return first, after

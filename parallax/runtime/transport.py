@@ -33,7 +33,16 @@ Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 _HEADER = 64  # numbers of 8 bytes: count, then (dtype, dimensions, sizes …) per tensor
 _ALIGNMENT = 64  # bytes; what torch gives its own tensors
 _QUEUED = 4  # messages that may wait for their copies down
-_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8]
+_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+]
 _DTYPES += [torch.uint8, torch.bool]
 
 
@@ -142,18 +151,18 @@ def _lay_out(spec: Spec) -> _Layout:
     numbers = [len(spec)]
     for dtype, shape in spec:
         if dtype not in _DTYPES:
-            raise TransportError(f"a block returned {dtype}; between stages travel {', '.join(map(str, _DTYPES))}")
+            raise TransportError(f"a block returned {dtype}; stages exchange {', '.join(map(str, _DTYPES))}")
         numbers += [_DTYPES.index(dtype), len(shape), *shape]
     if len(numbers) > _HEADER:
         raise TransportError(f"a message of {len(spec)} tensors does not fit a header: join some of them")
     header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
     sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, shape in spec]
     *starts, end = accumulate(sizes, initial=header.nbytes)
-    return _Layout(spec, header, tuple(starts), end)
+    return _Layout(spec, header.view(torch.uint8), tuple(starts), end)
 
 
 def _read_header(buffer: Tensor) -> _Layout:
-    numbers = _header_of(buffer).tolist()
+    numbers = buffer[: _HEADER * 8].view(torch.int64).tolist()
     spec, at = [], 1
     for _ in range(numbers[0]):
         dtype, dims = _DTYPES[numbers[at]], numbers[at + 1]
@@ -162,34 +171,47 @@ def _read_header(buffer: Tensor) -> _Layout:
     return _lay_out(tuple(spec))
 
 
-def _header_of(buffer: Tensor) -> Tensor:
-    return buffer[: _HEADER * 8].view(torch.int64)
-
-
 def _guessed_size(last: Spec, rows: int) -> int:
     """Bytes of the next message if it is like the last one with another number of rows; at least a header."""
     return _lay_out(tuple((dtype, (rows, *shape[1:]) if shape else shape) for dtype, shape in last)).size
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a channel leads: the rank at its other end, in a group of all ranks, and its tag."""
+
+    group: dist.ProcessGroup | None
+    peer: int
+    tag: int
+
+    def send(self, buffer: Tensor) -> dist.Work:
+        """Begin to send; ``buffer`` must live and stay as it is until that has ended."""
+        assert self.group is not None
+        return self.group.send([buffer], self.peer, self.tag)
+
+    def receive(self, buffer: Tensor) -> dist.Work:
+        """Begin to receive."""
+        assert self.group is not None
+        return self.group.recv([buffer], self.peer, self.tag)
+
+
 class Sender:
     """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
 
-    def __init__(
-        self, peer: int, tag: int, group: dist.ProcessGroup | None, staging: Staging, ahead: int
-    ) -> None:
-        self._peer, self._tag, self._group, self._staging, self._ahead = peer, tag, group, staging, ahead
+    def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
+        self._address, self._staging, self._ahead = address, staging, ahead
         self._last: Spec = ()
         self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Send one message, due to have ``rows`` rows. Returns at once, unless the peer is ``ahead`` messages behind."""
+        """Send one message, due to have ``rows`` rows; blocks only while the peer is ``ahead`` messages behind."""
         layout = _lay_out(tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
         guess = _guessed_size(self._last, rows)
         self._last = layout.spec
         sizes = [guess] if layout.size <= guess else [guess, layout.size]
         buffers = [self._staging.buffer(size) for size in sizes]
         for buffer in buffers:
-            _header_of(buffer).copy_(layout.header)
+            buffer[: layout.header.nbytes].copy_(layout.header)
         self._staging.send(tensors, layout.views(buffers[-1]), lambda: self._post(buffers))
 
     def flush(self) -> None:
@@ -198,7 +220,7 @@ class Sender:
 
     def _post(self, buffers: list[Tensor]) -> None:
         self._wait(self._ahead - 1)
-        self._sent.append([(_begun(dist.isend(buffer, self._peer, group=self._group, tag=self._tag)), buffer) for buffer in buffers])
+        self._sent.append([(self._address.send(buffer), buffer) for buffer in buffers])
 
     def _wait(self, left: int) -> None:
         """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
@@ -210,8 +232,8 @@ class Sender:
 class Receiver:
     """The receiving end of one channel."""
 
-    def __init__(self, peer: int, tag: int, group: dist.ProcessGroup | None, staging: Staging) -> None:
-        self._peer, self._tag, self._group, self._staging = peer, tag, group, staging
+    def __init__(self, address: Address, staging: Staging) -> None:
+        self._address, self._staging = address, staging
         self._last: Spec = ()
         self._posted: tuple[dist.Work, Tensor] | None = None
 
@@ -234,16 +256,11 @@ class Receiver:
         found = layout.spec[0][1][:1]
         if found != (rows,):
             raise TransportError(
-                f"rank {self._peer} sent {found[0] if found else 'no'} rows where {rows} were due: every tensor between "
-                "blocks must have the micro-batch's rows in its first dimension"
+                f"rank {self._address.peer} sent {found[0] if found else 'no'} rows where {rows} were due: every "
+                "tensor between blocks must have the micro-batch's rows in its first dimension"
             )
         return tuple(layout.views(self._staging.up(buffer)))
 
     def _begin(self, size: int) -> tuple[dist.Work, Tensor]:
         buffer = self._staging.buffer(size)
-        return _begun(dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)), buffer
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
+        return self._address.receive(buffer), buffer

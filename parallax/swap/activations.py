@@ -53,9 +53,7 @@ class _Moved:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._shape)
 
 
-def offloading(
-    manager: SwapManager, selector: Selector, micro: int
-) -> torch.autograd.graph.saved_tensors_hooks:
+def offloading(manager: SwapManager, selector: Selector, micro: int) -> torch.autograd.graph.saved_tensors_hooks:
     """The context in which a block runs forward so that its saved activations belong to ``micro`` and may
     leave."""
 

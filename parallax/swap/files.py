@@ -31,9 +31,7 @@ def private_file(directory: Path) -> int:
         finally:
             os.close(folder)
     except OSError as error:
-        raise SwapError(
-            f"cannot use swap directory {directory}: {error.strerror}; set swap.directory"
-        ) from error
+        raise SwapError(f"cannot use swap directory {directory}: {error.strerror}; set swap.directory") from error
     return handle
 
 

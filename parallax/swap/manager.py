@@ -192,9 +192,7 @@ class SwapManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SwapError(
-                "the swap tier is closed: what was offloaded is gone; run backward before Engine.close()"
-            )
+            raise SwapError("the swap tier is closed: what was offloaded is gone; run backward before Engine.close()")
 
     def _write(self, record: Record) -> None:
         assert record.storage is not None

@@ -21,8 +21,9 @@ class Slot:
 
 class SlotMap:
     """Places in one growing line of bytes. A training step asks for the same sizes again and again, so a
-    freed place waits for its own size: no growth after the first step. Where the line may grow no further,
-    freed neighbours become one and are cut anew, so that changing sizes cannot fill a tier that has room."""
+    freed place waits for its own size, and the line begins anew when all are back, after each step. Where it
+    may grow no further, freed neighbours become one and are cut anew, so that changing sizes cannot fill a
+    tier that has room."""
 
     def __init__(self, capacity: int, name: str) -> None:
         self.used_bytes = self.high_water = 0
@@ -52,6 +53,8 @@ class SlotMap:
         with self._lock:
             self._free.setdefault(rounded, []).append(slot.offset)
             self.used_bytes -= rounded
+            if not self.used_bytes:
+                self._end, self._free = 0, {}
 
     def take_high_water(self) -> int:
         """The most bytes in use since the last call."""
@@ -65,9 +68,7 @@ class SlotMap:
             return waiting.pop()
         if self._end + rounded > self._capacity:
             self._merge()
-            larger = min(
-                (size for size, places in self._free.items() if size >= rounded and places), default=0
-            )
+            larger = min((size for size, places in self._free.items() if size >= rounded and places), default=0)
             if larger:
                 offset = self._free[larger].pop()
                 if larger > rounded:

@@ -177,9 +177,7 @@ class DiskStore:
         if not target.is_cuda:
             return _FilePending(self._readers, lambda: self._fill(slot, target))
         host = self._copies.empty_host(slot.size)
-        compute = torch.cuda.current_stream(
-            target.device
-        )  # whose earlier work may still use the target's block
+        compute = torch.cuda.current_stream(target.device)  # whose earlier work may still use the target's block
 
         def work() -> Event:
             self._fill(slot, host)

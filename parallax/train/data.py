@@ -23,7 +23,7 @@ from rich.progress import DownloadColumn, Progress
 from torch import Tensor
 
 from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
-from parallax.machine import cache_directory, replacing
+from parallax.files import cache_directory, replacing
 from parallax.model.registry import load_target
 from parallax.runtime.batch import Rows
 from parallax.units import parse_bytes

@@ -15,7 +15,8 @@ import torch
 
 from parallax.errors import CheckpointError, ConfigError, check_choice, check_positive
 from parallax.events import EventLog, Span, bubble_fraction, read_events
-from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine, timeline_png
+from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
+from parallax.report import timeline_png
 from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_partial
 from parallax.runtime.engine import Engine, StepResult
 from parallax.train.data import Source

@@ -16,24 +16,19 @@ import psutil
 import pytest
 import torch
 
-from parallax import machine
+from parallax import host
 from parallax.errors import ConfigError
-from parallax.machine import (
-    ClusterConfig,
-    Probes,
+from parallax.files import disk_free_bytes, existing_parent, replacing
+from parallax.host import (
     available_memory,
-    build_cluster,
-    choose_devices,
-    disk_free_bytes,
-    existing_parent,
-    measure_probes,
     memory_limits,
     peak_resident_bytes,
-    replacing,
     reset_peak_resident,
     resident_bytes,
     usable_cores,
 )
+from parallax.machine import ClusterConfig, build_cluster, choose_devices
+from parallax.probes import Probes, measure_probes, probe_disk
 
 MIB = 2**20
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA answers")
@@ -77,7 +72,7 @@ def test_cores_are_cut_by_a_v1_quota(tmp_path: Path) -> None:
 
 def test_cores_follow_the_affinity_mask() -> None:
     code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
-    code += "from parallax.machine import *; print(usable_cores() <= 1)"
+    code += "from parallax.host import *; print(usable_cores() <= 1)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
@@ -109,7 +104,7 @@ def test_a_process_limit_is_seen_and_caps_the_device_memory() -> None:
     """In a process of its own: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30));"
-        "from parallax.machine import *; (l,) = [l for l in memory_limits() if l.per_process];"
+        "from parallax.host import *;(l,) = [l for l in memory_limits() if l.per_process];"
         "print(l.name, l.limit_bytes, available_memory(1) == available_memory(2) < 2**30)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -137,7 +132,7 @@ def test_the_peak_follows_memory_and_can_be_reset() -> None:
 
 
 def test_peaks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_status_bytes", lambda field: 0)
+    monkeypatch.setattr(host, "_status_bytes", lambda field: 0)
     assert peak_resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert resident_bytes() > 10 * MIB
 
@@ -178,7 +173,7 @@ def test_probes_are_measured_once_and_again_when_asked(tmp_path: Path, cache: Pa
 
 def test_a_disk_that_cannot_be_written_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"cannot write 64 MiB in /proc .*name another folder"):
-        machine.probe_disk(Path("/proc/nowhere"))
+        probe_disk(Path("/proc/nowhere"))
 
 
 def test_probes_refuse_nonsense(probes: Probes) -> None:

@@ -19,16 +19,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallax.events import Span
-from parallax.monitor import (
-    COLOURS,
-    LoggerConfig,
-    MetricsLog,
-    Progress,
-    StepLine,
-    read_metrics,
-    summary_table,
-    timeline_png,
-)
+from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine, read_metrics
+from parallax.report import COLOURS, summary_table, timeline_png
 
 QUIET = LoggerConfig(tensorboard=False)
 

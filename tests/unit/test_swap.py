@@ -185,9 +185,7 @@ def test_a_change_in_place_raises(make: Make, when: str) -> None:
         manager.fetch(0)
     with torch.no_grad():
         changed.add_(1)
-    with pytest.raises(
-        RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
-    ):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         y.sum().backward()
 
 
