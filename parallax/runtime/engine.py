@@ -23,7 +23,7 @@ from parallax.errors import CheckpointError, NonFiniteError, PlanError
 from parallax.events import Span
 from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
-from parallax.model.describe import Chain
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
@@ -70,7 +70,7 @@ class Engine:
         self._sync = sync_for(self._stage, mesh, self._stage.named_tensors())
         staging = staging_for(mesh.device, copies)
         self._executor = Executor(self._stage, mesh, loss, configs.precision, self._sync, staging, swap)
-        self._optimizer = configs.optimizer.build(self._stage.parameters())
+        self._optimizer = configs.optimizer.build(self._stage.parameters(), mesh.device)
         self._loss = loss
         self._step = 0
         self._steps = configs.steps
@@ -161,37 +161,38 @@ class Engine:
             self._stage.train(was_training)
 
     def save(self, directory: Path, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder."""
-        partial = checkpoint.begin(directory, self._step)
-        written: dict[str, int] = {}
-        failure = ""
-        if self.mesh.replica == 0:
-            mine = self._owned()
-            tensors = {f"model/{name}": tensor for name, tensor in mine.items()}
-            tensors |= checkpoint.optimizer_tensors(self._optimizer, mine)
-            try:
-                written = checkpoint.write_part(partial, f"stage-{self.mesh.stage:02d}", tensors)
-            except CheckpointError as error:
-                failure = str(error)
-        parts = self.mesh.gather_objects((written, failure))
-        failures = [text for _, text in parts if text]  # type: ignore[misc]
-        if failures:
-            raise CheckpointError(failures[0])
-        if self.mesh.rank == 0:
-            checksums = {name: crc for part, _ in parts for name, crc in part.items()}  # type: ignore[misc]
-            checkpoint.finish(
-                partial,
-                {
-                    "step": self._step,
-                    "fingerprint": self._chain.fingerprint(),
-                    "plan": self.plan.hash(),
-                    "checksums": checksums,
-                    "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
-                    "state": state,
-                },
-            )
-        self.mesh.barrier()
+        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder.
+
+        All ranks fail together where one cannot write; what was saved before stays as it is.
+        """
+        partial = checkpoint.partial_folder(directory, self._step)
+        self._together(lambda: checkpoint.begin(partial) if self.mesh.rank == 0 else None)
+        try:
+            parts = self._together(lambda: self._write_part(partial))
+            checksums = {name: crc for part in parts for name, crc in part.items()}
+            index = {
+                "step": self._step,
+                "fingerprint": self._chain.fingerprint(),
+                "plan": self.plan.hash(),
+                "checksums": checksums,
+                "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
+                "state": state,
+            }
+            self._together(lambda: checkpoint.finish(partial, index) if self.mesh.rank == 0 else None)
+        except CheckpointError:
+            if self.mesh.rank == 0:
+                checkpoint.remove_partial(directory)
+            raise
         return directory / checkpoint.checkpoint_name(self._step)
+
+    def _write_part(self, partial: Path) -> dict[str, int]:
+        """One replica writes for its stage; the checksums of what it wrote."""
+        if self.mesh.replica > 0:
+            return {}
+        mine = self._owned()
+        tensors = {f"model/{name}": tensor for name, tensor in mine.items()}
+        tensors |= checkpoint.optimizer_tensors(self._optimizer, mine)
+        return checkpoint.write_part(partial, f"stage-{self.mesh.stage:02d}", tensors)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from a checkpoint of this model under any plan; the state that was saved with it.
@@ -199,25 +200,20 @@ class Engine:
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
         names = self._stage.named_tensors()
-        failure, loaded, reader = "", {}, None
-        try:
+        found: list[checkpoint.Found] = []
+
+        def read() -> None:
             reader = checkpoint.CheckpointReader(directory)
-            reader.check_names(names, self._chain.fingerprint())
-            loaded = {name: reader.read(f"model/{name}") for name in names}
-        except CheckpointError as error:
-            failure = str(error)
-        failures = [str(text) for text in self.mesh.gather_objects(failure) if text]
-        if failures:
-            raise CheckpointError(failures[0])
-        assert reader is not None
+            reader.check_names(parameter_names(self._chain, 0, len(self._chain.blocks)), self._chain.fingerprint())
+            found.append(reader.read_all(names))
+
+        self._together(read)
         with torch.no_grad():
             for name, tensor in names.items():
-                tensor.copy_(loaded[name])
-        trained = {name: t for name, t in names.items() if isinstance(t, torch.nn.Parameter)}
-        checkpoint.restore_optimizer(self._optimizer, trained, reader, reader.index["optimizer"])
-        self._step = int(reader.index["step"])
-        state: dict[str, Any] = reader.index["state"]
-        return state
+                tensor.copy_(found[0].tensors[name])
+        checkpoint.restore_optimizer(self._optimizer, names, found[0].optimizer)
+        self._step = found[0].step
+        return found[0].state
 
     def close(self) -> None:
         """Release the swap tier."""
@@ -251,13 +247,13 @@ class Engine:
         mine = 0.0
         if self.mesh.is_last and self.mesh.replica == 0:
             mine = float(count(batch.targets(0, len(batch))))
-        return max(1.0, self._sum(mine)[0])
+        return self._sum(mine)[0] or 1.0
 
     def _update(self, loss_share: float) -> dict[str, float]:
         owned = self._owned() if self.mesh.replica == 0 else {}
         gradients = [tensor.grad for tensor in owned.values() if tensor.grad is not None]
-        square = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
-        loss, total = self._sum(loss_share, square)
+        mine = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        loss, total = self._sum(loss_share, mine * mine)  # ** would raise where the square is too large
         norm = total**0.5
         if not (norm < float("inf") and abs(loss) < float("inf")):
             raise NonFiniteError(
@@ -267,11 +263,25 @@ class Engine:
         config = self._optimizer_config
         if config.clip_norm > 0:
             trained = [p for p in self._stage.parameters() if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(trained, config.clip_norm, torch.tensor(norm, device=self.mesh.device))
+            as_torch_does = {"dtype": self._chain.dtype, "device": self.mesh.device}
+            torch.nn.utils.clip_grads_with_norm_(trained, config.clip_norm, torch.tensor(norm, **as_torch_does))
         for group in self._optimizer.param_groups:
             group["lr"] = config.rate(self._step, self._steps)
         self._optimizer.step()
         return {"loss": loss, "norm": norm}
+
+    def _together(self, call: Callable[[], Any]) -> list[Any]:
+        """What ``call`` gave on every rank; a checkpoint error on one is raised on all."""
+        result, failure = None, ""
+        try:
+            result = call()
+        except CheckpointError as error:
+            failure = str(error)
+        answers: list[Any] = self.mesh.gather_objects((result, failure))
+        failures = [text for _, text in answers if text]
+        if failures:
+            raise CheckpointError(failures[0])
+        return [given for given, _ in answers]
 
     def _sum(self, *values: float) -> list[float]:
         found: list[float] = self.mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()

@@ -1,0 +1,69 @@
+# A fresh clone needs Python >= 3.11, pip, git and make; everything else goes into .venv.
+# Settings:  make train ARGS="trainer.steps=20 name=short"    make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# A stamp is newer than what it was made from, so nothing is installed twice and a changed pin is.
+MADE := $(VENV)/.made
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help train test lint format bench clean
+
+help:  ## list these targets
+	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST))
+
+train: $(INSTALLED)  ## install into .venv, then plan and train the main job (ARGS go to parallax train)
+	@$(BIN)/parallax train $(ARGS)
+
+test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
+	@echo "== pytest"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
+	@echo "== ruff check"
+	@$(BIN)/ruff check .
+	@echo "== ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "== mypy"
+	@$(BIN)/mypy
+	@echo "== lint-imports"
+	@$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED_DEV)  ## mend what ruff can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, then what swap costs
+	@$(BIN)/python -m benchmarks.pipeline
+	@$(BIN)/python -m benchmarks.swap
+
+clean:  ## remove .venv, builds and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian's python3 has no ensurepip unless python3-venv is installed; its pip can fill an empty environment.
+$(MADE):
+	@$(PYTHON) -c 'import sys; found = sys.version.split()[0]; \
+	sys.version_info >= (3, 11) or sys.exit(f"Parallax needs Python 3.11 or newer; $(PYTHON) is {found}: make PYTHON=...")'
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); else \
+	$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; fi
+	@touch $@
+
+$(INSTALLED): $(MADE) pyproject.toml constraints.txt
+	@echo "installing Parallax and what it needs (torch is large: a minute or two)"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@echo "installing the tools for tests and lint"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
