@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # A stamp is newer than what it was made from, so nothing is installed twice and a changed pin is.
 MADE := $(VENV)/.made
 INSTALLED := $(VENV)/.installed
@@ -38,7 +38,7 @@ lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
 	@$(BIN)/lint-imports --no-logo
 
 format: $(INSTALLED_DEV)  ## mend what ruff can mend
-	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
 bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, then what swap costs
@@ -54,8 +54,8 @@ $(MADE):
 	@$(PYTHON) -c 'import sys; found = sys.version.split()[0]; \
 	sys.version_info >= (3, 11) or sys.exit(f"Parallax needs Python 3.11 or newer; $(PYTHON) is {found}: make PYTHON=...")'
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
-	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); else \
-	$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; fi
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); else \
+	$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip -qq --python $(BIN)/python install pip; fi
 	@touch $@
 
 $(INSTALLED): $(MADE) pyproject.toml constraints.txt

@@ -1,15 +1,17 @@
 """Is the pipeline executor as fast as torch's own?  ``python -m benchmarks.pipeline [--json]``
 
-Two processes of one thread each hold the two stages of one GPT. In one run, by turns, they do the forward and backward
-of the same micro-batches through ``Engine.gradients`` and through torch.distributed.pipelining (TDP): same modules, same
-gloo group, no optimizer step, no swap; both clear the gradients first. A step lasts from a barrier to the end of the
-slower process. Machines are noisy, so only ratios within a run mean something: ``ratio`` is that of the medians,
-``low`` and ``high`` are the quartiles of the ratios of neighbouring turns.
+Two processes of one thread each hold the two stages of one GPT. In one run, by turns, they do the forward and
+backward of the same micro-batches through ``Engine.gradients`` and through torch.distributed.pipelining (TDP): same
+modules, same processes, no optimizer step, no swap; both clear the gradients first. A step lasts from a barrier to
+the end of the slower process. Machines are noisy, so only ratios within a run mean something: ``ratio`` is that of
+the medians, ``low`` and ``high`` are the quartiles of the ratios of neighbouring turns.
 
-``overhead_microseconds`` is what a micro-batch costs the main thread of a stage when there is nothing to compute: CPU
-seconds (``time.thread_time``: waiting for the peer does not count) of ``Engine.gradients`` over micro-batches, where a
-stage is one block that multiplies 8 numbers by a parameter. Nothing is subtracted: it holds the block's own forward,
-backward and loss, and a share of what a step costs once. The worse of the two stages is reported; TDP's is beside it.
+``overhead_microseconds`` is what a micro-batch costs the main thread of a stage under 1F1B when there is nothing to
+compute: CPU seconds (``time.thread_time``: waiting for the peer does not count, going to sleep and waking up do) of
+``Engine.gradients`` over micro-batches, where a stage is one block that multiplies 8 numbers by a parameter. It is
+the worse of the two stages. Nothing is subtracted: it holds the block's own forward, backward and loss, all calls
+into gloo and the kernel, and a share of what a step costs once. Beside it stand TDP's and ``plain``: the block, the
+loss and the backward in a loop, without any pipeline.
 """
 
 from __future__ import annotations
@@ -139,26 +141,33 @@ def _compare(rank: int, sizes: Sizes) -> dict[str, Any]:
 def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
     chain = describe(lambda: nn.Sequential(*(Scale() for _ in range(STAGES))))
     rows, loss = torch.ones(sizes.idle_micro_batches, 8), nn.functional.mse_loss
-    found = {}
-    for key, make in (("overhead_microseconds", _ours), ("overhead_microseconds_tdp", _theirs)):
-        turn = make(chain, "1f1b", rank, (rows, rows), sizes.idle_micro_batches, loss)
-        turn()
-        taken = [_cpu_seconds(turn) for _ in range(sizes.idle_repetitions)]
-        stages: list[Any] = [None] * STAGES
-        dist.all_gather_object(stages, statistics.median(taken) / sizes.idle_micro_batches * 1e6)
-        found[key] = max(stages)
-        found[key + "_by_stage"] = stages
-    return found
+    arguments = (chain, "1f1b", rank, (rows, rows), sizes.idle_micro_batches, loss)
+    turns = {"ours": _ours(*arguments), "theirs": _theirs(*arguments), "plain": lambda: _plain(rows, loss)}
+    seconds: dict[str, list[float]] = {who: [] for who in turns}
+    for repetition in range(-2, sizes.idle_repetitions):
+        for who, turn in turns.items():
+            taken = _cpu_seconds(turn)
+            if repetition >= 0:
+                seconds[who].append(taken)
+    mine = {who: statistics.median(taken) / len(rows) * 1e6 for who, taken in seconds.items()}
+    stages: list[Any] = [None] * STAGES
+    dist.all_gather_object(stages, mine)
+    return {
+        "overhead_microseconds": max(stage["ours"] for stage in stages),
+        "overhead_by_stage": {who: [stage[who] for stage in stages] for who in turns},
+    }
 
 
-def _ours(
-    chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss
-) -> Turn:
+def _plain(rows: Tensor, loss: Loss) -> None:
+    block = Scale()
+    for row in rows.split(1):
+        loss(block(row), row).backward()
+
+
+def _ours(chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss) -> Turn:
     del rank  # the engine finds out itself
     stages = [_stage_plan(*_bounds(chain, s)) for s in range(STAGES)]
-    proof = RankPrediction(
-        peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
-    )
+    proof = RankPrediction(peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
     plan = Plan(
         model="benchmark",
         fingerprint=chain.fingerprint(),
@@ -245,8 +254,11 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(name, *times, f"{row['ratio']:.3f}", f"{row['low']:.3f} … {row['high']:.3f}")
     console = Console()
     console.print(table)
-    mine, other = found["overhead_microseconds"], found["overhead_microseconds_tdp"]
-    console.print(f"main thread, per micro-batch and stage, without work: {mine:.0f} µs (TDP {other:.0f} µs)")
+    worst = {who: max(stages) for who, stages in found["overhead_by_stage"].items()}
+    console.print(
+        f"main thread, per micro-batch and stage, without work: {worst['ours']:.0f} µs "
+        f"(TDP {worst['theirs']:.0f} µs, the work alone {worst['plain']:.0f} µs)"
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[Sizes, bool]:
@@ -255,9 +267,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Sizes, bool]:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     for key, default in asdict(Sizes()).items():
-        parser.add_argument(
-            f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}"
-        )
+        parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if min(options.values()) < 1 or min(options["repetitions"], options["idle_repetitions"]) < 2:

@@ -1,6 +1,6 @@
 """Train your own nn.Module, planned for the ranks that torchrun starts:
 
-    torchrun --standalone --nproc-per-node=2 examples/own_model.py
+torchrun --standalone --nproc-per-node=2 examples/own_model.py
 """
 
 import torch

@@ -6,17 +6,20 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
 from parallax import __version__, launch
 from parallax.config import compose
 from parallax.doctor import run_doctor
-from parallax.errors import ParallaxError, UserError
+from parallax.errors import ConfigError, ParallaxError, UserError, printable
 from parallax.job import plan_run
 from parallax.report import plan_table
 
@@ -40,6 +43,10 @@ DOCTOR_EXAMPLES = """examples:
 """
 
 
+PATIENCE_SECONDS = 1.5
+_BROKEN = re.compile(r"gloo/|[Cc]onnection (closed|reset|refused)|Broken pipe")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     parsed = _parser().parse_args(arguments)
@@ -47,20 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.call(parsed)
         return code
-    except UserError as error:
-        return _fail(error, str(error))
-    except ParallaxError as error:
-        return _fail(error, f"{_place()}{error}")
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if not launch.under_torchrun():
+    except (Exception, KeyboardInterrupt) as error:
+        if launch.under_torchrun():
+            _leave(error)
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        if not isinstance(error, ParallaxError):
             raise
-        # One rank's exception ends the run: say where and why, and go at once, so that torchrun stops the others.
-        traceback.print_exc()
-        _fail(ParallaxError(), f"{_place()}{type(error).__name__}: {error}")
-        sys.stderr.flush()
-        os._exit(1)
+        print(f"parallax: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--output", type=Path, default=Path("plan.yaml"), help="where to write it (default: plan.yaml)")
     _add_overrides(plan)
 
-    doctor = _command(commands, "doctor", "devices, memory, bandwidths, and what will go wrong", DOCTOR_EXAMPLES, _doctor)
+    doctor = _command(
+        commands, "doctor", "devices, memory, bandwidths, and what will go wrong", DOCTOR_EXAMPLES, _doctor
+    )
     doctor.add_argument("--json", action="store_true", help="print it for programs")
     return parser
 
@@ -103,6 +107,8 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    if parsed.run_dir is not None and parsed.overrides:
+        raise ConfigError(f"{parsed.overrides[0]}: --run-dir is prepared already; leave out one of them")
     if launch.under_torchrun():
         return launch.work(parsed.overrides, parsed.run_dir)
     if parsed.run_dir is not None:
@@ -114,7 +120,10 @@ def _plan(parsed: argparse.Namespace) -> int:
     console = Console(stderr=parsed.json)
     with console.status("planning") as status:
         planned = plan_run(compose(parsed.overrides), Path.cwd(), status.update)
-    planned.plan.save(parsed.output)
+    try:
+        planned.plan.save(parsed.output)
+    except OSError as error:
+        raise ConfigError(f"--output {parsed.output}: cannot be written ({error.strerror})") from error
     if parsed.json:
         print(json.dumps({**planned.plan.to_dict(), "hash": planned.plan.hash()}))
         return 0
@@ -129,11 +138,27 @@ def _doctor(parsed: argparse.Namespace) -> int:
     return run_doctor(parsed.json)
 
 
-def _place() -> str:
-    rank = os.environ.get("RANK")
-    return f"rank {rank}: " if rank is not None else ""
+def _leave(error: BaseException) -> NoReturn:
+    """One rank's exception ends the run: say where and why, and go at once, so that torchrun stops the others.
 
-
-def _fail(error: ParallaxError, text: str) -> int:
-    print(f"parallax: {text}", file=sys.stderr)
-    return error.exit_code
+    A connection that broke is no cause: whoever broke it says more, and torchrun stops this rank meanwhile. It would
+    stop the one that speaks, too, if another left first.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(130)
+    if isinstance(error, RuntimeError) and _BROKEN.search(str(error)):
+        time.sleep(PATIENCE_SECONDS)
+    if launch.speaks_first():
+        text = printable(str(error))
+        if not isinstance(error, ParallaxError):
+            traceback.print_exception(error)
+            text = f"{type(error).__name__}: {text}"
+        if not isinstance(error, UserError):
+            where = [f"rank {os.environ.get('RANK', '?')}", *getattr(error, "__notes__", [])]
+            text = f"{printable(', '.join(where))}: {text}"
+        print(f"parallax: {text}", file=sys.stderr)
+    else:
+        time.sleep(PATIENCE_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code if isinstance(error, ParallaxError) else 1)

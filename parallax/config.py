@@ -62,9 +62,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", self.name):
-            raise ConfigError(
-                f"name={self.name}: accepted is a folder name of letters, digits, '.', '_' and '-'"
-            )
+            raise ConfigError(f"name={self.name}: accepted is a folder name of letters, digits, '.', '_' and '-'")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: accepted are whole numbers from 0 to {2**63 - 1}")
 
@@ -140,9 +138,7 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError):
-        _refuse(
-            text, f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\""
-        )
+        _refuse(text, f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\"")
     if override.is_sweep_override():
         listed = "" if key in groups else f", a list is quoted: '{key}=[1,2]'"
         _refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}")
@@ -176,12 +172,7 @@ def _options() -> dict[str, list[str]]:
 
 def _homes(key: str) -> str:
     """A hint for a key without its group, such as ``steps=80``."""
-    homes = [
-        f"{group}.{key}"
-        for group in _options()
-        for kind in _kinds(group)
-        if key in typing.get_type_hints(kind)
-    ]
+    homes = [f"{group}.{key}" for group in _options() for kind in _kinds(group) if key in typing.get_type_hints(kind)]
     return f" (did you mean '{homes[0]}'?)" if homes and key != "name" else ""
 
 
@@ -300,9 +291,7 @@ def _read_run(tree: Any) -> RunConfig:
 def _checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any]:
     """A copy of ``tree`` that has exactly the keys of ``kind``."""
     prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
-    accepted = (
-        f"{label} accepts {', '.join(sorted(hints))}" if group else f"groups and keys are {', '.join(hints)}"
-    )
+    accepted = f"{label} accepts {', '.join(sorted(hints))}" if group else f"groups and keys are {', '.join(hints)}"
     if not isinstance(tree, dict):
         _refuse(f"{group or 'configuration'}={_shown(tree)}", f"keys and values are needed; {accepted}")
     for key in tree:

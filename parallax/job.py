@@ -21,9 +21,7 @@ DEFAULT_SEQUENCE = 256
 def build_chain(config: RunConfig) -> Chain:
     """The model of ``config`` as a chain of blocks."""
     names = config.model.blocks if isinstance(config.model, CustomModelConfig) else ()
-    return describe(
-        config.model.build, seed=config.seed, dtype=config.precision.parameter_dtype, blocks=names
-    )
+    return describe(config.model.build, seed=config.seed, dtype=config.precision.parameter_dtype, blocks=names)
 
 
 def build_loss(config: RunConfig) -> Loss:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,13 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallax import config as configuration
 from parallax.config import RunConfig
 from parallax.device import select_device
-from parallax.errors import ConfigError, ParallaxError, PlanError
+from parallax.errors import ConfigError, ParallaxError, PlanError, UserError
 from parallax.events import EventLog
 from parallax.job import build_chain, build_loss, open_source, plan_run, tokens_per_row
 from parallax.machine import choose_devices
@@ -32,6 +37,7 @@ from parallax.train.loop import PREDICTED_EVENTS, train
 
 RUNS = Path("runs")
 TIMEOUT_SECONDS = 600.0
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -71,12 +77,16 @@ def prepare(overrides: Sequence[str], console: Console) -> Run:
         raise ConfigError(f"trainer.resume=never: {directory} holds checkpoints; choose another name, or resume=auto")
     with console.status("planning") as status:
         planned = plan_run(config, directory / "swap", status.update)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
-    planned.plan.save(directory / "plan.yaml")
-    (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
-    with EventLog(directory / PREDICTED_EVENTS) as events:
-        events.extend(list(planned.simulation.spans))
+    config = replace(config, cluster=replace(config.cluster, devices=planned.plan.world_size))  # the ranks' count
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
+        planned.plan.save(directory / "plan.yaml")
+        (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
+        with EventLog(directory / PREDICTED_EVENTS) as events:
+            events.extend(list(planned.simulation.spans))
+    except OSError as error:
+        raise ConfigError(f"cannot write the run directory {directory}: {error.filename}: {error.strerror}") from error
     console.print(plan_table(planned.plan, planned.profile))
     return Run(directory, config, planned.plan)
 
@@ -84,9 +94,9 @@ def prepare(overrides: Sequence[str], console: Console) -> Run:
 def launch(run: Run) -> int:
     """Start torchrun's agent with the processes that the plan needs on this machine; the exit code.
 
-    One host: the rendezvous is a file, so no port is opened that others could reach.
+    One host: the rendezvous is a file, so no port is opened that others could reach. A rank that fails says why
+    itself; the agent's own account of it is left out.
     """
-    os.environ |= rank_environment(run)
     with tempfile.TemporaryDirectory(prefix="parallax-") as folder:
         settings = LaunchConfig(
             min_nodes=1,
@@ -98,15 +108,54 @@ def launch(run: Run) -> int:
             rdzv_configs={"store_type": "file"},
             monitor_interval=0.1,
             max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
         )
-        os.environ["PARALLAX_RENDEZVOUS"] = str(Path(folder) / "ranks")
+        rendezvous = {"PARALLAX_RENDEZVOUS": str(Path(folder) / "ranks")}
         command = ["-m", "parallax", "train", "--run-dir", str(run.directory)]
-        try:
-            elastic_launch(settings, sys.executable)(*command)
-        except ChildFailedError as failed:
-            codes = {failure.exitcode for failure in failed.failures.values()}
-            return 2 if codes == {2} else 1
+        with _environment(rank_environment(run) | rendezvous), _no_logging():
+            try:
+                elastic_launch(settings, sys.executable)(*command)
+            except ChildFailedError as failed:
+                return _explain(failed)
+            except SignalException as stopped:
+                name, again = signal.Signals(stopped.sigval).name, f"parallax train name={run.config.name}"
+                print(f"parallax: stopped by {name}; `{again}` continues", file=sys.stderr)
+                return 128 + int(stopped.sigval)
     return 0
+
+
+def _explain(failed: ChildFailedError) -> int:
+    """The exit code of a failed run. A rank that was killed could not say so; those stopped for it do not count."""
+    ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    causes = {rank: code for rank, code in ended.items() if code != -signal.SIGTERM} or ended
+    rank, code = next(iter(causes.items()))
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (no memory left?)" if name == "SIGKILL" else ""
+        raise ParallaxError(f"rank {rank} was killed by {name}{hint}; run again to continue from the last checkpoint")
+    return code if code == UserError.exit_code else 1
+
+
+@contextlib.contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Variables that processes started inside inherit; afterwards all is as before."""
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _no_logging() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def rank_environment(run: Run) -> dict[str, str]:
@@ -117,33 +166,48 @@ def rank_environment(run: Run) -> dict[str, str]:
 
 
 def work(overrides: Sequence[str], directory: Path | None) -> int:
-    """What one rank under torchrun does. Without a prepared directory, rank 0 prepares one for all."""
+    """What one rank under torchrun does. Without a prepared directory, rank 0 prepares one for all.
+
+    After an exception the process must end without more ado: leaving the world in order would wait for the others.
+    """
+    if sys.platform == "linux":  # no rank is left over when the launcher is killed
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     start_processes(TIMEOUT_SECONDS, os.environ.get("PARALLAX_RENDEZVOUS"))
-    try:
-        run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
-        _compare(run)
-        _train(run)
-    finally:
-        stop_processes()
+    run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
+    _compare(run)
+    _train(run)
+    stop_processes()
     return 0
+
+
+def speaks_first() -> bool:
+    """Whether this is the first rank of its host to fail: what others could say follows from it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return True
+    try:
+        os.close(os.open(Path(file).parents[1] / "failed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _prepare_for_all(overrides: Sequence[str]) -> Run:
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
-    told: list[Any] = [None]
-    failure: ParallaxError | None = None
+    told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
         try:
-            told = [str(prepare(sized, Console()).directory)]
+            told = [prepare(sized, Console()).directory, None]
         except ParallaxError as error:
-            failure = error
+            told = [type(error), str(error)]
     dist.broadcast_object_list(told)
+    found, failure = told
     if failure is not None:
-        raise failure
-    if told[0] is None:
-        raise SystemExit(ConfigError.exit_code)
-    return Run.read(Path(told[0]))
+        raise found(failure)
+    return Run.read(found)
 
 
 def _compare(run: Run) -> None:

@@ -16,6 +16,7 @@ from parallax.probes import Probes
 from parallax.units import parse_bytes
 
 AUTO = "auto"
+RANKS_PER_GPU = 8
 CPU_RESERVE = 6 * 2**20  # small blocks of malloc, stacks of transfer threads: 3 to 5 MiB measured
 
 
@@ -60,31 +61,33 @@ class DeviceChoice:
     exact: bool
 
 
-def choose_devices(config: ClusterConfig) -> DeviceChoice:
-    """Resolve ``auto``. Raises :class:`ConfigError` when more CUDA devices are asked for than there are."""
+def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
+    """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU.
+
+    Raises :class:`ConfigError` where CUDA is asked for and absent, or more than eight ranks would share a GPU.
+    """
     present = len(cuda_devices())
     kind = config.kind if config.kind != AUTO else "cuda" if present else "cpu"
     cores = usable_cores()
     # Three processes even on one core: a pipeline with a replicated stage then shows on any machine.
-    count = present if kind == "cuda" else min(8, max(3, int(cores)))
+    count = max(at_least, present if kind == "cuda" else min(8, max(3, int(cores))))
     if config.devices != AUTO:
         count = int(config.devices)
-    if kind == "cuda" and not 0 < count <= present:
+    if kind == "cuda" and not 0 < count <= RANKS_PER_GPU * present:
         asked = "cluster.kind=cuda" if config.devices == AUTO else f"cluster.devices={count}"
-        remedy = f"use {present} or fewer, or cluster.kind=cpu" if present else "use cluster.kind=cpu"
+        remedy = f"use {RANKS_PER_GPU * present} or fewer" if present else "use cluster.kind=cpu"
         raise ConfigError(f"{asked}: torch {torch.__version__} sees {present} CUDA devices here; {remedy}")
     threads = max(1, int(cores) // count) if config.threads == AUTO else int(config.threads)
     return DeviceChoice(kind, count, threads, exact=kind == "cpu" and config.device_memory != AUTO)
 
 
-def build_cluster(config: ClusterConfig, *, tier: str, probes: Probes) -> Cluster:
+def build_cluster(config: ClusterConfig, choice: DeviceChoice, *, tier: str, probes: Probes) -> Cluster:
     """This machine as a cluster of one node. ``tier``: auto, host, disk or none (``swap.tier``).
 
     A budget left at auto keeps a margin for what no plan counts: the CUDA context and the allocator's gaps (a
     tenth of the device), the interpreter and torch itself (a fifth of the available RAM).
     """
     check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
-    choice = choose_devices(config)
     if tier == "host" and choice.kind == "cpu":
         raise ConfigError("swap.tier=host: on a CPU the RAM is the device itself; use swap.tier=disk")
     tier = tier if tier != AUTO else "host" if choice.kind == "cuda" else "disk"
@@ -103,7 +106,8 @@ def build_cluster(config: ClusterConfig, *, tier: str, probes: Probes) -> Cluste
         )
         for memory in _device_memory(config, choice)
     )
-    concurrent = choice.count if choice.kind == "cuda" else min(choice.count, usable_cores() / choice.threads)
+    able = len(cuda_devices()) if choice.kind == "cuda" else usable_cores() / choice.threads
+    concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
     node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent)
     return Cluster(nodes=(node,), local=local, remote=local)
@@ -113,7 +117,9 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
     if config.device_memory != AUTO:
         return [parse_bytes(config.device_memory, "cluster.device_memory")] * choice.count
     if choice.kind == "cuda":
-        return [device.total_bytes * 9 // 10 for device in cuda_devices()[: choice.count]]
+        gpus = cuda_devices()
+        sharing = -(-choice.count // len(gpus))
+        return [gpus[rank % len(gpus)].total_bytes * 9 // 10 // sharing for rank in range(choice.count)]
     return [available_memory(choice.count) * 8 // 10] * choice.count
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,12 @@ class Mesh:
 
     ``replicas`` is None where the stage has one replica; ``shared`` maps the name of a parameter that several
     stages hold to the group of all their ranks. ``world`` is None in a plan of one rank.
+
+    Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
+    tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each (sender, receiver) instead: NCCL
+    matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
+    activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
+    holds the lock that gloo's thread spins on to deliver the other's message.
     """
 
     plan: Plan
@@ -30,9 +38,12 @@ class Mesh:
     world: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
     shared: dict[str, dist.ProcessGroup]
+    forth: dist.ProcessGroup | None
+    back: dist.ProcessGroup | None
+    edges: dict[tuple[int, int], dist.ProcessGroup]
 
     @classmethod
-    def create(cls, plan: Plan, device: torch.device, shared: dict[str, Sequence[int]]) -> Mesh:
+    def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
         """Make the groups; every rank calls this with the same plan. ``shared``: parameter name → stages."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
@@ -42,18 +53,39 @@ class Mesh:
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = plan.locate(rank)
+        direct = device.type == "cuda" and size > 1 and torch.cuda.device_count() >= size
+        backend = "nccl" if direct else "gloo"
         own: dist.ProcessGroup | None = None
         for index in range(len(plan.stages)):
             ranks = list(plan.ranks(index))
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            group = dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
             own = group if index == stage else own
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
-            group = dist.new_group([r for s in stages for r in plan.ranks(s)])
+            group = dist.new_group([r for s in stages for r in plan.ranks(s)], backend=backend)
             if stage in stages:
                 ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
-        return cls(plan, rank, stage, replica, device, world, own, ties)
+        back = dist.new_group() if dist.is_initialized() else None
+        edges: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for low, high in _neighbours(plan) if direct else ():
+            edges[low, high] = dist.new_group([low, high], backend=backend)
+            edges[high, low] = dist.new_group([low, high], backend=backend)
+        return cls(plan, rank, stage, replica, device, world, own, ties, world, back, edges)
+
+    @property
+    def direct(self) -> bool:
+        """Whether device tensors travel between stages without the host."""
+        return bool(self.edges)
+
+    def channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int, int]:
+        """The group in which ``sender`` talks to ``receiver``, the other one's place in it, and the tag of the edge."""
+        other = receiver if self.rank == sender else sender
+        tag = max(self.plan.locate(sender)[0], self.plan.locate(receiver)[0])
+        if self.edges:
+            group = self.edges[sender, receiver]
+            return group, dist.get_group_rank(group, other), tag
+        return self.forth if sender < receiver else self.back, other, tag
 
     @property
     def is_first(self) -> bool:
@@ -81,13 +113,19 @@ class Mesh:
         if self.world is not None:
             dist.barrier(group=self.world)
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: object) -> list[Any]:
         """One value of every rank, on every rank."""
         if self.world is None:
             return [value]
         found: list[object] = [None] * self.plan.world_size
         dist.all_gather_object(found, value, group=self.world)
         return found
+
+
+def _neighbours(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Every two ranks of neighbour stages that may share rows."""
+    for index in range(len(plan.stages) - 1):
+        yield from itertools.product(plan.ranks(index), plan.ranks(index + 1))
 
 
 def start_processes(timeout_seconds: float, file: str | None = None) -> None:
@@ -100,9 +138,7 @@ def start_processes(timeout_seconds: float, file: str | None = None) -> None:
         dist.init_process_group("gloo", timeout=timeout)
         return
     rank, size, restart = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}-{restart}", rank=rank, world_size=size, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=f"file://{file}-{restart}", rank=rank, world_size=size, timeout=timeout)
 
 
 def stop_processes() -> None:

@@ -147,9 +147,7 @@ class Progress:
         self._total = total_steps
         self._times: deque[tuple[float, int]] = deque([(time.monotonic(), first_step - 1)], maxlen=20)
         console = Console(file=file or sys.stdout)
-        self._line: _LiveLine | _PlainLines = (
-            _LiveLine(console) if console.is_terminal else _PlainLines(console)
-        )
+        self._line: _LiveLine | _PlainLines = _LiveLine(console) if console.is_terminal else _PlainLines(console)
 
     def show(self, line: StepLine) -> None:
         """Show a step that has ended."""

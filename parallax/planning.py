@@ -69,8 +69,8 @@ def plan_model(
 
     ``scratch`` is where swap files would go. Raises :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
-    cluster, swap = cluster or ClusterConfig(), swap or SwapConfig()
-    choice = choose_devices(cluster)
+    cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
+    choice = choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
     settle(choice)
     measured = min(MEASURED_ROWS, len(batch))
 
@@ -90,12 +90,12 @@ def plan_model(
         progress=progress,
     )
     folder = Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
-    found = build_cluster(cluster, tier=swap.tier, probes=measure_probes(existing_parent(folder)))
+    found = build_cluster(cluster, choice, tier=swap.tier, probes=measure_probes(existing_parent(folder)))
     progress(f"searching plans for {len(found.devices)} device(s)")
     best, simulation = search(
         profile,
         found,
-        plan or PlanConfig(),
+        plan,
         global_batch=len(batch),
         microbatch=microbatch,
         swap=swap.tier != "none",

@@ -52,11 +52,7 @@ def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> Non
     kinds: set[str] = set()
     for axes, name, spans in zip(panels, ("predicted", "measured"), (predicted, measured), strict=True):
         kinds |= _draw(axes, spans, length)
-        title = (
-            f"{name}: {_length(spans):.3g} s, bubble {bubble_fraction(spans):.1%}"
-            if spans
-            else f"{name}: no spans"
-        )
+        title = f"{name}: {_length(spans):.3g} s, bubble {bubble_fraction(spans):.1%}" if spans else f"{name}: no spans"
         axes.set_title(title, loc="left", fontsize=15)
         axes.set_ylabel("rank", fontsize=13)
         axes.tick_params(labelsize=12, labelbottom=True)
@@ -120,9 +116,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     run.add_row("step seconds", _cell(step[0], "{:.3f}"), _cell(step[1], "{:.3f}"), _ratio(*step))
     bubble = (summary.get("bubble_predicted"), summary.get("bubble_measured"))
     run.add_row("bubble", _cell(bubble[0], "{:.1%}"), _cell(bubble[1], "{:.1%}"), _ratio(*bubble))
-    ranks = Table(
-        title="ranks", box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", title_style="bold"
-    )
+    ranks = Table(title="ranks", box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", title_style="bold")
     for column in ("rank", "stage", "replica", "budget", "predicted\npeak", "measured\npeak"):
         ranks.add_column(column, justify="right")
     for column in ("offloaded\nper step", "stall\nper step"):
@@ -130,10 +124,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     for rank in summary.get("ranks") or []:
         ranks.add_row(
             *(_cell(rank.get(key), "{}") for key in ("rank", "stage", "replica")),
-            *(
-                _size(rank.get(key))
-                for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")
-            ),
+            *(_size(rank.get(key)) for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")),
             _size(rank.get("offloaded_bytes_per_step")),
             _cell(rank.get("stall_seconds_per_step"), "{:.3f} s"),
         )
@@ -143,8 +134,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 def _outcome(summary: Mapping[str, Any]) -> str:
     """One sentence: steps, loss from and to, validation beside the unigram entropy, speed."""
     first, last, validation, entropy = (
-        _cell(summary.get(key), "{:.4f}")
-        for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
+        _cell(summary.get(key), "{:.4f}") for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
     speed = _cell(summary.get("tokens_per_second"), "{:,.0f}")
     return (

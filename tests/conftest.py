@@ -46,7 +46,11 @@ def no_leak(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _session_children(this: psutil.Process) -> set[int]:
     """multiprocessing's resource tracker and the pool's workers outlive a test."""
-    return {c.pid for c in this.children() if any(word in " ".join(c.cmdline()) for word in ("resource_tracker", "spawn_main"))}
+    return {
+        c.pid
+        for c in this.children()
+        if any(word in " ".join(c.cmdline()) for word in ("resource_tracker", "spawn_main"))
+    }
 
 
 @pytest.fixture

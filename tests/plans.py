@@ -20,6 +20,7 @@ def make_plan(
     microbatch: int = 2,
     swap_limit: int = GIB,
     cuts: Sequence[int] | None = None,
+    tier: str = "disk",
 ) -> Plan:
     """Blocks spread evenly over ``len(replicas)`` stages (or cut at ``cuts``), one directive for all of them."""
     blocks, stages = len(chain.blocks), len(replicas)
@@ -43,6 +44,6 @@ def make_plan(
         global_batch=global_batch,
         microbatch=microbatch,
         stages=parts,
-        tier="disk",
+        tier=tier,
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

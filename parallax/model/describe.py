@@ -13,7 +13,7 @@ import copy
 import fnmatch
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +89,14 @@ def describe(
 
 def build_on_meta(factory: ModelFactory) -> nn.Module:
     """Call the factory with the meta device as default; a factory that insists on bytes is refused."""
-    with torch.device("meta"):
-        model = factory()
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except RuntimeError as error:
+        raise DescribeError(
+            f"the model factory cannot build on the meta device, which has shapes but no values: "
+            f"{str(error).splitlines()[0]}; let it compute nothing from the values of tensors"
+        ) from error
     if not isinstance(model, nn.Module):
         raise DescribeError(f"the model factory returned a {type(model).__name__}; it must return an nn.Module")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -136,10 +142,12 @@ def parameter_names(chain: Chain, start: int, stop: int) -> dict[str, tuple[int,
 
 
 def _own_blocks(model: nn.Module) -> list[nn.Module]:
-    if callable(getattr(model, "blocks", None)):
-        found = list(model.blocks())
+    blocks = getattr(model, "blocks", None)
+    if callable(blocks):
+        returned = blocks()
+        found = list(returned) if isinstance(returned, Iterable) else []
         if not found or not all(isinstance(module, nn.Module) for module in found):
-            raise DescribeError(f"blocks() of {_kind(model)} must return modules, at least one; got {found!r:.80}")
+            raise DescribeError(f"blocks() of {_kind(model)} must return modules, at least one; got {returned!r:.80}")
         return found
     if isinstance(model, nn.Sequential) and len(model) > 0:
         return list(model)

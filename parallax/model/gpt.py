@@ -128,4 +128,6 @@ class GPT(nn.Module):
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte; every row has the same number of targets."""
-        return F.cross_entropy(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten()
+        )

@@ -16,14 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError
+from parallax.errors import DescribeError, PlanError
 from parallax.files import cache_directory, replacing
 from parallax.host import cpu_model
 from parallax.model.describe import Chain, as_tuple, materialise
@@ -73,12 +73,23 @@ def measure(
     threads, low, high = torch.get_num_threads(), min(rows), max(rows)
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
-    what = [chain.fingerprint(), _device_name(device), torch.__version__, str(precision), minimum_bytes, threads, allocator]
+    what = [
+        chain.fingerprint(),
+        _device_name(device),
+        torch.__version__,
+        str(precision),
+        minimum_bytes,
+        threads,
+        allocator,
+        _loss_name(loss),
+    ]
     key = hashlib.sha256(json.dumps([*what, low, high, shapes]).encode()).hexdigest()[:16]
     path = cache_directory() / f"profile-{key}.json"
     if path.is_file():
-        progress(f"profile of {name} from {path}")
-        return ModelProfile.load(path)
+        with contextlib.suppress(PlanError):  # a damaged file is measured again
+            profile = replace(ModelProfile.load(path), model=name)
+            progress(f"profile of {name} from {path}")
+            return profile
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         bench = _Bench(chain, loss, device, precision, minimum_bytes, progress)
         measured = {n: bench.run(n, *sample(n)) for n in sorted({low, high})}
@@ -118,9 +129,11 @@ class _Bench:
         found = []
         for index, block in enumerate(self._chain.blocks):
             last = index == len(self._chain.blocks) - 1
-            look = _look(block.module, entering) + (" with loss" if last else "")
+            look = _look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
             if look not in known:
-                self._progress(f"measuring block {index + 1} of {len(self._chain.blocks)} ({block.name}), {rows} row(s)")
+                self._progress(
+                    f"measuring block {index + 1} of {len(self._chain.blocks)} ({block.name}), {rows} row(s)"
+                )
                 known[look] = self._measure(index, rows, entering, targets.to(self._device) if last else None)
             found.append(known[look])
             entering = known[look].outputs
@@ -128,25 +141,26 @@ class _Bench:
 
     def _measure(self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None) -> _Measured:
         (block,) = materialise(self._chain, index, index + 1, self._device)
-        leaves = tuple(
-            tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point()) for tensor in inputs
-        )
+        leaves = tuple(tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point()) for tensor in inputs)
+        # As in a stage, what enters is no leaf: it comes from a node with two parents.
+        anchor = torch.zeros((), device=self._device, requires_grad=True)
+        entering = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        outputs = self._forward(block, leaves, None)
+        outputs = self._forward(block, entering, None)
         gradients = [torch.ones_like(t) for t in outputs if t.requires_grad]
 
         def forward() -> tuple[Tensor, ...]:
-            return self._forward(block, leaves, targets)
+            return self._forward(block, entering, targets)
 
         def backward(results: tuple[Tensor, ...]) -> None:
             roots = [tensor for tensor in results if tensor.requires_grad]
             if roots:
                 torch.autograd.backward(roots, gradients if targets is None else None)
-            for leaf in leaves:
+            for leaf in (*leaves, anchor):
                 leaf.grad = None
 
-        moved, stays, new = self._saved(block, leaves, forward)
+        moved, stays, new = self._saved(block, entering, forward)
         forward_seconds, backward_seconds = self._time(forward, backward)
         forward_peak, backward_peak = self._peaks(forward, backward)
         leaving = sum(tensor.nbytes for tensor in outputs)
@@ -178,12 +192,12 @@ class _Bench:
             return (self._loss(outputs[0] if len(outputs) == 1 else outputs, targets),)
 
     def _saved(
-        self, block: nn.Module, leaves: tuple[Tensor, ...], forward: Callable[[], tuple[Tensor, ...]]
+        self, block: nn.Module, entering: tuple[Tensor, ...], forward: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[int, int, int]:
         """Bytes saved for backward that may move, that stay, and all that a forward newly leaves behind."""
         selector = Selector([*block.parameters(), *block.buffers()], self._minimum)
         held = {t.untyped_storage().data_ptr() for t in [*block.parameters(), *block.buffers()]}
-        entered = {t.untyped_storage().data_ptr() for t in leaves}
+        entered = {t.untyped_storage().data_ptr() for t in entering}
         sizes: dict[int, tuple[int, bool]] = {}
         alive = []
 
@@ -241,7 +255,10 @@ def _allocation_peak(device: torch.device, call: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated(device)
         call()
         return int(torch.cuda.max_memory_allocated(device)) - before
-    with _quiet_stderr(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        _quiet_stderr(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
         call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -279,7 +296,10 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
         name=chain.blocks[index].name,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         parameter_bytes=sum(parameter.numel() for parameter in module.parameters()) * chain.dtype.itemsize,
-        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        buffer_bytes=sum(
+            buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
+            for buffer in module.buffers()
+        ),
         forward_seconds=line("forward_seconds"),
         backward_seconds=line("backward_seconds"),
         moved=line("moved"),
@@ -304,6 +324,13 @@ def _look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     shapes = [f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()]
     entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
     return "|".join([repr(module), *shapes, *entering])
+
+
+def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
+    """Equal for the same function, also in another process."""
+    code = getattr(loss, "__code__", None)
+    body = (code.co_code.hex(), code.co_names) if code is not None else ()
+    return repr((getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__), body))
 
 
 def _optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class MLP(nn.Sequential):
     def __init__(self, config: MLPConfig) -> None:
         window = nn.Sequential(nn.Embedding(config.vocabulary, config.embedding), nn.Flatten())
         sizes = [config.embedding * config.sequence, *[config.hidden] * config.layers]
-        hidden = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(sizes, sizes[1:])]
+        hidden = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(sizes)]
         super().__init__(window, *hidden, nn.Linear(sizes[-1], config.vocabulary))
 
     @staticmethod

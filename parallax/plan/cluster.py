@@ -39,7 +39,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host. ``concurrent`` devices can compute at full speed together: fewer than there are when CPU ranks share cores."""
+    """One host. ``concurrent`` devices can compute at full speed together: fewer than there are when CPU ranks share
+    cores."""
 
     name: str
     devices: tuple[Device, ...]
@@ -65,12 +66,17 @@ class Cluster:
                     f"device {i}: memory {format_bytes(device.memory_bytes)} and {device.tier} "
                     f"{format_bytes(device.tier_bytes)} must be above zero"
                 )
+            if device.reserve_bytes < 0:
+                raise PlanError(f"device {i}: a reserve of {device.reserve_bytes} bytes must not be below zero")
         for name, link in links:
             if not 0 < link.bytes_per_second < float("inf") or not 0 <= link.latency_seconds < float("inf"):
-                raise PlanError(f"{name} link: {link.bytes_per_second} bytes/s must be above zero and finite")
+                raise PlanError(
+                    f"{name} link: {link.bytes_per_second} bytes/s must be above zero and finite, and "
+                    f"{link.latency_seconds} s of latency not below zero"
+                )
         for node in self.nodes:
-            if node.concurrent <= 0:
-                raise PlanError(f"node {node.name}: concurrent={node.concurrent} must be above zero")
+            if not 0 < node.concurrent < float("inf"):
+                raise PlanError(f"node {node.name}: concurrent={node.concurrent} must be above zero and finite")
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -1,6 +1,6 @@
 """What one replica of one stage costs: seconds and bytes from a profile, for given rows and directives.
 
-Device bytes of a rank at any time::
+Bytes are whole: what a line through two measurements gives is rounded up. Device bytes of a rank at any time::
 
     static                      parameters, gradients, optimizer states, buffers, the device's reserve
   + boundary                    received and sent tensors under way
@@ -11,6 +11,7 @@ Device bytes of a rank at any time::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,19 +25,19 @@ class BlockLoad:
 
     forward_seconds: float
     backward_seconds: float
-    kept_bytes: float
-    moved_bytes: float
-    forward_work: float
-    backward_work: float
+    kept_bytes: int
+    moved_bytes: int
+    forward_work: int
+    backward_work: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
     """One stage on one rank: seconds and bytes that do not depend on the schedule."""
 
-    static_bytes: float
-    boundary_bytes: float
-    parameter_bytes: float
+    static_bytes: int
+    boundary_bytes: int
+    parameter_bytes: int
     update_seconds: float
     input_bytes: float
     output_bytes: float
@@ -48,26 +49,26 @@ class StageLoad:
         return sum(block.forward_seconds + block.backward_seconds for block in self.blocks)
 
     @property
-    def kept_bytes(self) -> float:
+    def kept_bytes(self) -> int:
         """Saved activations of one micro-batch that stay on the device."""
         return sum(block.kept_bytes for block in self.blocks)
 
     @property
-    def moved_bytes(self) -> float:
+    def moved_bytes(self) -> int:
         """Saved activations of one micro-batch that are offloaded."""
         return sum(block.moved_bytes for block in self.blocks)
 
     @property
-    def smallest_swap_limit(self) -> float:
+    def smallest_swap_limit(self) -> int:
         """What must fit at once for the backward of the largest offloaded block."""
-        return max((block.moved_bytes for block in self.blocks), default=0.0)
+        return max((block.moved_bytes for block in self.blocks), default=0)
 
     @property
-    def work_bytes(self) -> float:
+    def work_bytes(self) -> int:
         """The most that a running block needs for itself."""
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
-    def peak_bytes(self, in_flight: int, swap_limit: float) -> float:
+    def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
         """An upper bound on the device bytes of the rank."""
         fixed = self.static_bytes + self.boundary_bytes + self.work_bytes
         return fixed + in_flight * self.kept_bytes + swap_limit
@@ -75,17 +76,17 @@ class StageLoad:
 
 def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
     """One block under one directive."""
-    saved, stays = cost.moved.at(rows), cost.stays.at(rows)
+    saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward, backward = cost.forward_seconds.at(rows), cost.backward_seconds.at(rows)
-    kept, moved = saved + stays, 0.0
-    forward_work = cost.forward_work.at(rows) + cost.output.at(rows)
-    backward_work = cost.backward_work.at(rows) + cost.output.at(rows)
+    kept, moved = saved + stays, 0
+    forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
+    backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
     if directive is Directive.OFFLOAD:
         # What has been written is free only when the block's own variables let go of it, at the block's end.
         kept, moved = stays, saved
         forward_work += saved
     elif directive is Directive.RECOMPUTE:
-        kept = cost.input.at(rows)
+        kept = math.ceil(cost.input.at(rows))
         forward_work += saved + stays
         backward_work += saved + stays
         backward += forward
@@ -93,7 +94,7 @@ def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
 
 
 def load_stage(
-    profile: ModelProfile, start: int, directives: Sequence[Directive], rows: float, *, reserve: float = 0.0
+    profile: ModelProfile, start: int, directives: Sequence[Directive], rows: float, *, reserve: int = 0
 ) -> StageLoad:
     """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch
     on a device that keeps ``reserve`` bytes for itself."""
@@ -104,8 +105,8 @@ def load_stage(
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
     return StageLoad(
-        static_bytes=parameters * (1 + profile.gradient_bytes + profile.optimizer_bytes) + buffers + reserve,
-        boundary_bytes=2 * entering + 2 * leaving,
+        static_bytes=math.ceil(parameters * (1 + profile.gradient_bytes + profile.optimizer_bytes)) + buffers + reserve,
+        boundary_bytes=math.ceil(2 * entering + 2 * leaving),
         parameter_bytes=parameters,
         update_seconds=parameters * profile.optimizer_seconds,
         input_bytes=entering,

@@ -7,12 +7,13 @@ from one end of work to the next. Coroutines yield the :class:`Signal` that they
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from parallax.errors import DeadlockError
 
 Routine = Generator["Signal", None, None]
+Name = Callable[[], str]
 
 _EPSILON = 1e-12
 
@@ -22,7 +23,7 @@ class Signal:
     """Something that happens once."""
 
     done: bool = False
-    waiting: list[tuple[str, Routine]] = field(default_factory=list)
+    waiting: list[Routine] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -50,14 +51,14 @@ class Simulator:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._ready: deque[tuple[str, Routine]] = deque()
+        self._ready: deque[Routine] = deque()
         self._work: list[_Work] = []
-        self._blocked: dict[int, str] = {}
+        self._blocked: dict[Routine, Name] = {}
 
-    def spawn(self, name: str, routine: Routine) -> None:
-        """Add a coroutine; ``name`` appears in a deadlock's message."""
-        self._ready.append((name, routine))
-        self._blocked[id(routine)] = name
+    def spawn(self, name: Name, routine: Routine) -> None:
+        """Add a coroutine; ``name()``, asked for when nothing moves any more, appears in a deadlock's message."""
+        self._ready.append(routine)
+        self._blocked[routine] = name
 
     def work(self, seconds: float, resource: Resource) -> Signal:
         """Begin work that alone would take ``seconds``; the signal is its end."""
@@ -79,20 +80,22 @@ class Simulator:
         """Run to the end; the seconds it took. Raises :class:`DeadlockError` when nothing can move any more."""
         while True:
             while self._ready:
-                self._advance(*self._ready.popleft())
+                self._advance(self._ready.popleft())
             if not self._work:
                 break
             self._jump()
         if self._blocked:
-            raise DeadlockError("nothing can move any more: " + "; ".join(sorted(self._blocked.values())))
+            raise DeadlockError(
+                "nothing can move any more: " + "; ".join(sorted(name() for name in self._blocked.values()))
+            )
         return self.now
 
-    def _advance(self, name: str, routine: Routine) -> None:
+    def _advance(self, routine: Routine) -> None:
         for signal in routine:
             if not signal.done:
-                signal.waiting.append((name, routine))
+                signal.waiting.append(routine)
                 return
-        del self._blocked[id(routine)]
+        del self._blocked[routine]
 
     def _jump(self) -> None:
         seconds = min(work.remaining / work.resource.speed for work in self._work)

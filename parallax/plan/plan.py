@@ -43,6 +43,9 @@ class StagePlan:
     swap_limit_bytes: int = 0
     tier_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes", "tier_bytes")
+
     @property
     def offloads(self) -> bool:
         """Whether any block of the stage offloads."""
@@ -59,6 +62,10 @@ class RankPrediction:
     offloaded_bytes: int
     stall_seconds: float
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, int, "peak_bytes", "budget_bytes", "tier_peak_bytes", "offloaded_bytes")
+        _check_numbers(self, float, "stall_seconds")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -67,6 +74,9 @@ class Prediction:
     step_seconds: float
     bubble: float
     ranks: tuple[RankPrediction, ...]
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, float, "step_seconds", "bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +104,9 @@ class Plan:
             raise PlanError(f"plan version {self.version}: this Parallax reads version {VERSION}; plan again")
         if self.schedule not in ORDERS:
             raise PlanError(f"plan schedule {printable(self.schedule)}: known are {', '.join(ORDERS)}")
+        _check_numbers(self, int, "global_batch", "microbatch", "candidates")
+        if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):
+            raise PlanError("a plan names its model, the model's fingerprint and the tier in words")
         if self.global_batch < 1 or self.microbatch < 1 or not self.stages:
             raise PlanError("a plan needs rows, micro-batches of 1 row or more, and a stage")
         expected = 0
@@ -149,8 +162,11 @@ class Plan:
         """The plan of :meth:`to_dict`; anything else is a :class:`PlanError`."""
         try:
             fields = dict(data)
+            if "version" not in fields:  # written last
+                raise KeyError("it has no version, so it was cut short")
             stages = tuple(
-                StagePlan(**{**s, "directives": tuple(Directive(d) for d in s["directives"])}) for s in fields.pop("stages")
+                StagePlan(**{**s, "directives": tuple(Directive(d) for d in s["directives"])})
+                for s in fields.pop("stages")
             )
             found = dict(fields.pop("prediction"))
             ranks = tuple(RankPrediction(**rank) for rank in found.pop("ranks"))
@@ -172,7 +188,7 @@ class Plan:
         """Read a plan file."""
         try:
             return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = str(error).splitlines()[0]
             raise PlanError(f"cannot read plan {path}: {printable(reason)}") from error
 
@@ -209,6 +225,16 @@ class Plan:
         compared = f"{self.candidates} candidates compared by predicted step time"
         lines.append(f"{compared}; the search was {'exact' if self.exact else 'cut short: a better plan may exist'}.")
         return lines
+
+
+def _check_numbers(owner: object, kind: type, *names: str) -> None:
+    """Fields are whole (``int``) or any (``float``) finite numbers from 0 on."""
+    accepted = (int,) if kind is int else (int, float)
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) not in accepted or not 0 <= value < float("inf"):
+            wanted = "whole numbers" if kind is int else "numbers"
+            raise PlanError(f"plan: {name}={printable(str(value))}: accepted are {wanted} from 0")
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallax.errors import PlanError
+from parallax.errors import PlanError, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,14 @@ class ModelProfile:
         for block in self.blocks:
             for name, value in asdict(block).items():
                 numbers = value.values() if isinstance(value, dict) else [value]
-                if any(isinstance(n, int | float) and not 0 <= n < float("inf") for n in numbers):
-                    raise PlanError(f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0")
+                if name != "name" and not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
+                    raise PlanError(
+                        f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"
+                    )
+        scalars = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes")
+        for name in scalars:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise PlanError(f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0")
         for bytes_, users in self.ties:
             if bytes_ <= 0 or len(set(users)) < 2 or not all(0 <= u < len(self.blocks) for u in users):
                 raise PlanError(f"profile of {self.model}: tie {users} of {bytes_} bytes must name two or more blocks")
@@ -110,14 +116,18 @@ class ModelProfile:
             blocks = tuple(_block(block) for block in data.pop("blocks"))
             ties = tuple((int(b), tuple(int(u) for u in users)) for b, users in data.pop("ties"))
             return cls(blocks=blocks, ties=ties, **data)
-        except (TypeError, KeyError, ValueError) as error:
-            raise PlanError(f"not a model profile: {error}; measure it again") from error
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise PlanError(f"not a model profile: {printable(str(error))}; measure it again") from error
 
     @classmethod
     def load(cls, path: Path) -> ModelProfile:
         """Read a profile file."""
-        return cls.from_json(path.read_text(encoding="utf-8"))
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read profile {path}: {printable(str(error))}; measure it again") from error
 
 
 def _block(data: dict[str, Any]) -> BlockCost:
-    return BlockCost(**{key: Affine(**value) if isinstance(value, dict) else value for key, value in data.items()})
+    fields: dict[str, Any] = {k: Affine(**value) if isinstance(value, dict) else value for k, value in data.items()}
+    return BlockCost(**fields)

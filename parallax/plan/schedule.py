@@ -47,8 +47,8 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> list[Action]:
 
     ::
 
-        stage 0 | F0 F1 F2 F3 .. .. .. B3 B2 B1 B0
-        stage 1 | .. F0 F1 F2 F3 .. B3 B2 B1 B0 ..
+        stage 0 | F0 F1 F2 F3 .. .. B3 B2 B1 B0
+        stage 1 | .. F0 F1 F2 F3 B3 B2 B1 B0 ..
     """
     del stages
     forward = [Action(Kind.FORWARD, stage, m) for m in range(micro_batches)]
@@ -56,7 +56,9 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> list[Action]:
-    """1F1B: warm up with one forward per later stage, then alternate (PipeDream-Flush, Narayanan et al. 2021, section 2.2).
+    """1F1B: warm up with one forward per later stage, then alternate.
+
+    Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
     At most ``stages − stage`` micro-batches are in flight, whatever their number.
 
@@ -105,13 +107,11 @@ def compute_order(schedule: str, stages: int, stage: int, micro_batches: int) ->
     return ORDERS[schedule](stages, stage, micro_batches)
 
 
-def actions(
-    schedule: str, stages: int, stage: int, micro_batches: int, *, offload: bool = False
-) -> list[Action]:
+def actions(schedule: str, stages: int, stage: int, micro_batches: int, *, offload: bool = False) -> list[Action]:
     """The whole list of one training step for the ranks of ``stage``.
 
-    With ``offload`` each forward is preceded by OFFLOAD, and each backward by a FETCH that stands one compute
-    action earlier, so that reading overlaps with it::
+    With ``offload`` each forward is preceded by OFFLOAD, and each backward by a FETCH that stands right after the
+    compute action before it, so that reading overlaps with sending and with the wait for the gradient::
 
         1f1b, last but one of several stages, offloading
         O0 F0 S0 | R1 O1 F1 S1 L0 | R B0 S | O2 F2 S2 L1 | R B1 S | ...

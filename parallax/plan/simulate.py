@@ -7,13 +7,14 @@ was not written yet and reads ahead as far as the limit allows.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallax.errors import BudgetExceeded, DeadlockError
 from parallax.events import Span, bubble_fraction
-from parallax.plan.cluster import Cluster
+from parallax.plan.cluster import Cluster, Link
 from parallax.plan.cost import StageLoad, load_stage, ring_bytes
 from parallax.plan.fluid import Resource, Routine, Signal, Simulator
 from parallax.plan.plan import StagePlan
@@ -62,7 +63,7 @@ def simulate(
             ranks.append(_Rank(world, index, replica, listed))
     world.barrier_size = len(ranks)
     for rank in ranks:
-        world.simulator.spawn(f"rank {rank.rank}", rank.run())
+        world.simulator.spawn(rank.describe, rank.run())
     seconds = world.simulator.run()
     spans = tuple(span for rank in ranks for span in rank.spans)
     traces = tuple(
@@ -87,6 +88,7 @@ class _World:
         self.rows, self.micro_batches = rows, micro_batches
         self.simulator = Simulator()
         self.cores = [Resource(node.concurrent) for node in cluster.nodes]
+        self.latency = Resource(math.inf)
         self.tiers = [Resource(1.0) for _ in cluster.nodes]
         self.links: defaultdict[tuple[int, int], Resource] = defaultdict(lambda: Resource(1.0))
         self.messages: defaultdict[tuple[Kind, int, int, int], Signal] = defaultdict(Signal)
@@ -106,7 +108,7 @@ class _World:
         count, opened = self._gates.get(gate, (0, Signal()))
         self._gates[gate] = (count + 1, opened)
         if count + 1 == size:
-            self.simulator.spawn(f"gate {gate}", self._open(opened, seconds, resource))
+            self.simulator.spawn(lambda: f"gate {gate}", self._open(opened, seconds, resource))
         return opened
 
     def _open(self, opened: Signal, seconds: float, resource: Resource) -> Routine:
@@ -141,6 +143,7 @@ class _Rank:
         self._fetching: deque[_Held] = deque()
         self._queue: deque[_Held] = deque()
         self._copying = False
+        self._doing = listed[0]
         load = self._load(max(self._rows(m) for m in range(world.micro_batches)))
         # Swapped activations may fill their limit whenever copies are a little slower than predicted: a proof
         # counts the limit, not what this timeline happens to hold.
@@ -148,10 +151,15 @@ class _Rank:
         self.now = self.peak = load.static_bytes + load.boundary_bytes + limit
         self._last_backward = max((i for i, a in enumerate(listed) if a.kind is Kind.BACKWARD), default=-1)
 
+    def describe(self) -> str:
+        """Where in its list the rank is."""
+        return f"rank {self.rank} in {self._doing}"
+
     def run(self) -> Routine:
         """The whole list."""
         simulator = self.world.simulator
         for index, action in enumerate(self.listed):
+            self._doing = action
             start, stalled, waited = simulator.now, self.stalled, 0.0
             match action.kind:
                 case Kind.FORWARD:
@@ -310,7 +318,7 @@ class _Rank:
         self._queue.append(held)
         if not self._copying:
             self._copying = True
-            self.world.simulator.spawn(f"copies of rank {self.rank}", self._copies())
+            self.world.simulator.spawn(lambda: f"copies of rank {self.rank}", self._copies())
 
     def _copies(self) -> Routine:
         tier = self.world.tiers[self.node]
@@ -319,9 +327,7 @@ class _Rank:
             link = self.device.read if held.state == "reading" else self.device.write
             yield self.world.simulator.work(link.seconds(held.size), tier)
             self._queue.popleft()
-            if held.state == "reading":
-                held.state = "read"
-            elif held.wanted:
+            if held.state == "reading" or held.wanted:
                 held.state = "read"
             else:
                 held.state = "stored"
@@ -345,12 +351,13 @@ class _Rank:
         for other, share in self._neighbours(action):
             self.world.fifo[kind, self.rank, other].append(action.micro)
             signal = self.world.messages[kind, self.rank, other, action.micro]
-            seconds = self.world.cluster.link(self.rank, other).seconds(size * share)
-            link = self.world.links[self.rank, other]
-            self.world.simulator.spawn(f"message {action} of rank {self.rank}", self._deliver(signal, seconds, link))
+            delivery = self._deliver(signal, self.world.cluster.link(self.rank, other), size * share, other)
+            self.world.simulator.spawn(lambda: f"message {action} of rank {self.rank}", delivery)
 
-    def _deliver(self, signal: Signal, seconds: float, link: Resource) -> Routine:
-        yield self.world.simulator.work(seconds, link)
+    def _deliver(self, signal: Signal, link: Link, count: float, other: int) -> Routine:
+        """Messages under way share the bandwidth; each waits for the latency alone."""
+        yield self.world.simulator.work(count / link.bytes_per_second, self.world.links[self.rank, other])
+        yield self.world.simulator.work(link.latency_seconds, self.world.latency)
         self.world.simulator.set(signal)
 
     def _receive(self, action: Action) -> Routine:

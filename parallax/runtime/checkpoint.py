@@ -18,6 +18,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ from parallax.units import format_bytes
 
 VERSION = 1
 _INDEX = "checkpoint.json"
+_PARTIAL = ".saving-"
+_REPLACED = ".replaced-"
+_UNTOUCHED = "the last checkpoint is untouched"
 
 
 def checkpoint_name(step: int) -> str:
@@ -44,8 +48,14 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete what an interrupted save left over."""
-    for path in directory.glob(".saving-*"):
+    """Delete what an interrupted save left over; a checkpoint that it was about to replace gets its name back."""
+    for path in directory.glob(f"{_REPLACED}*"):
+        final = directory / path.name.removeprefix(_REPLACED)
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
+    for path in directory.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -55,11 +65,18 @@ def remove_old(directory: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def begin(directory: Path, step: int) -> Path:
+def partial_folder(directory: Path, step: int) -> Path:
     """The folder that a save of ``step`` writes into."""
-    partial = directory / f".saving-{checkpoint_name(step)}"
-    partial.mkdir(parents=True, exist_ok=True)
-    return partial
+    return directory / f"{_PARTIAL}{checkpoint_name(step)}"
+
+
+def begin(partial: Path) -> None:
+    """Make the folder, without anything that an interrupted save left in it."""
+    try:
+        remove_partial(partial.parent)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {partial}: {error.strerror}") from error
 
 
 def write_part(partial: Path, part: str, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -72,22 +89,38 @@ def write_part(partial: Path, part: str, tensors: dict[str, Tensor]) -> dict[str
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in host.values())
         raise CheckpointError(
-            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}; the last checkpoint is untouched"
+            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}; {_UNTOUCHED}"
         ) from error
     return {name: _checksum(tensor) for name, tensor in host.items()}
 
 
-def finish(partial: Path, index: dict[str, Any]) -> Path:
+def finish(partial: Path, index: dict[str, Any]) -> None:
     """Write the index and give the folder its name; replaces a checkpoint of the same step."""
-    path = partial / _INDEX
-    path.write_text(json.dumps({"version": VERSION, **index}, indent=1), encoding="utf-8")
-    _sync(path)
-    final = partial.parent / partial.name.removeprefix(".saving-")
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
-    _sync(final.parent)
-    return final
+    path, name = partial / _INDEX, partial.name.removeprefix(_PARTIAL)
+    final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
+    text = json.dumps({"version": VERSION, **index}, indent=1)
+    try:
+        path.write_text(text, encoding="utf-8")
+        _sync(path)
+        _sync(partial)
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _sync(final.parent)
+    except OSError as error:
+        size = format_bytes(len(text))
+        raise CheckpointError(f"cannot write {size} to {path}: {error.strerror}; {_UNTOUCHED}") from error
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank needs of a checkpoint, verified. ``optimizer``: parameter name → its states."""
+
+    step: int
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
 
 
 class CheckpointReader:
@@ -96,25 +129,28 @@ class CheckpointReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            self.index: dict[str, Any] = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
-            if self.index["version"] != VERSION:
-                raise CheckpointError(f"{directory} has version {self.index['version']}; this Parallax reads {VERSION}")
-            self._checksums: dict[str, int] = self.index["checksums"]
-            self._files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
-            self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{directory} is damaged ({printable(str(error))}); use an earlier one") from error
+            index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+            if index["version"] != VERSION:
+                raise CheckpointError(
+                    f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
+                )
+            self._step, self._state = int(index["step"]), dict(index["state"])
+            self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
+            self._checksums: dict[str, int] = dict(index["checksums"])
+            files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+            self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            reason = f"{type(error).__name__}: {printable(str(error))}"
+            raise CheckpointError(f"{directory} is damaged ({reason}); use an earlier one") from error
 
     def check_names(self, expected: Iterable[str], fingerprint: str) -> None:
-        """Refuse a checkpoint of another model before anything is changed."""
+        """Refuse a checkpoint of another model, whose names ``expected`` are, before anything is changed."""
         wanted = set(expected)
-        found = {name.removeprefix("model/") for name in self._where if name.startswith("model/")}
-        if self.index.get("fingerprint") != fingerprint or not wanted <= found:
-            missing, extra = sorted(wanted - found), sorted(found - wanted)
+        found = {name.removeprefix("model/") for name in self._checksums if name.startswith("model/")}
+        if self._fingerprint != fingerprint or wanted != found:
             raise CheckpointError(
-                f"{self.directory} holds another model: missing {', '.join(missing[:3]) or 'nothing'} "
-                f"({len(missing)}), extra {', '.join(extra[:3]) or 'nothing'} ({len(extra)}); "
-                f"fingerprint {self.index.get('fingerprint')} where {fingerprint} is due"
+                f"{self.directory} holds another model: missing {_listed(wanted - found)}, extra "
+                f"{_listed(found - wanted)}; fingerprint {printable(self._fingerprint)} where {fingerprint} is due"
             )
 
     def read(self, name: str) -> Tensor:
@@ -126,6 +162,18 @@ class CheckpointReader:
         if self._checksums.get(name) != _checksum(tensor):
             raise CheckpointError(f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint")
         return tensor
+
+    def read_all(self, names: dict[str, Tensor]) -> Found:
+        """What a rank with the tensors ``names`` needs; what never had a gradient has no optimizer state."""
+        tensors, optimizer = {}, {}
+        for name, mine in names.items():
+            tensors[name] = self.read(f"model/{name}")
+            if tensors[name].shape != mine.shape:
+                was, due = list(tensors[name].shape), list(mine.shape)
+                raise CheckpointError(f"{self.directory}: {name} has shape {was} where {due} is due")
+            keys = [key for key in self._optimizer if f"{key}/{name}" in self._checksums]
+            optimizer[name] = {key: self.read(f"{key}/{name}") for key in keys}
+        return Found(self._step, self._state, tensors, optimizer)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -139,19 +187,23 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[str, Tensor]
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[str, Tensor], reader: CheckpointReader, keys: Iterable[str]
+    optimizer: torch.optim.Optimizer, names: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Put the saved states ``keys`` back, on the device of their parameter."""
-    keys = list(keys)
+    """Replace what ``optimizer`` knows by copies of ``states``, on the device of their parameter."""
+    optimizer.state.clear()
     for name, parameter in names.items():
-        if keys and parameter.requires_grad:
-            optimizer.state[parameter] = {
-                key: reader.read(f"{key}/{name}").to(parameter.device) for key in keys
-            }
+        if states[name] and parameter.requires_grad:
+            copies = {key: value.to(parameter.device, copy=True) for key, value in states[name].items()}
+            optimizer.state[parameter] = copies
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(printable(name) for name in sorted(names)[:3])
+    return f"{shown} ({len(names)})" if names else "nothing"
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 def _sync(path: Path) -> None:

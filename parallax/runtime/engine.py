@@ -68,7 +68,7 @@ class Engine:
             self._manager = SwapManager(store, limit_bytes=self._stage_plan.swap_limit_bytes)
             swap = (self._manager, Selector(self._stage.held(), configs.swap.minimum_bytes))
         self._sync = sync_for(self._stage, mesh, self._stage.named_tensors())
-        staging = staging_for(mesh.device, copies)
+        staging = staging_for(mesh, copies)
         self._executor = Executor(self._stage, mesh, loss, configs.precision, self._sync, staging, swap)
         self._optimizer = configs.optimizer.build(self._stage.parameters(), mesh.device)
         self._loss = loss
@@ -236,6 +236,9 @@ class Engine:
         )
         try:
             return self._executor.run(listed, step, update)
+        except Exception as error:
+            error.add_note(f"stage {stage} of {stages}, step {self._step}")
+            raise
         finally:
             self._executor.abandon()
 
@@ -263,8 +266,8 @@ class Engine:
         config = self._optimizer_config
         if config.clip_norm > 0:
             trained = [p for p in self._stage.parameters() if p.grad is not None]
-            as_torch_does = {"dtype": self._chain.dtype, "device": self.mesh.device}
-            torch.nn.utils.clip_grads_with_norm_(trained, config.clip_norm, torch.tensor(norm, **as_torch_does))
+            total_norm = torch.tensor(norm, dtype=self._chain.dtype, device=self.mesh.device)
+            torch.nn.utils.clip_grads_with_norm_(trained, config.clip_norm, total_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = config.rate(self._step, self._steps)
         self._optimizer.step()

@@ -1,8 +1,9 @@
 """Runs a rank's action list: the same list that the simulator ran on predicted costs.
 
-Between stages only gradients of tensors that can have one travel back. A stage's output does not stay alive for its
-backward: the graph's edge does. The input enters the graph through :class:`_Entrance`, which hands its gradient
-over instead of keeping the input for it, so a received activation lives only as long as a block has saved it.
+Between stages only gradients of tensors that can have one travel back. A stage's output does not stay alive for
+its backward: the graph's edge does. The input enters the graph through :class:`_Entrance`, which hands its
+gradient over instead of keeping the input for it, so a received activation lives only as long as a block has
+saved it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -39,6 +39,7 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, arrived: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        del anchor  # requires a gradient, and so the result does
         ctx.arrived = arrived
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -60,8 +61,8 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's rows of a micro-batch of some size, the first counted from the micro-batch's, and the channels that
-    they come and go by: each with the rows that it carries, counted from this rank's first."""
+    """This rank's part of the micro-batches of one size: its first row, counted from theirs, how many it has, and
+    the channels they come and go by, each with the rows it carries, counted from this rank's first."""
 
     start: int
     rows: int
@@ -104,20 +105,17 @@ class Executor:
         self._flights: dict[int, _Flight] = {}
         self._parts: list[tuple[int, _Part]] = []
         self._parts_by_size: dict[int, _Part] = {}
-        # Gradients travel apart from activations: neighbours in 1F1B send to each other at the same time, and over one
-        # connection each send holds the lock on which gloo's thread spins to deliver the other's message.
-        forth, back = mesh.world, dist.new_group() if mesh.world is not None else None
         ahead = len(mesh.plan.stages)  # 1F1B has no more in flight, so it never waits to send
         below, above = self._ranks(mesh.stage - 1), self._ranks(mesh.stage + 1)
-        edge_below, edge_above = mesh.stage, mesh.stage + 1  # an edge's tag: the stage above it
-        self._receivers: dict[Kind, dict[int, Receiver]] = {
-            Kind.RECEIVE_ACTIVATION: {r: Receiver(Address(forth, r, edge_below), staging) for r in below},
-            Kind.RECEIVE_GRADIENT: {r: Receiver(Address(back, r, edge_above), staging) for r in above},
-        }
-        self._senders: dict[Kind, dict[int, Sender]] = {
-            Kind.SEND_ACTIVATION: {r: Sender(Address(forth, r, edge_above), staging, ahead) for r in above},
-            Kind.SEND_GRADIENT: {r: Sender(Address(back, r, edge_below), staging, ahead) for r in below},
-        }
+
+        def receivers(ranks: range) -> dict[int, Receiver]:
+            return {r: Receiver(Address(*mesh.channel(r, mesh.rank)), staging) for r in ranks}
+
+        def senders(ranks: range) -> dict[int, Sender]:
+            return {r: Sender(Address(*mesh.channel(mesh.rank, r)), staging, ahead) for r in ranks}
+
+        self._receivers = {Kind.RECEIVE_ACTIVATION: receivers(below), Kind.RECEIVE_GRADIENT: receivers(above)}
+        self._senders = {Kind.SEND_ACTIVATION: senders(above), Kind.SEND_GRADIENT: senders(below)}
 
     def run(self, actions: Sequence[Action], step: Step, update: Callable[[float], None]) -> list[Span]:
         """Execute ``actions``; at UPDATE call ``update`` with this rank's share of the loss. The spans of it all."""
@@ -135,7 +133,7 @@ class Executor:
                 start = time.perf_counter()
                 waited = self._execute(action, step, update)
                 end = time.perf_counter()
-                kind, stage, micro = action.kind.value, action.stage, action.micro
+                kind, stage, micro = str(action.kind), action.stage, action.micro
                 spans.append(Span(self._mesh.rank, step.index, kind, stage, micro, start, end, waited))
                 for receive in receives:
                     self._post(receive)
@@ -171,7 +169,7 @@ class Executor:
             case Kind.FORWARD:
                 return self._stalled(lambda: self._forward(step, micro))
             case Kind.BACKWARD:
-                return self._stalled(lambda: self._backward(step, micro))
+                return self._stalled(lambda: self._backward(micro))
             case Kind.REDUCE:
                 return self._sync.finish()
             case Kind.UPDATE:
@@ -219,7 +217,7 @@ class Executor:
         self._losses.append(share.detach())
         return share
 
-    def _backward(self, step: Step, micro: int) -> None:
+    def _backward(self, micro: int) -> None:
         flight = self._flights.pop(micro, None)
         if flight is None:
             return
@@ -233,10 +231,11 @@ class Executor:
             del gradients, pairs
             torch.autograd.backward(roots, arriving)
         if not self._mesh.is_first:
-            zeros = [
-                torch.zeros(shape, dtype=dtype, device=self._mesh.device) for dtype, shape in flight.entered
-            ]
-            self._outgoing[micro] = tuple(flight.arrived or zeros)
+            self._outgoing[micro] = tuple(flight.arrived) or self._zeros(flight)
+
+    def _zeros(self, flight: _Flight) -> tuple[Tensor, ...]:
+        """The gradients of inputs that nothing depends on."""
+        return tuple(torch.zeros(shape, dtype=t, device=self._mesh.device) for t, shape in flight.entered)
 
     def _receive(self, action: Action, into: dict[int, tuple[Tensor, ...]]) -> float:
         start = time.perf_counter()

@@ -45,9 +45,11 @@ class OptimizerConfig:
         done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
         return self.lr * (self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups."""
+    def build(self, parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+        """The optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups; over an empty one
+        on ``device`` where a stage trains nothing, which torch would refuse."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = trained or [nn.Parameter(torch.empty(0, device=device))]
         groups = [
             {"params": [p for p in trained if p.dim() >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},

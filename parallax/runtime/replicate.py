@@ -2,8 +2,9 @@
 
 DDP's forward is never called: blocks run on their own, and DDP's hooks ignore every backward until the reducer is
 told to expect one. That is done right before the last micro-batch's backward (torch's own pipelining does the same),
-so the all-reduce of the accumulated gradients overlaps with it and happens exactly once. This file holds the one
-private name that needs: ``reducer.prepare_for_backward``.
+so the all-reduce of the accumulated gradients overlaps with it and happens exactly once. This file holds the two
+private names that needs: ``reducer.prepare_for_backward`` and, for DDP's own forward is what would call it,
+``reducer._rebuild_buckets``.
 """
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
@@ -24,7 +25,9 @@ BUCKET_MEBIBYTES = 4
 class GradientSync(Protocol):
     """How a stage's gradients become the sum over its replicas."""
 
-    all_reduces: int
+    @property
+    def all_reduces(self) -> int:
+        """Of replicated gradients, so far."""
 
     def arm(self) -> None:
         """The next backward is the step's last: reduce each bucket as soon as it is complete."""
@@ -53,7 +56,8 @@ class ReplicaSync:
         self.all_reduces = 0
         self._group, self._stage = group, stage
         self._armed = False
-        self._reduced = 0
+        self._trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
+        self._reduced = 0  # of these numbers
         self._ddp = DistributedDataParallel(
             stage,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -63,6 +67,7 @@ class ReplicaSync:
             init_sync=False,
         )
         self._ddp.register_comm_hook(None, self._sum)
+        self._settle()
 
     def arm(self) -> None:
         """Tell the reducer to expect a backward."""
@@ -74,8 +79,9 @@ class ReplicaSync:
         start = time.perf_counter()
         if not self._armed:
             self._reduce_now()
-        elif self._reduced == 0:
-            unused = [n for n, p in self._stage.named_parameters() if p.requires_grad and p.grad is None]
+        elif self._reduced < self._trained:
+            trained = [(name, p) for name, p in self._stage.named_parameters() if p.requires_grad]
+            unused = [name for name, p in trained if p.grad is None or not p.grad.any()]
             raise ParallaxError(
                 f"the replicas' gradients were not reduced: {', '.join(unused) or 'some parameters'} took no part in "
                 "the last micro-batch; freeze parameters that are not used (requires_grad=False), or use one replica"
@@ -83,10 +89,22 @@ class ReplicaSync:
         self._armed = False
         return time.perf_counter() - start
 
-    def _sum(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _settle(self) -> None:
+        """Two rounds on zeros. DDP begins with one bucket for everything, which overlaps with nothing, and cuts it in
+        the order of a first backward; after the second, gradients lie in the buckets instead of beside them."""
+        trained = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+        for _ in range(2):
+            self.arm()
+            zeros = [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in trained]
+            torch.autograd.backward([parameter.view_as(parameter) for parameter in trained], zeros)
+            self._ddp.reducer._rebuild_buckets()
+        self.finish()
+        self.all_reduces = 0
+
+    def _sum(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         del state
         self.all_reduces += 1
-        self._reduced += 1
+        self._reduced += bucket.buffer().numel()
         work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -118,7 +136,9 @@ class SharedSync:
     One replica of each stage contributes, the others contribute zeros: the sum needs no rescaling.
     """
 
-    def __init__(self, inner: GradientSync, shared: dict[str, tuple[nn.Parameter, dist.ProcessGroup]], *, gives: bool) -> None:
+    def __init__(
+        self, inner: GradientSync, shared: dict[str, tuple[nn.Parameter, dist.ProcessGroup]], *, gives: bool
+    ) -> None:
         self._inner, self._shared, self._gives = inner, shared, gives
 
     @property

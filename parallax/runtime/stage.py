@@ -42,7 +42,12 @@ class Stage(nn.Module):
         return [*self.parameters(), *self.buffers()]
 
     def run(
-        self, inputs: tuple[Tensor, ...], *, where: tuple[int, int], micro: int, swap: tuple[SwapManager, Selector] | None
+        self,
+        inputs: tuple[Tensor, ...],
+        *,
+        where: tuple[int, int],
+        micro: int,
+        swap: tuple[SwapManager, Selector] | None,
     ) -> tuple[Tensor, ...]:
         """Forward. ``where`` is (step, first row of the global batch); ``swap`` opens offloading for ``micro``."""
         for offset, (block, directive) in enumerate(zip(self.blocks, self._directives)):

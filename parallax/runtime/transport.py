@@ -1,13 +1,13 @@
 """Channels between stages: FIFO per edge and direction, one buffer per message.
 
 A message is a tuple of tensors, packed behind a header that says what they are. Because shapes rarely change, the
-receiver posts the buffer of the next message before it is due, guessing that it is like the last one but for its number
-of rows, so that bytes flow while it computes. The sender makes the same guess: a message that fits travels in that
-buffer; of a longer one it carries the header alone, and the whole message follows. One buffer, because what gloo charges
-for is messages, not bytes: two small ones instead of one made a round trip five times as long.
+receiver posts the buffer of the next message before it is due, guessing that it is like the last one but for its
+number of rows, so that bytes flow while it computes. The sender makes the same guess: a message that fits travels
+in that buffer; of a longer one it carries the header alone, and the whole message follows. One buffer, because gloo
+charges for messages, not for bytes: header and payload apart made a round trip three times as long.
 
-gloo carries host tensors only: those of a CUDA device are staged through pinned memory, which is also the way between
-devices that have no link, or share one GPU.
+Where every rank has its own GPU, NCCL carries device buffers. gloo carries host buffers only: tensors of a CUDA device
+are then staged through pinned memory, which is also the way between devices that have no link, or share one GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from parallax.device import CopyEngine, Event
 from parallax.errors import TransportError
+from parallax.mesh import Mesh
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
@@ -47,31 +48,35 @@ _DTYPES += [torch.uint8, torch.bool]
 
 
 class Staging(Protocol):
-    """The way between a device's tensors and buffers that gloo can carry."""
+    """The way between a device's tensors and buffers that a process group can carry."""
 
     def buffer(self, count: int) -> Tensor:
-        """An empty host buffer of ``count`` bytes."""
+        """An empty buffer of ``count`` bytes."""
 
     def send(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]) -> None:
-        """Copy ``tensors`` into ``targets`` on the host, then call ``post``, in order with all earlier sends, without
-        blocking the device."""
+        """Copy ``tensors`` into ``targets``, parts of a buffer, then call ``post``: in order with all earlier sends, and
+        without blocking the device."""
 
     def up(self, buffer: Tensor) -> Tensor:
         """A received buffer on the device."""
 
     def drain(self) -> None:
-        """Wait until everything has been handed to gloo; raise what a send raised."""
+        """Wait until everything has been handed to the group; raise what a send raised."""
 
 
 class DirectStaging:
-    """Host memory is all there is."""
+    """Buffers lie where the tensors are and travel as they are: host memory by gloo, which sends by itself; GPU memory
+    by NCCL, which orders itself after the compute stream and makes it wait for arrivals."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def buffer(self, count: int) -> Tensor:
-        """Plain memory."""
-        return torch.empty(count, dtype=torch.uint8)
+        """Memory of the device."""
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
 
     def send(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]) -> None:
-        """gloo sends asynchronously by itself."""
+        """Pack and post."""
         for tensor, target in zip(tensors, targets):
             target.copy_(tensor)
         post()
@@ -81,7 +86,7 @@ class DirectStaging:
         return buffer
 
     def drain(self) -> None:
-        """Nothing is queued."""
+        """Nothing is queued on the host."""
 
 
 class PinnedStaging:
@@ -123,9 +128,11 @@ class PinnedStaging:
             self._queued.popleft().result()
 
 
-def staging_for(device: torch.device, copies: CopyEngine) -> Staging:
-    """The staging of a device."""
-    return PinnedStaging(device, copies) if device.type == "cuda" else DirectStaging()
+def staging_for(mesh: Mesh, copies: CopyEngine) -> Staging:
+    """The staging of a rank's device."""
+    if mesh.device.type == "cuda" and not mesh.direct:
+        return PinnedStaging(mesh.device, copies)
+    return DirectStaging(mesh.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +148,7 @@ class _Layout:
         """The tensors in ``buffer``. Each counts its own in-place changes, as if it had its own memory."""
         storage = buffer.untyped_storage()
         return [
-            torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, start // dtype.itemsize, shape)
+            torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, start // dtype.itemsize, shape, ())
             for (dtype, shape), start in zip(self.spec, self.starts)
         ]
 
@@ -178,7 +185,7 @@ def _guessed_size(last: Spec, rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a channel leads: the rank at its other end, in a group of all ranks, and its tag."""
+    """Where a channel leads: its group, the place in it of the rank at the other end, and its tag."""
 
     group: dist.ProcessGroup | None
     peer: int

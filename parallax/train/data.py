@@ -81,9 +81,7 @@ class Source(Protocol):
         """Continue from there."""
 
 
-def build_source(
-    config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True
-) -> Source:
+def build_source(config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True) -> Source:
     """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering."""
     if isinstance(config, TextDataConfig):
         return TextSource(config, sequence, seed, quiet=quiet)
@@ -170,9 +168,7 @@ class TextSource:
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how often each byte occurs: a loss worth beating."""
         counts = np.zeros(256, dtype=np.int64)
-        for start in range(
-            0, len(self), ROWS_PER_COUNT
-        ):  # bincount widens to 8 bytes each: never all at once
+        for start in range(0, len(self), ROWS_PER_COUNT):  # bincount widens to 8 bytes each: never all at once
             counts += np.bincount(self._training[start : start + ROWS_PER_COUNT].ravel(), minlength=256)
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
@@ -296,9 +292,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
     """Files in sorted order. A folder that cannot be listed is an error: rows would silently be missing."""
 
     def stop(error: OSError) -> None:
-        raise DataError(
-            f"data.path: cannot list {error.filename} ({error.strerror}); make it readable"
-        ) from error
+        raise DataError(f"data.path: cannot list {error.filename} ({error.strerror}); make it readable") from error
 
     if not root.is_dir():
         yield root
@@ -317,8 +311,7 @@ def _text_file(path: Path) -> TextFile | None:
             head, status = file.read(8192), os.fstat(file.fileno())
     except OSError as error:
         raise DataError(
-            f"data.path: cannot read {printable(str(path))} ({error.strerror}); make it readable or narrow "
-            "data.pattern"
+            f"data.path: cannot read {printable(str(path))} ({error.strerror}); make it readable or narrow data.pattern"
         ) from error
     return TextFile(path, status.st_size, status.st_mtime_ns) if head and b"\0" not in head else None
 

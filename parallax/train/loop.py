@@ -87,6 +87,7 @@ class _Run:
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
+        self._refused: list[CheckpointError] = []
         self._recent: deque[StepResult] = deque(maxlen=RECENT)
         self._seconds: list[float] = []
         self._losses: list[float] = []
@@ -102,6 +103,8 @@ class _Run:
             EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
             _voice(self._rank, self._directory, self._logger, total, self._engine.completed_steps) as voice,
         ):
+            for refused in self._refused:
+                voice.note(f"skipped: {refused}")
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             while self._engine.completed_steps < total:
@@ -113,7 +116,7 @@ class _Run:
                 self._report(voice, result)
                 self._evaluate_and_save(voice, self._engine.completed_steps, total)
         summary = self._summary()
-        if self._rank == 0:
+        if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
             self._write(summary)
         return summary
 
@@ -123,17 +126,16 @@ class _Run:
             remove_partial(self._checkpoints)
         self._mesh.barrier()
         found = list_checkpoints(self._checkpoints) if self._trainer.resume == "auto" else []
-        refused: CheckpointError | None = None
         for path in reversed(found):
             try:
                 state = self._engine.load(path)
             except CheckpointError as error:
-                refused = refused or error
+                self._refused.append(error)
                 continue
             self._source.load_state_dict(state["source"])
             return path
-        if refused is not None:
-            raise refused
+        if self._refused:
+            raise self._refused[0]
         return None
 
     def _remember(self, result: StepResult) -> None:
@@ -195,7 +197,7 @@ class _Run:
         mine = (self._peak, self._swapped[0] / steps, self._swapped[1] / steps)
         ranks = []
         for rank, found in enumerate(self._mesh.gather_objects(mine)):
-            peak, moved, stalled = found  # type: ignore[misc]
+            peak, moved, stalled = found
             stage, replica = plan.locate(rank)
             predicted = plan.prediction.ranks[rank]
             ranks.append(
@@ -243,7 +245,7 @@ class _Run:
         path = self._directory / "summary.json"
         path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
         predicted = self._directory / PREDICTED_EVENTS
-        if predicted.is_file() and self._recent:
+        if predicted.is_file():
             timeline_png(list(read_events(predicted)), self._measured, self._directory / "timeline.png")
 
 

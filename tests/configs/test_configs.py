@@ -91,9 +91,7 @@ def test_option_meanings() -> None:
     assert (fp64.parameters, fp64.compute) == ("fp64", "fp64")
 
 
-def test_configs_are_found_in_a_checkout_and_in_a_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_module._folder() == CONFIGS
     package = tmp_path / "site-packages" / "parallax"
     package.mkdir(parents=True)
@@ -248,9 +246,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("override", "begins", "accepted", "near"), REFUSED, ids=[row[0][:40] for row in REFUSED]
-)
+@pytest.mark.parametrize(("override", "begins", "accepted", "near"), REFUSED, ids=[row[0][:40] for row in REFUSED])
 def test_refused_in_one_line(override: str, begins: str, accepted: str, near: str) -> None:
     message = error_of(override)
     assert message.startswith(begins)

@@ -58,7 +58,9 @@ def _names(chain: Chain, users: tuple[tuple[int, str], ...]) -> set[str]:
     return {chain.blocks[i].prefix + name for i, name in users}
 
 
-def job(model: str, dtype: torch.dtype, plan_options: dict[str, Any], rows: int) -> tuple[float, dict[str, Any], int, int]:
+def job(
+    model: str, dtype: torch.dtype, plan_options: dict[str, Any], rows: int
+) -> tuple[float, dict[str, Any], int, int]:
     chain = make_chain(model, dtype)
     precision = PrecisionConfig(parameters="fp64", compute="fp64") if dtype is torch.float64 else PrecisionConfig()
     with tempfile.TemporaryDirectory() as folder:

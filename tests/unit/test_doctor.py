@@ -66,9 +66,7 @@ def test_threads_and_the_place_for_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no RAM file system here")
 def test_swap_in_ram_is_pointed_out() -> None:
-    assert "tmpfs, which is RAM: swapping there frees nothing => set swap.directory" in found(
-        Path("/dev/shm/runs")
-    )
+    assert "tmpfs, which is RAM: swapping there frees nothing => set swap.directory" in found(Path("/dev/shm/runs"))
 
 
 def test_a_limit_in_force_is_pointed_out() -> None:

@@ -28,6 +28,7 @@ from parallax.host import (
     usable_cores,
 )
 from parallax.machine import ClusterConfig, build_cluster, choose_devices
+from parallax.plan.cluster import Cluster
 from parallax.probes import Probes, measure_probes, probe_disk
 
 MIB = 2**20
@@ -44,6 +45,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def probes(tmp_path: Path) -> Probes:
     speeds = {f.name: float(i) for i, f in enumerate(dataclasses.fields(Probes)) if f.name != "directory"}
     return Probes(directory=str(tmp_path), **speeds)
+
+
+def cluster_of(config: ClusterConfig, *, tier: str, probes: Probes) -> Cluster:
+    return build_cluster(config, choose_devices(config), tier=tier, probes=probes)
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -158,9 +163,7 @@ def test_probes_are_measured_once_and_again_when_asked(tmp_path: Path, cache: Pa
     first = measure_probes(tmp_path / "runs" / "swap")
     assert not (tmp_path / "runs").exists()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, handles)
-    assert all(
-        value > 10 * MIB for name, value in dataclasses.asdict(first).items() if name in ("copy", "local")
-    )
+    assert all(value > 10 * MIB for name, value in dataclasses.asdict(first).items() if name in ("copy", "local"))
     assert 0 < first.local_latency_seconds < 0.1
     assert first.disk_write_synced <= first.disk_write * 3
     (kept,) = cache.iterdir()
@@ -199,7 +202,7 @@ def test_more_cuda_devices_than_present(devices: int | str) -> None:
 
 
 def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
-    cluster = build_cluster(ClusterConfig(kind="cpu", devices=4, threads=1), tier="auto", probes=probes)
+    cluster = cluster_of(ClusterConfig(kind="cpu", devices=4, threads=1), tier="auto", probes=probes)
     (node,) = cluster.nodes
     assert len(cluster.devices) == 4
     assert node.concurrent == min(4, usable_cores())
@@ -215,26 +218,26 @@ def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
 def test_given_sizes_win(probes: Probes) -> None:
     config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB", disk="3GiB")
     for tier, expected in (("disk", 3 * 2**30 // 2), ("none", 0)):
-        device = build_cluster(config, tier=tier, probes=probes).devices[1]
+        device = cluster_of(config, tier=tier, probes=probes).devices[1]
         assert (device.memory_bytes, device.tier, device.tier_bytes) == (2**30, tier, expected)
 
 
 def test_host_tier_needs_cuda(probes: Probes) -> None:
     with pytest.raises(ConfigError, match=r"swap.tier=host: .* use swap.tier=disk"):
-        build_cluster(ClusterConfig(kind="cpu"), tier="host", probes=probes)
+        cluster_of(ClusterConfig(kind="cpu"), tier="host", probes=probes)
     with pytest.raises(ConfigError, match=r"swap.tier=dsk.*did you mean 'disk'"):
-        build_cluster(ClusterConfig(kind="cpu"), tier="dsk", probes=probes)
+        cluster_of(ClusterConfig(kind="cpu"), tier="dsk", probes=probes)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_machine_uses_all_devices_and_pinned_memory(tmp_path: Path) -> None:
     measured = measure_probes(tmp_path)
-    cluster = build_cluster(ClusterConfig(), tier="auto", probes=measured)
+    cluster = cluster_of(ClusterConfig(), tier="auto", probes=measured)
     assert len(cluster.devices) == torch.cuda.device_count() == cluster.nodes[0].concurrent
     for device in cluster.devices:
         assert (device.kind, device.tier) == ("cuda", "host")
         assert 0.85 < device.memory_bytes / torch.cuda.get_device_properties(0).total_memory <= 0.9
         assert device.write.bytes_per_second == measured.host_write > 2**30
     with pytest.raises(ConfigError, match=r"cluster\.devices=99"):
-        build_cluster(ClusterConfig(devices=99), tier="auto", probes=measured)
+        cluster_of(ClusterConfig(devices=99), tier="auto", probes=measured)

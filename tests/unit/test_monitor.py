@@ -27,8 +27,7 @@ QUIET = LoggerConfig(tensorboard=False)
 
 def line(step: int, **values: Any) -> StepLine:
     return StepLine(
-        **{"step": step, "loss": 2.5, "rate": 12345.0, "peak_bytes": 3 << 20, "budget_bytes": 4 << 20}
-        | values
+        **{"step": step, "loss": 2.5, "rate": 12345.0, "peak_bytes": 3 << 20, "budget_bytes": 4 << 20} | values
     )
 
 
@@ -79,9 +78,7 @@ def test_plain_lines_without_a_terminal() -> None:
         progress.note("checkpoint [31] saved")
         progress.show(line(60, unit="rows"))
     first, note, last = text.getvalue().splitlines()
-    assert first.startswith(
-        "step 31/60  loss 2.5000  12.3k tokens/s  memory 3.0 MiB of 4.0 MiB (75%)  stall 0.50 s"
-    )
+    assert first.startswith("step 31/60  loss 2.5000  12.3k tokens/s  memory 3.0 MiB of 4.0 MiB (75%)  stall 0.50 s")
     assert note == "checkpoint [31] saved"
     assert "rows/s" in last
     assert last.endswith("0:00 left")

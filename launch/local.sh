@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Starts a run on this host with torchrun, one process for each device.
+#
+#   launch/local.sh                                        the main job
+#   launch/local.sh name=deeper model.layers=12            arguments are those of `parallax train`
+#   PROCESSES=4 launch/local.sh trainer.global_batch=32
+#   CUDA_VISIBLE_DEVICES=0,1 RESTARTS=3 launch/local.sh name=long
+#
+# Results go to runs/NAME below the current folder. `parallax train` alone plans before it starts its processes and
+# so chooses their number itself; this script is for those who want torchrun's settings in their own hands.
+#
+# Environment:
+#   PROCESSES   ranks on this host (default: its CUDA devices; without any, 3, enough to see a pipeline work)
+#   RESTARTS    how often torchrun starts all ranks again after a failure (default: 0); give the run a name, so
+#               that they continue from its last checkpoint
+#   PYTHON      interpreter that has Parallax (default: the checkout's .venv, otherwise python3)
+#   OMP_NUM_THREADS   threads of each rank (default: the cores shared out among them)
+#
+# Ranks meet at files in a folder of their own: no port is opened. SIGTERM, SIGINT and SIGHUP go to torchrun, which
+# stops every rank; the exit code is torchrun's.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+if [[ -z ${PYTHON:-} && -x $root/.venv/bin/python ]]; then
+    python=$root/.venv/bin/python
+fi
+if ! "$python" -c 'import sys, importlib.util; sys.exit(importlib.util.find_spec("parallax") is None)'; then
+    echo "local.sh: $python cannot import parallax: run 'make train' once, or set PYTHON" >&2
+    exit 2
+fi
+
+processes=${PROCESSES:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 3)')}
+if [[ ! $processes =~ ^[1-9][0-9]*$ ]]; then
+    echo "local.sh: PROCESSES=$processes: accepted are whole numbers from 1" >&2
+    exit 2
+fi
+cores=$(getconf _NPROCESSORS_ONLN)
+threads=$((cores / processes))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+meeting=$(mktemp -d "${TMPDIR:-/tmp}/parallax.XXXXXX")
+trap 'rm -rf "$meeting"' EXIT
+export PARALLAX_RENDEZVOUS=$meeting/ranks
+# Otherwise restarted ranks find the keys of those before them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+"$python" -m torch.distributed.run \
+    --nnodes=1 --nproc-per-node="$processes" --max-restarts="${RESTARTS:-0}" --monitor-interval=0.1 \
+    --rdzv-backend=c10d --rdzv-endpoint="$meeting/rendezvous" --rdzv-conf=store_type=file --rdzv-id="parallax-$$" \
+    -m parallax train "$@" &
+torchrun=$!
+trap 'kill -TERM "$torchrun" 2>/dev/null || true' TERM INT HUP
+
+# A signal ends `wait` before torchrun has ended: wait again.
+code=0
+while true; do
+    wait "$torchrun" && code=0 || code=$?
+    kill -0 "$torchrun" 2>/dev/null || break
+done
+exit "$code"

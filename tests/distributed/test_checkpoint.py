@@ -1,0 +1,439 @@
+"""Checkpoints survive everything that can happen to them, and any plan continues what another began."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from parallax.errors import CheckpointError
+from parallax.monitor import LoggerConfig
+from parallax.runtime.checkpoint import begin, checkpoint_name, list_checkpoints, partial_folder, remove_partial
+from parallax.train.loop import TrainerConfig, train
+from tests.distributed.pool import ROOT, Pool
+from tests.distributed.test_engine import Case, Outcome, compare, gpt, half_frozen, make_batch, same, with_unused
+
+CASE = Case(gpt(), sizes=(8, 3, 7, 1, 2))
+STATE = {"source": {"position": 7}}
+
+
+# ---- jobs
+
+
+def training(case: Case, folder: Path, first: int, last: int, loaded: int | None) -> Outcome:
+    """Steps ``first`` to ``last``, after loading the checkpoint of step ``loaded``; then saves."""
+    engine = case.engine(folder)
+    if loaded is not None:
+        assert engine.load(folder / checkpoint_name(loaded)) == STATE
+        assert engine.completed_steps == loaded
+    results = [engine.step(batch) for batch in case.batches()[first:last]]
+    weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+    assert engine.save(folder, STATE) == folder / checkpoint_name(last)
+    engine.close()
+    return Outcome([r.loss for r in results], [r.gradient_norm for r in results], weights)
+
+
+def loading(case: Case, path: Path) -> tuple[str, bool, int]:
+    """What refused, whether anything changed, and the step."""
+    engine = case.engine(path.parent)
+    for batch in case.batches()[:1]:
+        engine.step(batch)
+    parameters = list(engine.parameters.values())
+    before = [tensor.detach().clone() for tensor in parameters]
+    states = [{k: v.clone() for k, v in engine._optimizer.state.get(p, {}).items()} for p in parameters]
+    message = ""
+    try:
+        engine.load(path)
+    except CheckpointError as error:
+        message = str(error)
+    changed = any(not torch.equal(a, b) for a, b in zip(parameters, before))
+    for parameter, state in zip(parameters, states):
+        changed |= any(not torch.equal(engine._optimizer.state[parameter][k], v) for k, v in state.items())
+    engine.close()
+    return message, changed, engine.completed_steps
+
+
+def saved(pool: Pool, folder: Path, case: Case = CASE, steps: int = 2) -> Path:
+    """A checkpoint made by one rank."""
+    pool.run(training, 1, case.under((1,)), folder, 0, steps, None)
+    return folder / checkpoint_name(steps)
+
+
+# ---- any plan continues another's
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 1), (1,)), ((1, 2), (2, 1)), ((2,), (1, 1, 1)), ((2, 1), (2, 1)), ((1, 2), (1, 2))],
+    ids=str,
+)
+def test_training_continues_under_any_plan(
+    pool: Pool, tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    whole = pool.run(training, sum(after), CASE.under(after), tmp_path / "whole", 0, 5, None)
+    first = CASE.under(before)
+    pool.run(training, first.world, first, tmp_path, 0, 3, None)
+    resumed = pool.run(training, sum(after), CASE.under(after), tmp_path, 3, 5, 3)
+    expected = Outcome(whole[0].losses[3:], whole[0].norms[3:], {n: w for o in whole for n, w in o.weights.items()})
+    compare(resumed, expected, 1e-12)
+    if before == after:
+        same(resumed, [Outcome(o.losses[3:], o.norms[3:], o.weights) for o in whole])
+
+
+@pytest.mark.parametrize("factory", [half_frozen, with_unused], ids=lambda f: f.__name__)
+def test_what_has_no_optimizer_state_is_loaded_all_the_same(
+    pool: Pool, tmp_path: Path, factory: Callable[[], nn.Module]
+) -> None:
+    case = Case(factory, sizes=(4, 4)).under((1,))
+    whole = pool.run(training, 1, case, tmp_path / "whole", 0, 2, None)
+    pool.run(training, 1, case, tmp_path, 0, 1, None)
+    resumed = pool.run(training, 1, case, tmp_path, 1, 2, 1)
+    same(resumed, [Outcome(o.losses[1:], o.norms[1:], o.weights) for o in whole])
+
+
+# ---- killed while saving
+
+KILLED_SAVES = """
+import os, shutil, signal, sys
+from pathlib import Path
+from tests.distributed.test_checkpoint import CASE, KILLS, STATE
+from parallax.runtime import checkpoint
+
+root = Path(sys.argv[1])
+engine = CASE.under((1,)).engine(root)
+for batch in CASE.batches()[:2]:
+    engine.step(batch)
+engine.save(root / "next", STATE)
+engine.step(CASE.batches()[2])
+shutil.copytree(root / "next", root / "again")
+engine.save(root / "again", STATE)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+for base, call, at, when in KILLS:
+    folder = root / f"{base}-{call}-{at}-{when}"
+    shutil.copytree(root / base, folder)
+    child = os.fork()
+    if child == 0:
+        owner = {"save_file": checkpoint, "write_text": Path, "rename": Path}.get(call, os)
+        plain, calls = getattr(owner, call), []
+        def dying(*args, **kwargs):
+            calls.append(call)
+            if len(calls) == at and when == "before":
+                die()
+            result = plain(*args, **kwargs)
+            if len(calls) == at:
+                die()
+            return result
+        setattr(owner, call, dying)
+        engine.save(folder, STATE)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), folder
+"""
+
+KILLS = [
+    (base, call, at, when)
+    for base, renames in [("next", 1), ("again", 2)]  # a new step; the same step once more
+    for call, count in [("save_file", 1), ("write_text", 1), ("fsync", 4), ("rename", renames)]
+    for at in range(1, count + 1)
+    for when in ("before", "after")
+]
+
+
+def run_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    """What was saved before is whole, and the next save or resume cleans up."""
+    child = run_child(KILLED_SAVES, str(tmp_path))
+    assert child.returncode == 0, child.stderr
+    engine = CASE.under((1,)).engine(tmp_path)
+    for base, call, at, when in KILLS:
+        folder = tmp_path / f"{base}-{call}-{at}-{when}"
+        remove_partial(folder)
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+        left = list_checkpoints(folder)
+        renamed = base == "again" or (call, when) == ("rename", "after") or (call, at) == ("fsync", 4)
+        assert [path.name for path in left] == [checkpoint_name(2), checkpoint_name(3)][: 1 + renamed]
+        for path in left:
+            assert engine.load(path) == STATE
+            assert engine.completed_steps == int(path.name[5:])
+    engine.close()
+
+
+def test_a_new_save_takes_nothing_from_an_interrupted_one(pool: Pool, tmp_path: Path) -> None:
+    """A part that a plan of two stages had left over was read as if it belonged to the new checkpoint."""
+    partial = partial_folder(tmp_path, 2)
+    begin(partial)
+    save_file({"model/embedding.token.weight": torch.zeros(64, 32)}, partial / "stage-01.safetensors")
+    path = saved(pool, tmp_path)
+    assert [p.name for p in path.glob("*.safetensors")] == ["stage-00.safetensors"]
+    assert pool.run(loading, 1, CASE.under((1,)), path)[0][0] == ""
+
+
+# ---- damaged
+
+
+def flip(path: Path, name: str) -> None:
+    """One bit of the last number of a tensor."""
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    end = json.loads(data[8 : 8 + length])[name]["data_offsets"][1]
+    data[8 + length + end - 1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model/layers.1.up.weight", "exp_avg/layers.1.up.weight"])
+def test_flipped_bit_is_named_and_nothing_changes(pool: Pool, tmp_path: Path, name: str) -> None:
+    path = saved(pool, tmp_path)
+    flip(path / "stage-00.safetensors", name)
+    for message, changed, step in pool.run(loading, 2, CASE.under((1, 1)), path):
+        assert name in message
+        assert "checksum" in message
+        assert not changed
+        assert step == 1
+
+
+@pytest.mark.parametrize("left", [0, 7, 100, 3000, -1])
+def test_truncated_file(pool: Pool, tmp_path: Path, left: int) -> None:
+    path = saved(pool, tmp_path)
+    file = path / "stage-00.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+    ((message, changed, _),) = pool.run(loading, 1, CASE.under((1,)), path)
+    assert str(path) in message
+    assert "earlier" in message
+    assert not changed
+
+
+JUNK = [
+    "",
+    "[]",
+    "7",
+    "null",
+    "[" * 100000,
+    '{"version": 1}',
+    '{"version": 99}',
+    '{"version": "\\u001b[31m\\n"}',
+    '{"version": 1, "checksums": [1]}',
+    '{"version": 1, "step": "x", "state": {}, "fingerprint": "", "optimizer": [], "checksums": {}}',
+]
+
+
+@pytest.mark.parametrize("text", JUNK, ids=lambda text: text[:30])
+def test_junk_index(pool: Pool, tmp_path: Path, text: str) -> None:
+    path = tmp_path / checkpoint_name(2)
+    path.mkdir()
+    (path / "checkpoint.json").write_text(text)
+    ((message, changed, _),) = pool.run(loading, 1, CASE.under((1,)), path)
+    assert str(path) in message
+    assert message.isprintable()
+    assert not changed
+
+
+def test_missing_part_is_damage(pool: Pool, tmp_path: Path) -> None:
+    pool.run(training, 2, CASE.under((1, 1)), tmp_path, 0, 2, None)
+    path = tmp_path / checkpoint_name(2)
+    (path / "stage-01.safetensors").unlink()
+    ((message, _, _),) = pool.run(loading, 1, CASE.under((1,)), path)
+    assert "has no readable model/layers.1" in message or "has no readable model/head" in message
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change tensors and make the checksums right again."""
+    file, index = path / "stage-00.safetensors", json.loads((path / "checkpoint.json").read_text())
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    index["checksums"] = {n: zlib.crc32(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()}
+    (path / "checkpoint.json").write_text(json.dumps(index))
+
+
+def test_missing_and_extra_names(pool: Pool, tmp_path: Path) -> None:
+    path = saved(pool, tmp_path)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model/layers.1.down.wait"] = tensors.pop("model/layers.1.down.weight")
+
+    rewrite(path, rename)
+    for message, changed, _ in pool.run(loading, 2, CASE.under((1, 1)), path):
+        assert "missing layers.1.down.weight (1), extra layers.1.down.wait (1)" in message
+        assert not changed
+
+
+def test_wrong_shape(pool: Pool, tmp_path: Path) -> None:
+    path = saved(pool, tmp_path)
+    rewrite(path, lambda tensors: tensors.update({"model/layers.0.up.bias": torch.zeros(1, dtype=torch.float64)}))
+    ((message, changed, _),) = pool.run(loading, 1, CASE.under((1,)), path)
+    assert "layers.0.up.bias has shape [1] where [128] is due" in message
+    assert not changed
+
+
+def test_wrong_model(pool: Pool, tmp_path: Path) -> None:
+    path = saved(pool, tmp_path)
+    for message, changed, _ in pool.run(loading, 2, Case(gpt(layers=3), sizes=(8,)).under((1, 1)), path):
+        assert "missing layers.2.down.bias, layers.2.down.weight, layers.2.norm1.bias (12), extra nothing" in message
+        assert not changed
+    ((message, _, _),) = pool.run(loading, 1, Case(gpt(hidden=16), sizes=(8,)).under((1,)), path)
+    assert "missing nothing, extra nothing; fingerprint" in message
+
+
+class _Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("file", ["stage-00.safetensors", "checkpoint.json", "stage-00.pt"])
+def test_a_pickle_is_never_executed(pool: Pool, tmp_path: Path, file: str) -> None:
+    path, target = saved(pool, tmp_path), tmp_path / "executed"
+    (path / file).write_bytes(pickle.dumps(_Bomb(target)))
+    ((message, _, _),) = pool.run(loading, 1, CASE.under((1,)), path)
+    assert (message == "") == (file == "stage-00.pt")  # a stranger's file is not even looked at
+    assert not target.exists()
+
+
+# ---- no space
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.distributed.test_checkpoint import CASE, STATE
+from parallax.errors import CheckpointError
+
+folder = Path(sys.argv[1])
+engine = CASE.under((1,)).engine(folder)
+engine.step(CASE.batches()[0])
+engine.save(folder, STATE)
+engine.step(CASE.batches()[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    engine.save(folder, STATE)
+except CheckpointError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+engine.save(folder, STATE)
+"""
+
+
+def test_disk_full(tmp_path: Path) -> None:
+    child = run_child(FULL_DISK, str(tmp_path), "100000")
+    assert child.returncode == 0, child.stderr
+    (line,) = child.stdout.splitlines()
+    assert str(tmp_path / ".saving-step-00000002" / "stage-00.safetensors") in line
+    assert "KiB to" in line or "MiB to" in line
+    assert "untouched" in line
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(1), checkpoint_name(2)]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def unwritable(case: Case, folder: Path, part: str) -> str:
+    """A save in which one stage cannot write."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    engine = case.engine(folder / "elsewhere")
+    engine.step(case.batches()[0])
+    if f"{engine.mesh.stage}" == part:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        engine.save(folder, STATE)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_all_ranks_learn_that_one_cannot_write(pool: Pool, tmp_path: Path, stage: int) -> None:
+    messages = pool.run(unwritable, 3, CASE.under((1, 2)), tmp_path, str(stage))
+    assert len(set(messages)) == 1
+    assert f"stage-0{stage}.safetensors" in messages[0]
+    assert not list(tmp_path.glob("*step*"))
+
+
+def test_folder_that_cannot_be_made(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    for message in pool.run(unwritable, 2, CASE.under((1, 1)), tmp_path / "checkpoints", ""):
+        assert str(tmp_path / "checkpoints") in message
+
+
+# ---- the loop
+
+
+class CountingSource:
+    """Batches by number."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def batch(self, rows: int) -> Any:
+        self.step += 1
+        return make_batch(rows, self.step)
+
+    def validation(self, index: int, rows: int) -> Any:
+        return make_batch(rows, -1 - index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def looping(case: Case, folder: Path, options: dict[str, Any]) -> dict[str, torch.Tensor] | str:
+    engine = case.engine(folder)
+    trainer = TrainerConfig(**{"global_batch": 4, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 1, **options})
+    logger = LoggerConfig(tensorboard=False, events=False)
+    try:
+        train(engine, CountingSource(), trainer, logger, folder, tokens_per_row=16)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+
+
+def equal(found: list[Any], expected: list[Any]) -> bool:
+    return all(torch.equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in a | b)
+
+
+def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Path) -> None:
+    case = CASE.under((1, 1))
+    run = tmp_path / "run"
+    for folder in (run, tmp_path / "whole"):
+        folder.mkdir()
+    whole = pool.run(looping, 2, case, tmp_path / "whole", {"steps": 6})
+    pool.run(looping, 2, case, run, {"steps": 4, "keep_checkpoints": 3})
+    checkpoints = run / "checkpoints"
+    assert [path.name for path in list_checkpoints(checkpoints)] == [checkpoint_name(s) for s in (2, 3, 4)]
+    flip(checkpoints / checkpoint_name(4) / "stage-01.safetensors", "model/head.norm.bias")
+    (checkpoints / checkpoint_name(3) / "checkpoint.json").write_text("{")
+    (checkpoints / ".saving-step-00000005").mkdir()
+    assert equal(pool.run(looping, 2, case, run, {"steps": 6, "keep_checkpoints": 3}), whole)
+    assert [path.name for path in list_checkpoints(checkpoints)] == [checkpoint_name(s) for s in (4, 5, 6)]
+    summary = (run / "summary.json").read_text()
+    assert equal(pool.run(looping, 2, case, run, {"steps": 6, "keep_checkpoints": 0}), whole)
+    assert (run / "summary.json").read_text() == summary
+    for path in list_checkpoints(checkpoints):
+        (path / "stage-00.safetensors").unlink()
+    for message in pool.run(looping, 2, case, run, {"steps": 7}):
+        assert "step-00000006 has no readable" in message

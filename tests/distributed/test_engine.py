@@ -1,0 +1,521 @@
+"""Whole training steps under any plan equal plain torch training written out here."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallax.errors import NonFiniteError, ParallaxError, PlanError
+from parallax.model.describe import Chain, describe, materialise, parameter_names
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.precision import PrecisionConfig
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.runtime.optimizer import OptimizerConfig
+from parallax.swap.manager import SwapConfig
+from tests.distributed.pool import Pool
+from tests.plans import make_plan
+
+SIZES = (8, 3, 7, 1, 2)  # rows per step: whole, uneven, fewer than micro-batches, fewer than replicas
+STEPS = len(SIZES)
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5)
+IGNORED, POISON = -100, 63
+Weights = dict[str, Tensor]
+
+
+# ---- models, losses, batches
+
+
+def gpt(**changes: Any) -> Callable[[], nn.Module]:
+    return GPTConfig(**{"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 64, **changes}).build
+
+
+def gpt_with_dropout() -> nn.Module:
+    return gpt(dropout=0.1)()
+
+
+def half_frozen() -> nn.Module:
+    model = gpt(tied=False)()
+    model.embedding.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    model.layers[1].up.requires_grad_(False)
+    return model
+
+
+class Scaled(nn.Module):
+    """A block with a constant table that is saved, and one that is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("scale", torch.empty(width))
+        self.register_buffer("shift", torch.empty(width), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.linear.weight, std=0.2)
+        nn.init.zeros_(self.linear.bias)
+        self.scale.copy_(torch.linspace(0.5, 1.5, len(self.scale)))
+        self.shift.copy_(torch.linspace(-1, 1, len(self.shift)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale + self.shift
+
+
+def with_buffers() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16), Scaled(16), Scaled(16), nn.Linear(16, 64))
+
+
+def of_many_buckets() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 1024), *(nn.Linear(1024, 1024) for _ in range(3)), nn.Linear(1024, 64))
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used: Tensor = self.used(x)
+        return used
+
+
+def with_unused() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 1024), HalfUsed(), nn.Linear(1024, 64))
+
+
+class Fails(nn.Module):
+    """Raises on its third forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("boom")
+        return x * 1.0
+
+
+def that_fails() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64), Fails(), nn.Linear(64, 64))
+
+
+class Counted:
+    """The sum over targets that count, and how many do."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def count(self, targets: Tensor) -> int:
+        return int((targets != IGNORED).sum())
+
+
+def poisoned(outputs: Tensor, targets: Tensor) -> Tensor:
+    loss = GPT.loss(outputs, targets)
+    return loss * float("nan") if bool((targets == POISON).any()) else loss
+
+
+def make_batch(rows: int, step: int, *, ignoring: bool = False) -> TensorRows:
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, 63, (rows, 17), generator=generator)
+    targets = tokens[:, 1:].clone()
+    if ignoring:
+        targets[torch.rand(targets.shape, generator=generator) < 0.6] = IGNORED
+        targets[0] = IGNORED
+    return TensorRows(tokens[:, :-1], targets)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and under which plan; sent to every worker."""
+
+    factory: Callable[[], nn.Module]
+    loss: Any = GPT.loss
+    options: dict[str, Any] = field(default_factory=dict)
+    sizes: Sequence[int] = SIZES
+    dtype: torch.dtype = torch.float64
+    compute: str = ""
+    ignoring: bool = False
+
+    def under(self, replicas: Sequence[int], directive: str = "keep", **options: Any) -> Case:
+        chosen = {"replicas": tuple(replicas), "directive": directive, **options}
+        return Case(self.factory, self.loss, chosen, self.sizes, self.dtype, self.compute, self.ignoring)
+
+    @property
+    def world(self) -> int:
+        return sum(self.options["replicas"])
+
+    def chain(self) -> Chain:
+        return describe(self.factory, seed=3, dtype=self.dtype)
+
+    def precision(self) -> PrecisionConfig:
+        parameters = "fp64" if self.dtype is torch.float64 else "fp32"
+        return PrecisionConfig(parameters=parameters, compute=self.compute or parameters)
+
+    def batches(self) -> list[TensorRows]:
+        return [make_batch(rows, step, ignoring=self.ignoring) for step, rows in enumerate(self.sizes)]
+
+    def engine(self, folder: str | Path) -> Engine:
+        chain = self.chain()
+        return Engine.build(
+            chain,
+            make_plan(chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}),
+            loss=self.loss,
+            steps=STEPS,
+            optimizer=OPTIMIZER,
+            precision=self.precision(),
+            swap=SwapConfig(minimum_bytes=1),
+            scratch=Path(folder) / "swap",
+        )
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    weights: Weights
+    moved: int = 0
+
+
+# ---- plain torch
+
+
+def plain_blocks(case: Case) -> tuple[list[nn.Module], Weights]:
+    chain = case.chain()
+    blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
+    states = [block.state_dict(keep_vars=True) for block in blocks]
+    return blocks, {name: states[i][inner] for name, (i, inner) in parameter_names(chain, 0, len(blocks)).items()}
+
+
+def plain_loss(case: Case, blocks: list[nn.Module], batch: TensorRows) -> Tensor:
+    with case.precision().autocast("cpu"):
+        (x,) = batch.inputs(0, len(batch))
+        for block in blocks:
+            x = block(x)
+        targets = batch.targets(0, len(batch))
+        loss: Tensor = case.loss(x, targets)
+    return loss / case.loss.count(targets) if hasattr(case.loss, "count") else loss
+
+
+def plain_training(case: Case) -> Outcome:
+    blocks, tensors = plain_blocks(case)
+    trained = [t for t in tensors.values() if t.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    outcome = Outcome([], [], tensors)
+    for step, batch in enumerate(case.batches()):
+        optimizer.zero_grad()
+        loss = plain_loss(case, blocks, batch)
+        loss.backward()
+        outcome.norms.append(float(nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.rate(step, STEPS)
+        optimizer.step()
+        outcome.losses.append(loss.item())
+    return outcome
+
+
+# ---- jobs of the workers
+
+
+def training(case: Case) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        results = [engine.step(batch) for batch in case.batches()]
+        weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+        engine.close()
+    moved = sum(r.swap.bytes_out + r.swap.bytes_cancelled for r in results)
+    return Outcome([r.loss for r in results], [r.gradient_norm for r in results], weights, moved)
+
+
+def close(found: float, expected: float, tolerance: float) -> bool:
+    return abs(found - expected) <= tolerance * abs(expected)
+
+
+def compare(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
+    for outcome in outcomes:
+        assert all(close(*pair, tolerance) for pair in zip(outcome.losses, expected.losses)), outcome.losses
+        assert all(close(*pair, tolerance) for pair in zip(outcome.norms, expected.norms)), outcome.norms
+        for name, tensor in outcome.weights.items():
+            error = (tensor - expected.weights[name]).norm() / expected.weights[name].norm().clamp(min=1e-3)
+            assert error <= tolerance, f"{name}: {error}"
+    assert {name for outcome in outcomes for name in outcome.weights} == set(expected.weights)
+
+
+def same(found: list[Outcome], expected: list[Outcome]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.losses == b.losses
+        assert a.norms == b.norms
+        assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights | b.weights)
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("replicas", [(1,), (2,), (1, 1), (1, 2), (2, 1)], ids=str)
+def test_training_equals_plain_torch(pool: Pool, replicas: tuple[int, ...]) -> None:
+    case = Case(gpt()).under(replicas)
+    expected = plain_training(case)
+    assert any(norm > OPTIMIZER.clip_norm for norm in expected.norms)
+    found = {}
+    for directive in ("keep", "offload", "recompute"):
+        found[directive] = pool.run(training, case.world, case.under(replicas, directive))
+        compare(found[directive], expected, 1e-9)
+    same(found["offload"], found["keep"])
+    same(found["recompute"], found["keep"])
+    assert all(outcome.moved for outcome in found["offload"])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_batches_of_any_size(pool: Pool, schedule: str) -> None:
+    case = Case(gpt(), sizes=(1, 2, 3, 5, 9)).under((2, 1), schedule=schedule, microbatch=1)
+    compare(pool.run(training, 3, case), plain_training(case), 1e-9)
+
+
+def test_counted_targets(pool: Pool) -> None:
+    case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(8, 3, 7, 2, 2))
+    expected = plain_training(case)
+    for replicas in [(1,), (1, 2), (2, 2)]:
+        compare(pool.run(training, sum(replicas), case.under(replicas)), expected, 1e-9)
+
+
+def test_no_target_counts(pool: Pool) -> None:
+    case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(1,)).under((1, 1))  # row 0 is ignored as a whole
+    for outcome in pool.run(training, 2, case):
+        assert outcome.losses == outcome.norms == [0.0]
+
+
+def test_bf16_autocast(pool: Pool) -> None:
+    case = Case(gpt(), dtype=torch.float32, compute="bf16")
+    expected = plain_training(case)
+    single = pool.run(training, 1, case.under((1,)))
+    split = pool.run(training, 3, case.under((1, 2)))
+    for outcome in single + split:
+        assert all(close(*pair, 2e-3) for pair in zip(outcome.losses, expected.losses))
+        assert outcome.losses != expected.losses or outcome.losses == single[0].losses
+        assert all(tensor.dtype is torch.float32 for tensor in outcome.weights.values())
+    same(pool.run(training, 3, case.under((1, 2), "recompute")), split)
+    same(pool.run(training, 3, case.under((1, 2), "offload")), split)
+
+
+def test_dropout(pool: Pool) -> None:
+    case = Case(gpt_with_dropout, dtype=torch.float32, sizes=(8, 8, 8))
+    kept = pool.run(training, 2, case.under((1, 1)))
+    same(pool.run(training, 2, case.under((1, 1))), kept)
+    same(pool.run(training, 2, case.under((1, 1), "recompute")), kept)
+    same(pool.run(training, 2, case.under((1, 1), "offload")), kept)
+    (single,) = pool.run(training, 1, case.under((1,)))
+    assert all(close(*pair, 1e-5) for pair in zip(single.losses, kept[0].losses))
+    (without,) = pool.run(training, 1, Case(gpt(), dtype=torch.float32, sizes=(8, 8, 8)).under((1,)))
+    assert without.losses != single.losses
+
+
+@pytest.mark.parametrize("factory", [half_frozen, with_buffers], ids=lambda f: f.__name__)
+def test_frozen_parameters_and_buffers(pool: Pool, factory: Callable[[], nn.Module]) -> None:
+    case = Case(factory)
+    expected, (_, first) = plain_training(case), plain_blocks(case)
+    for replicas in [(1,), (2, 1), (1, 2)]:
+        found = pool.run(training, sum(replicas), case.under(replicas, cuts=[2] if len(replicas) > 1 else None))
+        compare(found, expected, 1e-9)
+        for name, tensor in ((n, t) for outcome in found for n, t in outcome.weights.items()):
+            assert torch.equal(tensor, first[name]) or first[name].requires_grad
+
+
+# ---- evaluation
+
+
+def evaluation(case: Case) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        batches = case.batches()
+        engine.step(batches[0])
+        tensors = engine.parameters
+        before = {n: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for n, t in tensors.items()}
+        places = {n: (t.data_ptr(), None if t.grad is None else t.grad.data_ptr()) for n, t in tensors.items()}
+        engine.evaluate(batches[1])
+        gc.collect()
+        held = sum(t.numel() for t in gc.get_objects() if isinstance(t, Tensor))
+        losses = [engine.evaluate(batch) for batch in batches]
+        gc.collect()
+        more = sum(t.numel() for t in gc.get_objects() if isinstance(t, Tensor)) - held
+        for name, tensor in engine.parameters.items():
+            weight, gradient = before[name]
+            assert torch.equal(tensor, weight)
+            assert gradient is None or torch.equal(tensor.grad, gradient)
+            assert places[name] == (tensor.data_ptr(), None if tensor.grad is None else tensor.grad.data_ptr())
+        stored = (engine._manager.stored_bytes, engine._manager.resident_bytes) if engine._manager else (0, 0)
+        swapped = engine._manager.take_statistics().bytes_out if engine._manager else 0
+        assert engine.completed_steps == 1
+        engine.close()
+        weights = {n: w for n, (w, _) in before.items()}
+    return [losses, weights, more, stored, swapped]
+
+
+@pytest.mark.parametrize(("replicas", "directive"), [((1,), "offload"), ((1, 2), "offload"), ((2, 1), "recompute")])
+def test_evaluation(pool: Pool, replicas: tuple[int, ...], directive: str) -> None:
+    case = Case(gpt_with_dropout, sizes=SIZES).under(replicas, directive)
+    results = pool.run(evaluation, case.world, case)
+    blocks, tensors = plain_blocks(case)
+    with torch.no_grad():
+        for _, weights, *_ in results:
+            for name, weight in weights.items():
+                tensors[name].copy_(weight)
+        expected = [plain_loss(case, [b.eval() for b in blocks], batch).item() for batch in case.batches()]
+    for losses, _, more, stored, swapped in results:
+        assert all(close(*pair, 1e-12) for pair in zip(losses, expected))
+        assert more <= 64
+        assert stored == (0, 0)
+        assert swapped == 0
+
+
+# ---- synchronisation
+
+
+def reductions(case: Case) -> tuple[list[int], list[int], int]:
+    """Per step: all-reduces that the engine counts, numbers that they carried; and how many are trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        numbers: list[int] = []
+        plain = dist.all_reduce
+
+        def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is engine.mesh.replicas and engine.mesh.replicas is not None:
+                numbers.append(tensor.numel())
+            return plain(tensor, *args, **kwargs)
+
+        calls, carried = [], []
+        with mock.patch.object(dist, "all_reduce", counting):
+            for batch in case.batches():
+                before = engine.all_reduces
+                numbers.clear()
+                engine.step(batch)
+                calls.append(engine.all_reduces - before)
+                carried.append(sum(numbers))
+        trained = sum(t.numel() for t in engine.parameters.values() if t.requires_grad)
+        engine.close()
+    return calls, carried, trained
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 2)], ids=str)
+def test_each_gradient_is_reduced_once_per_step(pool: Pool, replicas: tuple[int, ...], schedule: str) -> None:
+    case = Case(of_many_buckets, dtype=torch.float32, sizes=(8, 1, 6, 8)).under(replicas, schedule=schedule)
+    results = pool.run(reductions, case.world, case)
+    for rank, (calls, carried, trained) in enumerate(results):
+        replicated = rank >= case.world - replicas[-1] or replicas[0] > 1
+        assert carried == [trained if replicated else 0] * 4
+        assert all(count > 1 for count in calls) if replicated else not any(calls)
+        assert calls[0] == calls[2] == calls[3]
+
+
+def unused(case: Case) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        try:
+            engine.step(case.batches()[0])
+        except ParallaxError as error:
+            return str(error)
+        return ""
+
+
+def test_unused_parameter_is_named(pool: Pool) -> None:
+    """DDP reduced the buckets that were complete, and the step went on with the rest unreduced."""
+    case = Case(with_unused, dtype=torch.float32).under((2,))
+    for message in pool.run(unused, 2, case):
+        assert "unused.weight" in message
+        assert ".used.weight" not in message
+
+
+# ---- what goes wrong
+
+
+def poisoned_step(case: Case) -> tuple[str, list[str], int, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        good = case.batches()[0]
+        bad = make_batch(8, 1)
+        bad.targets(0, 8)[5, 3] = POISON
+        engine.step(good)
+        before = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+        states = {k: {n: v.clone() for n, v in s.items()} for k, s in engine._optimizer.state.items()}
+        try:
+            engine.step(bad)
+        except NonFiniteError as error:
+            message = str(error)
+        changed = [name for name, tensor in engine.parameters.items() if not torch.equal(tensor, before[name])]
+        for parameter, state in engine._optimizer.state.items():
+            changed += [key for key, value in state.items() if not torch.equal(value, states[parameter][key])]
+        after = engine.step(good).loss
+        engine.close()
+    return message, changed, engine.completed_steps, after
+
+
+def test_nan_stops_all_ranks_and_updates_nothing(pool: Pool) -> None:
+    case = Case(gpt(), loss=poisoned).under((1, 2))
+    for message, changed, steps, after in pool.run(poisoned_step, 3, case):
+        assert "nothing was updated" in message
+        assert not changed
+        assert steps == 2
+        assert after == after
+
+
+def huge(outputs: Tensor, targets: Tensor) -> Tensor:
+    return GPT.loss(outputs, targets) * 1e200
+
+
+def test_gradient_norm_whose_square_overflows(pool: Pool) -> None:
+    """``norm ** 2`` on a Python float raised OverflowError on one rank, and its peers waited."""
+    case = Case(gpt(), loss=huge).under((1, 1))
+    for message in pool.run(unused, 2, case):
+        assert "nothing was updated" in message
+
+
+def test_plan_of_another_model_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    chain, other = describe(gpt()), describe(gpt(layers=3))
+    with mock.patch("parallax.runtime.stage.materialise", side_effect=AssertionError("allocated")):
+        with pytest.raises(PlanError, match="plan again"):
+            Engine.build(chain, make_plan(other), loss=GPT.loss, scratch=tmp_path)
+        with pytest.raises(PlanError, match="needs 2 ranks but 1 run"):
+            Engine.build(chain, make_plan(chain, replicas=(1, 1)), loss=GPT.loss, scratch=tmp_path)
+
+
+def failing_step(case: Case) -> tuple[str, list[str], tuple[int, int], list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        kind, notes = "", []
+        try:
+            engine.step(case.batches()[0])
+        except Exception as error:
+            kind, notes = type(error).__name__, list(error.__notes__)
+        gc.collect()
+        manager = engine._manager
+        assert manager is not None
+        left = (manager.stored_bytes, manager.resident_bytes)
+        after = [engine.step(case.batches()[0]).loss] if engine.mesh.world is None else []
+        engine.close()
+    return kind, notes, left, after
+
+
+def test_exception_in_a_block_releases_what_was_in_flight(pool: Pool) -> None:
+    case = Case(that_fails).under((1,), "offload", schedule="gpipe")
+    ((kind, notes, left, after),) = pool.run(failing_step, 1, case)
+    assert (kind, left) == ("ValueError", (0, 0))
+    assert any("stage 0 of 1, step 0" in note for note in notes)
+    assert after == after
+    first, second = pool.run(failing_step, 2, case.under((1, 1), "offload", schedule="gpipe"))
+    assert second[0] == "ValueError"
+    assert first[0]  # it lost its peer
+    assert first[2] == second[2] == (0, 0)

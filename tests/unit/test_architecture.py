@@ -1,0 +1,116 @@
+"""What keeps the house in order and no type checker sees: layers, private names, weight of an import, the wheel."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "parallax"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_FILE_LINES = 450
+
+# Private names of torch may change with any release, so each stands in one small file and has a reason.
+PRIVATE = {
+    "runtime/replicate.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward"
+}
+
+
+def run(*command: str | Path) -> str:
+    """Output of ``command`` in the checkout; what it printed is the message where it fails."""
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_imports_keep_the_contracts() -> None:
+    tool = Path(sysconfig.get_path("scripts")) / "lint-imports"
+    if not tool.exists():
+        pytest.skip("import-linter is not installed (it comes with the dev extra)")
+    run(tool, "--no-cache", "--no-logo")
+
+
+def private_names(source: str) -> list[str]:
+    """Private names of torch in ``source``, however they were imported; ``_C`` and DDP's reducer on any object."""
+    tree = ast.parse(source)
+    imported, bound = [], {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+            bound |= {alias.asname for alias in node.names if alias.asname and alias.name.startswith("torch.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+            bound |= {alias.asname or alias.name for alias in node.names}
+    found = [name for name in imported if name.startswith("torch.") and _is_private(name)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            plain = dotted.replace(".", "").isidentifier()
+            if node.attr in ("reducer", "_C") or (plain and dotted.split(".")[0] in bound and _is_private(dotted)):
+                found.append(dotted)
+    return found
+
+
+def _is_private(dotted: str) -> bool:
+    return any(word.startswith("_") and not word.startswith("__") for word in dotted.split("."))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch._utils import x",
+        "from torch.distributed import _tensor",
+        "from torch import _C",
+        "torch.cuda._sleep(1)",
+        "torch._C._f()",
+        "ddp.reducer.prepare_for_backward([])",
+        "import torch.distributed as dist\ndist._make()",
+        "from torch import nn\nnn._reduction",
+    ],
+)
+def test_private_names_are_found(source: str) -> None:
+    assert private_names(source)
+
+
+def test_public_names_are_not() -> None:
+    assert not private_names("import torch\nprint(torch.__version__, torch.nn.Linear, self._own, torch.f(self._own).x)")
+
+
+def test_private_names_of_torch_stand_where_they_are_explained() -> None:
+    found = {str(path.relative_to(PACKAGE)): private_names(path.read_text(encoding="utf-8")) for path in MODULES}
+    used = {path: names for path, names in found.items() if names}
+    assert set(used) == set(PRIVATE), used
+
+
+def test_import_is_light() -> None:
+    heavy = run(
+        sys.executable,
+        "-c",
+        "import sys, parallax; print(*({'hydra', 'omegaconf', 'matplotlib', 'tensorboard'} & set(sys.modules)))",
+    )
+    assert heavy.strip() == ""
+
+
+def test_no_file_is_longer_than_one_room() -> None:
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
+    assert not {path: count for path, count in lines.items() if count > LONGEST_FILE_LINES}
+
+
+def test_the_wheel_holds_every_config(tmp_path: Path) -> None:
+    pytest.importorskip("build", reason="build is not installed (it comes with the dev extra)")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    configs = {f"parallax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    code = {str(path.relative_to(ROOT)) for path in MODULES}
+    assert configs
+    assert held >= configs | code | {"parallax/py.typed"}
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in held)
+    assert not [name for name in held if not name.startswith(("parallax/", "parallax_train-"))]

@@ -1,0 +1,315 @@
+"""A model becomes a chain; its weights do not depend on where the chain is cut."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallax.errors import DescribeError
+from parallax.model.describe import (
+    as_tuple,
+    block_seed,
+    build_on_meta,
+    describe,
+    materialise,
+    parameter_names,
+)
+from parallax.model.gpt import GPTConfig
+from parallax.model.mlp import MLPConfig
+
+CPU = torch.device("cpu")
+GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=32, sequence=8)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))  # initialised in __init__ only
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
+        self.register_buffer("hidden", torch.arange(3.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.mask = torch.tril(torch.ones(3, 3))
+        self.hidden.copy_(torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Named(nn.Module):
+    """No chain of its own accord."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.head = nn.Linear(4, 8)
+
+
+class Returning(nn.Module):
+    """``blocks()`` returns what it is told to."""
+
+    def __init__(self, found: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.found = nn.Linear(4, 4), nn.Linear(4, 4), found
+
+    def blocks(self) -> Any:
+        return self.found(self)
+
+
+def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -> dict[str, Tensor]:
+    """All parameters and buffers by their names in the model, materialised stage by stage."""
+    chain = describe(factory, **options)
+    bounds = [0, *cuts, len(chain.blocks)]
+    found: dict[str, Tensor] = {}
+    for low, high in zip(bounds, bounds[1:]):
+        blocks = materialise(chain, low, high, CPU)
+        for name, (i, inner) in parameter_names(chain, low, high).items():
+            tensor = blocks[i - low].state_dict(keep_vars=True)[inner]
+            if name in found:
+                assert torch.equal(found[name], tensor), name
+            found[name] = tensor
+    return found
+
+
+def test_the_three_ways_to_a_chain() -> None:
+    assert [b.name for b in describe(GPT.build).blocks] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert [b.name for b in describe(MLPConfig(layers=2).build).blocks] == ["0", "1", "2", "3"]
+    named = describe(Named, blocks=["embed", "layers.*", "head"])
+    assert [b.name for b in named.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    assert [b.prefix for b in named.blocks][:2] == ["embed.", "layers.0."]
+    assert all(p.is_meta for b in named.blocks for p in b.module.parameters())
+
+
+def test_members_of_a_list_stay_in_their_order() -> None:
+    chain = describe(lambda: Named(12), blocks=["embed", "layers.*", "head"])
+    assert [b.name for b in chain.blocks][1:-1] == [f"layers.{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("factory", "blocks", "message"),
+    [
+        (Named, (), r"Named is no chain of blocks: give the model a method blocks\(\)"),
+        (nn.Sequential, (), r"Sequential is no chain of blocks"),
+        (Named, ["embed", "layer.*"], r"model.blocks: layer.\* matches no module of Named; it has embed, layers, head"),
+        (Named, ["embed", "head"], r"layers.0.weight is in no block: give the model"),
+        (Named, ["layers", "layers.*"], r"Linear is in block layers and in block layers.0: a module belongs to one"),
+        (lambda: Returning(lambda m: [m.first, m.second, m.first]), (), "Linear is in block first and in block first"),
+        (lambda: Returning(lambda m: []), (), r"blocks\(\) of Returning must return modules, at least one; got \[\]"),
+        (lambda: Returning(lambda m: [1, 2]), (), r"must return modules, at least one; got \[1, 2\]"),
+        (lambda: Returning(lambda m: None), (), r"must return modules, at least one; got None"),
+        (lambda: Returning(lambda m: 7), (), r"must return modules, at least one; got 7"),
+        (lambda: Returning(lambda m: [nn.ReLU()]), (), r"returned a ReLU that is not part of the model"),
+        (lambda: 3, (), r"the model factory returned a int; it must return an nn.Module"),
+        (lambda: nn.Sequential(nn.Linear(2, 2, device="cpu")), (), r"0.weight of Sequential was built on cpu: let the"),
+    ],
+)
+def test_errors_say_what_to_do(factory: Any, blocks: Any, message: str) -> None:
+    with pytest.raises(DescribeError, match=message):
+        describe(factory, blocks=blocks)
+
+
+def test_a_factory_that_needs_values_is_refused_with_a_reason() -> None:
+    def factory() -> nn.Module:
+        size = int(torch.ones(1).item())  # no values on meta
+        return nn.Sequential(nn.Linear(size, 2))
+
+    with pytest.raises(DescribeError, match="meta device"):
+        build_on_meta(factory)
+
+
+@pytest.mark.parametrize("factory", [GPT.build, MLPConfig(layers=3, hidden=8, embedding=2, sequence=4).build])
+def test_weights_are_the_same_under_every_plan(factory: Callable[[], nn.Module]) -> None:
+    whole = weights(factory, [], seed=3)
+    count = len(describe(factory).blocks)
+    for cuts in [[1], [2], [1, 2, 3], list(range(1, count))]:
+        parts = weights(factory, cuts, seed=3)
+        assert parts.keys() == whole.keys()
+        assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    other = weights(factory, [], seed=4)
+    assert any(not torch.equal(other[name], whole[name]) for name in whole)
+    assert set(whole) <= set(dict(factory().state_dict()))
+
+
+def test_tied_parameters() -> None:
+    chain = describe(GPT.build, seed=2)
+    assert chain.ties == {"embedding.token.weight": ((0, "token.weight"), (4, "linear.weight"))}
+    whole = materialise(chain, 0, 5, CPU)
+    assert whole[4].get_parameter("linear.weight") is whole[0].get_parameter("token.weight")
+    (head,) = materialise(chain, 4, 5, CPU)
+    (embedding,) = materialise(chain, 0, 1, CPU)
+    assert torch.equal(head.get_parameter("linear.weight"), embedding.get_parameter("token.weight"))
+    assert torch.equal(head.get_parameter("linear.weight"), whole[0].get_parameter("token.weight"))
+    assert parameter_names(chain, 4, 5)["embedding.token.weight"] == (4, "linear.weight")
+    names = parameter_names(chain, 0, 5)
+    assert names["embedding.token.weight"] == (0, "token.weight")
+    assert "head.linear.weight" not in names
+
+
+def test_a_parameter_tied_in_three_places_takes_its_first_users_values() -> None:
+    def factory() -> nn.Module:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        model[2].weight = model[3].weight = model[1].weight
+        return model
+
+    whole = materialise(describe(factory), 0, 4, CPU)
+    (alone,) = materialise(describe(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])), 1, 2, CPU)
+    assert torch.equal(whole[1].weight, alone.weight)
+    assert whole[1].weight is whole[2].weight is whole[3].weight
+    later = materialise(describe(factory), 2, 4, CPU)
+    assert later[0].weight is later[1].weight
+    assert torch.equal(later[0].weight, whole[1].weight)
+
+
+def test_a_parameter_tied_inside_one_block_is_one_parameter() -> None:
+    def factory() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        inner[1].weight = inner[0].weight
+        return nn.Sequential(nn.Linear(4, 4), inner)
+
+    chain = describe(factory)
+    (block,) = materialise(chain, 1, 2, CPU)
+    assert block[0].weight is block[1].weight
+    assert sorted(parameter_names(chain, 1, 2)) == ["1.0.bias", "1.0.weight", "1.1.bias"]
+
+
+def test_a_module_that_cannot_initialise_itself(caplog: pytest.LogCaptureFixture) -> None:
+    def factory() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), Head(), nn.Linear(4, 4))
+
+    with caplog.at_level(logging.WARNING, logger="parallax"):
+        whole = weights(factory, [], seed=3)
+    assert "building all of it on the host" in caplog.text
+    assert torch.equal(whole["1.scale"], torch.ones(4))
+    for cuts in ([1], [2], [1, 2]):
+        parts = weights(factory, cuts, seed=3)
+        assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_a_host_build_keeps_ties() -> None:
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), Head(), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        return model
+
+    whole, parts = weights(factory, []), weights(factory, [1, 2])
+    assert "2.weight" not in whole
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    blocks = materialise(describe(factory), 0, 3, CPU)
+    assert blocks[0].weight is blocks[2].weight
+
+
+class _Allocated(TorchDispatchMode):
+    """Bytes of CPU storages that operators create."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._seen = 0, {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in [result] if isinstance(result, Tensor) else []:
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta and storage.data_ptr() not in self._seen:
+                self._seen[storage.data_ptr()] = storage  # alive, so that no address comes twice
+                self.bytes += storage.nbytes()
+        return result
+
+
+def test_a_rank_allocates_its_own_stage_only() -> None:
+    chain = describe(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    with _Allocated() as seen:
+        blocks = materialise(chain, 2, 4, CPU)
+    held = sum(p.nbytes for block in blocks for p in block.parameters())
+    assert held == 2 * (64 * 64 + 64) * 4
+    assert held <= seen.bytes <= held + 1024
+    with _Allocated() as seen:
+        describe(GPT.build)
+    assert seen.bytes == 0
+
+
+def test_buffers_have_their_values() -> None:
+    chain = describe(lambda: nn.Sequential(nn.Linear(4, 4), Buffered()))
+    (block,) = materialise(chain, 1, 2, CPU)
+    assert torch.equal(block.norm.running_mean, torch.zeros(4))
+    assert torch.equal(block.norm.running_var, torch.ones(4))
+    assert block.norm.num_batches_tracked.item() == 0
+    assert block.norm.num_batches_tracked.dtype is torch.int64
+    assert torch.equal(block.mask, torch.tril(torch.ones(3, 3)))
+    assert torch.equal(block.hidden, torch.arange(3.0))
+    assert "1.mask" in parameter_names(chain, 1, 2)
+    assert "1.hidden" not in parameter_names(chain, 1, 2)
+
+
+def test_a_buffer_that_only_the_constructor_knows(caplog: pytest.LogCaptureFixture) -> None:
+    """A child's buffer without reset_parameters is not lost: the model is built on the host."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0))
+
+    chain = describe(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Rotary(), nn.Linear(4, 4))))
+    (block,) = materialise(chain, 1, 2, CPU)
+    assert torch.equal(block[0].table, torch.arange(4.0))
+    assert "on the host" in caplog.text
+
+
+def test_the_callers_random_state_is_untouched() -> None:
+    for factory in (GPT.build, lambda: nn.Sequential(nn.Linear(4, 4), Head())):
+        before = torch.random.get_rng_state()
+        chain = describe(factory)
+        first = materialise(chain, 0, 1, CPU)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        torch.manual_seed(99)
+        again = materialise(chain, 0, 1, CPU)
+        assert all(torch.equal(a, b) for a, b in zip(first[0].parameters(), again[0].parameters()))
+
+
+def test_types_of_numbers() -> None:
+    chain = describe(GPT.build, dtype=torch.float64)
+    (block,) = materialise(chain, 0, 1, CPU)
+    assert {p.dtype for p in block.parameters()} == {torch.float64}
+    single = materialise(describe(GPT.build), 0, 1, CPU)[0]
+    for a, b in zip(single.parameters(), block.parameters()):
+        assert torch.equal(a.double(), b)  # the same numbers
+
+
+def test_fingerprint_tells_models_apart() -> None:
+    base = describe(GPT.build).fingerprint()
+    assert base == describe(GPT.build, seed=9).fingerprint()
+    for change in ({"hidden": 18}, {"layers": 4}, {"tied": False}, {"vocabulary": 33}, {"dropout": 0.5}):
+        other = GPTConfig(**{"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32, "sequence": 8, **change})  # type: ignore[arg-type]
+        assert describe(other.build).fingerprint() != base, change
+    assert describe(GPT.build, dtype=torch.float64).fingerprint() != base
+
+
+def test_block_seeds_are_pinned_and_unrelated() -> None:
+    assert block_seed(1, 2, 3) == block_seed(1, 2, 3)
+    assert len({block_seed(s, *w) for s in range(5) for w in [(0,), (1,), (0, 1), (1, 0)]}) == 20
+    assert 0 <= block_seed(0) < 2**63
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {"a": torch.ones(1)}, (torch.ones(1), 2)])
+def test_blocks_return_tensors(value: Any) -> None:
+    if value == []:
+        assert as_tuple(value) == ()
+    else:
+        with pytest.raises(DescribeError, match="must return a tensor or a tuple of tensors"):
+            as_tuple(value)

@@ -1,0 +1,260 @@
+"""The profiler against bytes that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+from parallax.model import measure as module
+from parallax.model.describe import describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.measure import measure
+from parallax.model.precision import PrecisionConfig
+from parallax.plan.profile import BlockCost, ModelProfile
+
+CPU = torch.device("cpu")
+WIDE, FLOAT = 64, 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "SECONDS_PER_BLOCK", 0.0)
+
+
+class Both(nn.Module):
+    """Linear, GELU, norm, linear: each saves something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDE, 2 * WIDE), nn.LayerNorm(2 * WIDE), nn.Linear(2 * WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(F.gelu(self.up(x))))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(self.linear(x))  # saves its output, which the next block's linear saves again
+
+
+def chain_of(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[part() for part in parts])
+
+
+def linear(entering: int = WIDE, leaving: int = WIDE) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(entering, leaving)
+
+
+def sample(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    return (torch.randn(rows, WIDE),), torch.zeros(rows, WIDE)
+
+
+def profile_of(factory: Callable[[], nn.Module], rows: tuple[int, ...] = (2, 4), **options: Any) -> ModelProfile:
+    fields: dict[str, Any] = {
+        "device": CPU,
+        "precision": PrecisionConfig(),
+        "minimum_bytes": 1,
+        "loss": F.mse_loss,
+        "sample": sample,
+        **options,
+    }
+    loss, batch = fields.pop("loss"), fields.pop("sample")
+    dtype = fields["precision"].parameter_dtype
+    return measure(describe(factory, dtype=dtype), loss, batch, rows, **fields)
+
+
+def numbers(block: BlockCost, rows: int) -> tuple[float, float, float, float]:
+    return tuple(line.at(rows) for line in (block.moved, block.stays, block.input, block.output))  # type: ignore[return-value]
+
+
+def test_saved_bytes_by_hand() -> None:
+    found = profile_of(chain_of(linear(), Both, linear())).blocks
+    row = WIDE * FLOAT
+    assert numbers(found[0], 3) == (3 * row, 0, 3 * row, 3 * row)  # the rows of the batch
+    # up saves its input, gelu, norm and down theirs; the norm's mean and inverse deviation are a number per row each.
+    assert numbers(found[1], 3) == (3 * (row + 3 * 2 * row + 2 * FLOAT), 0, 3 * row, 3 * row)
+    assert [block.parameters for block in found] == [WIDE * WIDE + WIDE, 4 * WIDE * WIDE + 7 * WIDE, WIDE * WIDE + WIDE]
+    assert [block.parameter_bytes for block in found] == [FLOAT * block.parameters for block in found]
+
+
+def test_small_tensors_stay() -> None:
+    found = profile_of(chain_of(linear(), Both, linear()), minimum_bytes=100).blocks[1]
+    row = WIDE * FLOAT
+    assert found.moved.at(4) == 4 * (row + 3 * 2 * row)
+    assert found.stays.at(4) == 4 * 2 * FLOAT
+
+
+def test_the_loss_is_part_of_the_last_block() -> None:
+    plain = profile_of(chain_of(linear(), linear()), loss=lambda outputs, targets: outputs.sum()).blocks
+    squared = profile_of(chain_of(linear(), linear()), loss=lambda outputs, targets: (outputs**2).sum() + 0).blocks
+    assert plain[0].moved == squared[0].moved
+    assert squared[1].moved.at(4) - plain[1].moved.at(4) == 4 * WIDE * FLOAT  # the square saves the outputs
+    assert squared[1].output.at(4) == 4 * WIDE * FLOAT  # of the block, not of the loss
+
+
+def test_equal_blocks_are_measured_once() -> None:
+    said: list[str] = []
+    found = profile_of(chain_of(linear(), *[Both] * 5, linear()), progress=said.append).blocks
+    measured = [text.split("(")[1].split(")")[0] for text in said if "measuring" in text]
+    assert measured == ["0", "1", "6"] * 2  # at each of two numbers of rows
+    assert [block.name for block in found] == [str(i) for i in range(7)]
+    costs = {(b.forward_seconds, b.backward_seconds, b.moved) for b in found[1:6]}
+    assert len(costs) == 1
+
+
+def test_the_first_block_needs_no_gradient_of_its_input() -> None:
+    said: list[str] = []
+    profile_of(chain_of(linear(), linear(), linear(), linear()), progress=said.append)
+    measured = [text.split("(")[1].split(")")[0] for text in said if "measuring" in text]
+    assert measured == ["0", "1", "3"] * 2
+
+
+def test_a_profile_is_measured_once_and_keyed_by_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    plain = module._Bench.run
+    monkeypatch.setattr(module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest))
+    factory = chain_of(linear(), Both)
+    first = profile_of(factory)
+    assert runs == [2, 4]
+    assert profile_of(factory) == first
+    assert runs == [2, 4]
+
+    def fresh(**options: Any) -> None:
+        runs.clear()
+        profile_of(options.pop("factory", factory), **options)
+        assert runs, options
+
+    fresh(factory=chain_of(linear(), linear()))
+    fresh(rows=(2, 8))
+    fresh(precision=PrecisionConfig(compute="bf16"))
+    fresh(minimum_bytes=64)
+    fresh(allocator="exact")
+    fresh(loss=F.l1_loss)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        fresh()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_damaged_cache_is_measured_again(tmp_path: Path) -> None:
+    first = profile_of(chain_of(linear()))
+    (path,) = tmp_path.rglob("profile-*.json")
+    path.write_text(path.read_text()[:-30])
+    again = profile_of(chain_of(linear()))
+    assert again.blocks[0].moved == first.blocks[0].moved
+    assert ModelProfile.load(path) == again
+
+
+def test_the_name_is_the_callers_also_from_the_cache() -> None:
+    assert profile_of(chain_of(linear()), name="one").model == "one"
+    assert profile_of(chain_of(linear()), name="two").model == "two"
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (
+            chain_of(linear(), linear(32)),
+            r"block Linear does not take what the block before it returns \(torch.float32 \(2, 64",
+        ),
+        (chain_of(linear(), lambda: nn.Bilinear(4, 4, 4)), "block Bilinear does not take"),
+        (chain_of(linear(), lambda: nn.LSTM(WIDE, 8)), "a block returned tuple; it must return a tensor"),
+    ],
+)
+def test_blocks_that_do_not_fit_together(factory: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(DescribeError, match=message):
+        profile_of(factory)
+
+
+def test_peaks_by_hand() -> None:
+    """Linear-sized tensors: exp(x + 1) · 2 holds one temporary beyond what stays."""
+
+    class Temporaries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDE))
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight  # saves x; y is saved by exp's successor only
+            return torch.exp(y + 1)  # saves its output
+
+    row = 1024 * WIDE * FLOAT
+
+    def big(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (torch.randn(rows * 1024, WIDE),), torch.zeros(rows * 1024, WIDE)
+
+    found = profile_of(chain_of(linear(), Temporaries, linear()), sample=big).blocks[1]
+    # Forward: y and y + 1 live beside the output while exp runs.
+    assert found.forward_work.at(2) == pytest.approx(2 * 2 * row, rel=0.1)
+    # Backward: exp's gradient, the input's gradient, x · gradient for the weight before it is summed.
+    assert 2 * row <= found.backward_work.at(1) <= 3.2 * row
+
+
+def test_costs_are_lines_in_the_rows() -> None:
+    factory = chain_of(linear(), Both, linear())
+    narrow, wide = profile_of(factory, (2, 4)).blocks, profile_of(factory, (8, 16)).blocks
+    for a, b in zip(narrow, wide):
+        assert numbers(a, 12) == numbers(b, 12)
+    single = profile_of(factory, (4,)).blocks
+    assert numbers(single[1], 4) == numbers(narrow[1], 4)
+
+
+def test_ties() -> None:
+    config = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=32, sequence=8)
+
+    def tokens(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (torch.randint(0, 32, (rows, 8)),), torch.randint(0, 32, (rows, 8))
+
+    found = profile_of(config.build, loss=GPT.loss, sample=tokens)
+    assert found.ties == ((32 * 16 * FLOAT, (0, 3)),)
+    total = sum(p.numel() for p in config.build().parameters()) * FLOAT
+    assert found.unique_parameter_bytes(range(4)) == total
+
+
+def test_casts_of_weights_stay() -> None:
+    plain = profile_of(chain_of(linear(), linear(), linear())).blocks[1]
+    cast = profile_of(chain_of(linear(), linear(), linear()), precision=PrecisionConfig(compute="bf16")).blocks[1]
+    assert plain.stays.at(4) == 0
+    assert plain.moved.at(4) == 4 * WIDE * FLOAT  # its input
+    assert cast.stays.fixed >= WIDE * WIDE * 2  # autocast's copy of the weight
+    assert cast.moved.at(4) < WIDE * WIDE * 2
+    assert cast.output.at(4) == 4 * WIDE * 2
+
+
+def test_buffers_and_numbers_in_double_precision() -> None:
+    class Normed(nn.BatchNorm1d):
+        pass
+
+    found = profile_of(
+        chain_of(linear(), lambda: Normed(WIDE), linear()),
+        precision=PrecisionConfig(parameters="fp64", compute="fp64"),
+        sample=lambda n: ((torch.randn(n, WIDE, dtype=torch.float64),), torch.zeros(n, WIDE, dtype=torch.float64)),
+    ).blocks[1]
+    assert found.buffer_bytes == 2 * WIDE * 8 + 8
+    assert found.parameter_bytes == 2 * WIDE * 8
+
+
+def test_measuring_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(1)
+    batch = sample(4)
+    before = torch.random.get_rng_state()
+    cut = lambda n: ((batch[0][0][:n],), batch[1][:n])  # noqa: E731
+    profile_of(chain_of(linear(), lambda: nn.Dropout(0.5), linear()), sample=cut)
+    assert torch.equal(torch.random.get_rng_state(), before)
