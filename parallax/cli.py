@@ -44,7 +44,7 @@ DOCTOR_EXAMPLES = """examples:
 
 
 PATIENCE_SECONDS = 1.5
-_BROKEN = re.compile(r"gloo/|[Cc]onnection (closed|reset|refused)|Broken pipe")
+_BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,7 +36,6 @@ from parallax.runtime.engine import Engine
 from parallax.train.loop import PREDICTED_EVENTS, train
 
 RUNS = Path("runs")
-TIMEOUT_SECONDS = 600.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -172,7 +171,7 @@ def work(overrides: Sequence[str], directory: Path | None) -> int:
     """
     if sys.platform == "linux":  # no rank is left over when the launcher is killed
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    start_processes(TIMEOUT_SECONDS, os.environ.get("PARALLAX_RENDEZVOUS"))
+    start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
     run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
     _compare(run)
     _train(run)

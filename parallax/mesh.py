@@ -15,6 +15,8 @@ import torch.distributed as dist
 from parallax.errors import PlanError
 from parallax.plan.plan import Plan
 
+TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -58,19 +60,19 @@ class Mesh:
         own: dist.ProcessGroup | None = None
         for index in range(len(plan.stages)):
             ranks = list(plan.ranks(index))
-            group = dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
+            group = _group(ranks, backend) if len(ranks) > 1 else None
             own = group if index == stage else own
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
-            group = dist.new_group([r for s in stages for r in plan.ranks(s)], backend=backend)
+            group = _group([r for s in stages for r in plan.ranks(s)], backend)
             if stage in stages:
                 ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
-        back = dist.new_group() if dist.is_initialized() else None
+        back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
         edges: dict[tuple[int, int], dist.ProcessGroup] = {}
         for low, high in _neighbours(plan) if direct else ():
-            edges[low, high] = dist.new_group([low, high], backend=backend)
-            edges[high, low] = dist.new_group([low, high], backend=backend)
+            edges[low, high] = _group([low, high], backend)
+            edges[high, low] = _group([low, high], backend)
         return cls(plan, rank, stage, replica, device, world, own, ties, world, back, edges)
 
     @property
@@ -122,23 +124,27 @@ class Mesh:
         return found
 
 
+def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    """A new group; torch would give it its own default timeout instead of the world's."""
+    return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
+
+
 def _neighbours(plan: Plan) -> Iterator[tuple[int, int]]:
     """Every two ranks of neighbour stages that may share rows."""
     for index in range(len(plan.stages) - 1):
         yield from itertools.product(plan.ranks(index), plan.ranks(index + 1))
 
 
-def start_processes(timeout_seconds: float, file: str | None = None) -> None:
+def start_processes(file: str | None = None) -> None:
     """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
 
     Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address.
     """
-    timeout = datetime.timedelta(seconds=timeout_seconds)
     if file is None:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         return
     rank, size, restart = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    dist.init_process_group("gloo", init_method=f"file://{file}-{restart}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{file}-{restart}", rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 def stop_processes() -> None:

@@ -45,6 +45,7 @@ class _Measured:
     backward_seconds: float
     moved: int
     stays: int
+    by_loss: int
     entering: int
     leaving: int
     forward_work: int
@@ -160,7 +161,7 @@ class _Bench:
             for leaf in (*leaves, anchor):
                 leaf.grad = None
 
-        moved, stays, new = self._saved(block, entering, forward)
+        moved, stays, by_loss, new = self._saved(block, entering, targets)
         forward_seconds, backward_seconds = self._time(forward, backward)
         forward_peak, backward_peak = self._peaks(forward, backward)
         leaving = sum(tensor.nbytes for tensor in outputs)
@@ -170,6 +171,7 @@ class _Bench:
             backward_seconds=backward_seconds,
             moved=moved,
             stays=stays,
+            by_loss=by_loss,
             entering=sum(tensor.nbytes for tensor in inputs),
             leaving=leaving,
             forward_work=max(0, forward_peak - new),
@@ -187,18 +189,22 @@ class _Bench:
                     f"block {type(block).__name__} does not take what the block before it returns ({shapes}): "
                     f"{str(error).splitlines()[0]}"
                 ) from error
-            if targets is None:
-                return outputs
+            return outputs if targets is None else self._add_loss(outputs, targets)
+
+    def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+        with self._precision.autocast(self._device.type):
             return (self._loss(outputs[0] if len(outputs) == 1 else outputs, targets),)
 
     def _saved(
-        self, block: nn.Module, entering: tuple[Tensor, ...], forward: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[int, int, int]:
-        """Bytes saved for backward that may move, that stay, and all that a forward newly leaves behind."""
+        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
+    ) -> tuple[int, int, int, int]:
+        """Bytes saved for backward that may move, that stay, that the loss saves (it runs after the block, so they
+        are neither offloaded nor recomputed), and all that a forward newly leaves behind."""
         selector = Selector([*block.parameters(), *block.buffers()], self._minimum)
         held = {t.untyped_storage().data_ptr() for t in [*block.parameters(), *block.buffers()]}
         entered = {t.untyped_storage().data_ptr() for t in entering}
         sizes: dict[int, tuple[int, bool]] = {}
+        lost: dict[int, int] = {}
         alive = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -208,13 +214,23 @@ class _Bench:
                 alive.append(storage)  # so that no address is used twice
             return tensor
 
+        def pack_loss(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            lost[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)
+            return tensor
+
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = forward()
-        left = {address: size for address, (size, _) in sizes.items() if address not in entered}
+            results = self._forward(block, entering, None)
+        if targets is not None:
+            with torch.autograd.graph.saved_tensors_hooks(pack_loss, lambda tensor: tensor):
+                results = self._add_loss(results, targets)
+        sizes = {address: found for address, found in sizes.items() if address not in lost}
+        left = {address: size for address, (size, _) in sizes.items() if address not in entered} | lost
         left |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in results}
         moved = sum(size for size, moves in sizes.values() if moves)
         stays = sum(size for size, moves in sizes.values() if not moves)
-        return moved, stays, sum(left.values())
+        return moved, stays, sum(lost.values()), sum(left.values())
 
     def _time(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[float, float]:
         """Lower quartiles: what disturbs a measurement only ever adds to it. The first run warms up."""
@@ -304,6 +320,7 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
         backward_seconds=line("backward_seconds"),
         moved=line("moved"),
         stays=line("stays"),
+        by_loss=line("by_loss"),
         input=line("entering"),
         output=line("leaving"),
         forward_work=line("forward_work"),

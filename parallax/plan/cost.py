@@ -90,6 +90,7 @@ def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
         forward_work += saved + stays
         backward_work += saved + stays
         backward += forward
+    kept += math.ceil(cost.by_loss.at(rows))
     return BlockLoad(forward, backward, kept, moved, forward_work, backward_work)
 
 

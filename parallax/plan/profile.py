@@ -43,6 +43,7 @@ class BlockCost:
 
     ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
     ``stays``   bytes saved for backward that are never moved: small tensors, casts of parameters
+    ``by_loss`` bytes that the loss saves after the last block: they stay under every directive
     ``input``   bytes of the tensors that enter the block; ``output`` of those that leave it
     ``forward_work`` and ``backward_work``: bytes that live only while the block runs, beyond its input, output,
     saved activations and (backward) parameter gradients
@@ -56,6 +57,7 @@ class BlockCost:
     backward_seconds: Affine
     moved: Affine
     stays: Affine = Affine()
+    by_loss: Affine = Affine()
     input: Affine
     output: Affine
     forward_work: Affine = Affine()

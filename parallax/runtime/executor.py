@@ -131,7 +131,11 @@ class Executor:
                 self._post(receive)
             for action, receives in zip(actions, following):
                 start = time.perf_counter()
-                waited = self._execute(action, step, update)
+                try:
+                    waited = self._execute(action, step, update)
+                except Exception as error:
+                    error.add_note(f"action {action}")
+                    raise
                 end = time.perf_counter()
                 kind, stage, micro = str(action.kind), action.stage, action.micro
                 spans.append(Span(self._mesh.rank, step.index, kind, stage, micro, start, end, waited))

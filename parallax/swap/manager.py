@@ -323,8 +323,9 @@ class SwapManager:
                 self._store.free(record.slot)
                 record.slot = None
         if self._lingering:
-            self._resident -= sum(size for watch, size in self._lingering if watch() is None)
-            self._lingering = [(watch, size) for watch, size in self._lingering if watch() is not None]
+            still = [(watch, size) for watch, size in self._lingering if watch() is not None]
+            self._resident -= sum(size for _, size in self._lingering) - sum(size for _, size in still)
+            self._lingering = still
         while self._writing:
             record = self._writing[0]
             if record.state is State.QUEUED and record.claim() is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,7 @@ def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -
     chain = describe(factory, **options)
     bounds = [0, *cuts, len(chain.blocks)]
     found: dict[str, Tensor] = {}
-    for low, high in zip(bounds, bounds[1:]):
+    for low, high in itertools.pairwise(bounds):
         blocks = materialise(chain, low, high, CPU)
         for name, (i, inner) in parameter_names(chain, low, high).items():
             tensor = blocks[i - low].state_dict(keep_vars=True)[inner]

@@ -18,6 +18,10 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.measure import measure
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.manager import SwapConfig
+from tests.plans import make_plan
 
 CPU = torch.device("cpu")
 WIDE, FLOAT = 64, 4
@@ -100,7 +104,10 @@ def test_the_loss_is_part_of_the_last_block() -> None:
     plain = profile_of(chain_of(linear(), linear()), loss=lambda outputs, targets: outputs.sum()).blocks
     squared = profile_of(chain_of(linear(), linear()), loss=lambda outputs, targets: (outputs**2).sum() + 0).blocks
     assert plain[0].moved == squared[0].moved
-    assert squared[1].moved.at(4) - plain[1].moved.at(4) == 4 * WIDE * FLOAT  # the square saves the outputs
+    assert squared[1].moved == plain[1].moved
+    assert plain[1].by_loss.at(4) == 0
+    assert squared[1].by_loss.at(4) == 4 * WIDE * FLOAT  # the square saves the outputs
+    assert squared[0].by_loss.at(4) == 0
     assert squared[1].output.at(4) == 4 * WIDE * FLOAT  # of the block, not of the loss
 
 
@@ -258,3 +265,33 @@ def test_measuring_leaves_the_random_state_alone() -> None:
     cut = lambda n: ((batch[0][0][:n],), batch[1][:n])  # noqa: E731
     profile_of(chain_of(linear(), lambda: nn.Dropout(0.5), linear()), sample=cut)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(compute="bf16")], ids=str)
+def test_what_is_predicted_is_what_the_swap_manager_moves(precision: PrecisionConfig, scratch: Path) -> None:
+    """Once 6% apart: a block's input was taken for a leaf that stays, and what the loss saves for offloaded."""
+    config = GPTConfig(layers=2, hidden=64, heads=2, vocabulary=64, sequence=32)
+    chain, tokens = describe(config.build), torch.randint(0, 64, (4, 33))
+    found = profile_of(
+        config.build,
+        loss=GPT.loss,
+        sample=lambda n: ((tokens[:n, :-1],), tokens[:n, 1:]),
+        precision=precision,
+        minimum_bytes=1100,  # more than the tokens
+    )
+    batch = TensorRows(tokens[:, :-1], tokens[:, 1:])
+    engine = Engine.build(
+        chain,
+        make_plan(chain, global_batch=4, microbatch=4, directive="offload"),
+        loss=GPT.loss,
+        precision=precision,
+        swap=SwapConfig(minimum_bytes=1100),
+        scratch=scratch,
+    )
+    try:
+        engine.gradients(batch)
+        assert engine._manager is not None
+        statistics = engine._manager.take_statistics()
+    finally:
+        engine.close()
+    assert statistics.bytes_out + statistics.bytes_cancelled == sum(block.moved.at(4) for block in found.blocks)

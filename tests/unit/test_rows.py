@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ def test_parts_cover_all_rows_and_differ_by_one_at_most(rows: int, parts: int) -
         bounds = [cut(rows, parts, i) for i in range(parts)]
         assert bounds[0][0] == 0
         assert bounds[-1][1] == rows
-        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
         sizes = {b - a for a, b in bounds}
         assert max(sizes) - min(sizes) <= 1
 

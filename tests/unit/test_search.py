@@ -374,3 +374,12 @@ def test_stage_plans_are_what_the_loads_say() -> None:
             isinstance(n, int) for n in (load.kept_bytes, load.moved_bytes, load.forward_work, load.backward_work)
         )
     assert isinstance(search(layers(2), cluster(2), PlanConfig(), global_batch=2)[0].stages[0], StagePlan)
+
+
+def test_what_the_loss_saves_stays_under_every_directive() -> None:
+    cost = block(moved=100, stays=10, input=30, by_loss=1000)
+    kept = [
+        load_block(cost, directive, 1).kept_bytes
+        for directive in (Directive.KEEP, Directive.OFFLOAD, Directive.RECOMPUTE)
+    ]
+    assert kept == [1110, 1010, 1030]

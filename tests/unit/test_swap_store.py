@@ -220,6 +220,24 @@ def test_a_truncated_file_is_never_stale_data(scratch: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("size", [3 * MIB, 3 * MIB + 5])
+@pytest.mark.parametrize("damage", ["flipped bit", "flipped bit at the end", "hole"])
+def test_a_damaged_file_is_never_stale_data(scratch: Path, size: int, damage: str) -> None:
+    store = disk(scratch)
+    slot, pending = store.write(noise(size))
+    pending.wait()
+    if damage == "hole":
+        os.ftruncate(store._file, MIB)
+        os.ftruncate(store._file, size)
+    else:
+        at = size - 1 if damage.endswith("end") else 1234567
+        (byte,) = os.pread(store._file, 1, at)
+        os.pwrite(store._file, bytes([byte ^ 16]), at)
+    with pytest.raises(SwapError, match=r"3\.0 MiB at byte 0 of the swap file in .*swap are not what was written"):
+        store.read(slot, noise(size)).wait()
+    store.close()
+
+
 def fails_and_recovers(folder: Path) -> str:
     """The message of a step on a disk that is full; then everything is let go of, and a small step works."""
     manager = SwapManager(disk(folder), limit_bytes=8 * MIB)
