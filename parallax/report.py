@@ -159,32 +159,28 @@ def plan_table(plan: Plan, profile: ModelProfile) -> Table:
     """The plan for people: a row per stage, the prediction in the caption."""
     prediction = plan.prediction
     table = Table(
+        box=box.SIMPLE_HEAD,
         title=f"{plan.model}: {sum(block.parameters for block in profile.blocks):,} parameters in {plan.blocks} blocks",
         caption=(
             f"{plan.schedule}, {plan.micro_batches(plan.global_batch)} micro-batches of {plan.microbatch} row(s); "
-            f"predicted: {prediction.step_seconds:.3f} s per step, bubble {prediction.bubble:.0%}"
+            f"predicted: {prediction.step_seconds:.3f} s per step, bubble {prediction.bubble:.0%}, "
+            f"budget {format_bytes(min(rank.budget_bytes for rank in prediction.ranks))} per device"
         ),
+        title_justify="left",
+        caption_justify="left",
     )
-    for heading in (
-        "stage",
-        "blocks",
-        "replicas",
-        "activations",
-        "peak of budget",
-        f"to {plan.tier} per step",
-    ):
+    for heading in ("stage", "blocks", "replicas", "activations", "peak of budget", f"to {plan.tier}/step"):
         table.add_column(heading, justify="left" if heading == "activations" else "right")
     for index, stage in enumerate(plan.stages):
         ranks = [prediction.ranks[rank] for rank in plan.ranks(index)]
         counts = [f"{d} {stage.directives.count(d)}" for d in Directive if d in stage.directives]
-        first, last = profile.blocks[stage.start].name, profile.blocks[stage.stop - 1].name
         fullest = max(ranks, key=lambda rank: rank.peak_bytes / rank.budget_bytes)
         table.add_row(
             str(index),
-            first if stage.stop - stage.start == 1 else f"{first} … {last}",
+            f"{stage.start}–{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
             str(stage.replicas),
             ", ".join(counts),
-            f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.budget_bytes)}",
+            f"{format_bytes(fullest.peak_bytes)} ({fullest.peak_bytes / fullest.budget_bytes:.0%})",
             format_bytes(sum(rank.offloaded_bytes for rank in ranks)),
         )
     return table
