@@ -166,6 +166,8 @@ def plan_table(plan: Plan, profile: ModelProfile) -> Table:
             f"predicted: {prediction.step_seconds:.3f} s per step, bubble {prediction.bubble:.0%}, "
             f"budget {format_bytes(min(rank.budget_bytes for rank in prediction.ranks))} per device"
         ),
+        collapse_padding=True,
+        pad_edge=False,
         title_justify="left",
         caption_justify="left",
     )
