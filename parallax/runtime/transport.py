@@ -54,8 +54,8 @@ class Staging(Protocol):
         """An empty buffer of ``count`` bytes."""
 
     def send(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]) -> None:
-        """Copy ``tensors`` into ``targets``, parts of a buffer, then call ``post``: in order with all earlier sends, and
-        without blocking the device."""
+        """Copy ``tensors`` into ``targets``, parts of a buffer, then call ``post``: in order with all earlier sends,
+        and without blocking the device."""
 
     def up(self, buffer: Tensor) -> Tensor:
         """A received buffer on the device."""
