@@ -50,7 +50,8 @@ _BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pi
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     parsed = _parser().parse_args(arguments)
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("parallax").setLevel(logging.INFO)  # others' remarks (fonts, imports) are not the user's
     try:
         code: int = parsed.call(parsed)
         return code
