@@ -201,7 +201,7 @@ class _Request:
             return InfeasiblePlan(
                 f"plan.stages={self.config.stages} with plan.replicas={self.config.replicas} does not use {devices} "
                 f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
-                f"set cluster.devices, or leave plan.replicas=auto"
+                f"set cluster.devices{self._devices_asked()}, or leave plan.replicas=auto"
             )
         needed = self._least_memory()
         if math.isinf(needed):
@@ -342,6 +342,13 @@ class _Request:
         most = min(len(self.cluster.devices), len(self.profile.blocks))
         wanted = range(1, most + 1) if self.config.stages == AUTO else [int(self.config.stages)]
         return [stages for stages in wanted if stages <= most and self._replicas_fit(stages)]
+
+    def _devices_asked(self) -> str:
+        """``=N`` where stages and replicas say how many devices they mean."""
+        stages, replicas = self.config.stages, self.config.replicas
+        if isinstance(replicas, list | tuple):
+            return f"={sum(replicas)}"
+        return f"={stages * replicas}" if isinstance(stages, int) and isinstance(replicas, int) else ""
 
     def _replicas_fit(self, stages: int) -> bool:
         replicas, devices = self.config.replicas, len(self.cluster.devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -503,7 +504,9 @@ def failing_step(case: Case) -> tuple[str, list[str], tuple[int, int], list[floa
         gc.collect()
         manager = engine._manager
         assert manager is not None
-        left = (manager.stored_bytes, manager.resident_bytes)
+        deadline = time.monotonic() + 20
+        while (left := (manager.stored_bytes, manager.resident_bytes)) != (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)  # a write that had begun is let end
         after = [engine.step(case.batches()[0]).loss] if engine.mesh.world is None else []
         engine.close()
     return kind, notes, left, after
