@@ -111,3 +111,12 @@ def check_choice(key: str, value: str, accepted: Iterable[str]) -> None:
         raise ConfigError(
             f"{key}={printable(str(value))}: accepted are {', '.join(accepted)}{nearest(str(value), accepted)}"
         )
+
+
+def check_count(key: str, value: int | str) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is ``auto`` or a whole number above zero."""
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{key}={printable(str(value))}: accepted are auto or a whole number")
+    check_positive(key, value)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from parallax.errors import ConfigError, check_choice, check_positive
+from parallax.errors import ConfigError, check_choice, check_count
 from parallax.files import disk_free_bytes
 from parallax.host import available_memory, cuda_devices, usable_cores
 from parallax.plan.cluster import Cluster, Device, Link, Node
@@ -40,11 +40,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_choice("cluster.kind", self.kind, [AUTO, "cpu", "cuda"])
         for key in ("devices", "threads"):
-            value = getattr(self, key)
-            if value != AUTO:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise ConfigError(f"cluster.{key}={value}: accepted are auto or a whole number")
-                check_positive(f"cluster.{key}", value)
+            check_count(f"cluster.{key}", getattr(self, key))
         for key in ("device_memory", "host_memory", "disk"):
             if getattr(self, key) != AUTO:
                 parse_bytes(getattr(self, key), f"cluster.{key}")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from parallax.errors import BudgetExceeded, ConfigError, InfeasiblePlan, check_choice, check_positive
+from parallax.errors import BudgetExceeded, ConfigError, InfeasiblePlan, check_choice, check_count
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost import ring_bytes
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
@@ -51,19 +51,9 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_choice("plan.schedule", self.schedule, [AUTO, *ORDERS])
         check_choice("plan.activations", self.activations, [AUTO, *Directive])
-        if self.stages != AUTO:
-            check_positive("plan.stages", whole("plan.stages", self.stages))
-        counts = self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]
-        for count in counts:
-            if count != AUTO:
-                check_positive("plan.replicas", whole("plan.replicas", count))
-
-
-def whole(key: str, value: int | str) -> int:
-    """``value`` as a whole number, or :class:`ConfigError` that says what ``key`` accepts."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{key}={value}: accepted are auto or a whole number")
-    return value
+        check_count("plan.stages", self.stages)
+        for count in self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]:
+            check_count("plan.replicas", count)
 
 
 @dataclass(frozen=True, slots=True)

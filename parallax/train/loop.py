@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parallax.errors import CheckpointError, ConfigError, check_choice, check_positive
+from parallax.errors import CheckpointError, check_choice, check_count, check_positive
 from parallax.events import EventLog, Span, bubble_fraction, read_events
 from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
 from parallax.report import timeline_png
@@ -51,10 +51,7 @@ class TrainerConfig:
         for key in ("eval_every", "checkpoint_every", "keep_checkpoints"):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
-        if self.microbatch != "auto":
-            if isinstance(self.microbatch, bool) or not isinstance(self.microbatch, int):
-                raise ConfigError(f"trainer.microbatch={self.microbatch}: accepted are auto or a whole number")
-            check_positive("trainer.microbatch", self.microbatch)
+        check_count("trainer.microbatch", self.microbatch)
 
 
 def train(
