@@ -2,11 +2,12 @@
 
 Bytes are whole: what a line through two measurements gives is rounded up. Device bytes of a rank at any time::
 
-    static                      parameters, gradients, optimizer states, buffers, the device's reserve
+    static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve
   + boundary                    received and sent tensors under way
   + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward
   + offloaded and resident      bounded by the stage's swap limit
   + work                        what the running block needs for itself, recomputed activations included
+  + gaps                        what the allocator loses of all that comes and goes
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallax.plan.cluster import Device
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """One block for one micro-batch on one rank."""
+    """One block for one micro-batch on one rank. ``recompute_seconds`` is the part of ``backward_seconds`` that runs
+    the forward again, ``weight_seconds`` the part that computes gradients of parameters; ``loss_bytes`` is the part
+    of ``kept_bytes`` that the loss saves."""
 
     forward_seconds: float
     backward_seconds: float
+    recompute_seconds: float
+    weight_seconds: float
     kept_bytes: int
+    loss_bytes: int
     moved_bytes: int
     forward_work: int
     backward_work: int
@@ -33,15 +40,28 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage on one rank: seconds and bytes that do not depend on the schedule."""
+    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``optimizer_bytes`` and
+    ``master_bytes`` are those on the device, ``host_state_bytes`` those in the tier below."""
 
-    static_bytes: int
-    boundary_bytes: int
     parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    master_bytes: int
+    buffer_bytes: int
+    reserve_bytes: int
+    boundary_bytes: int
+    host_state_bytes: int
+    gap_share: float
     update_seconds: float
     input_bytes: float
     output_bytes: float
     blocks: tuple[BlockLoad, ...]
+
+    @property
+    def static_bytes(self) -> int:
+        """What is there for the whole step."""
+        states = self.optimizer_bytes + self.master_bytes
+        return self.parameter_bytes + self.gradient_bytes + states + self.buffer_bytes + self.reserve_bytes
 
     @property
     def compute_seconds(self) -> float:
@@ -68,17 +88,38 @@ class StageLoad:
         """The most that a running block needs for itself."""
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
+    def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:
+        """Device bytes of the rank by term, with ``in_flight`` micro-batches between forward and backward."""
+        loss = in_flight * sum(block.loss_bytes for block in self.blocks)
+        passing = {
+            "activations": in_flight * self.kept_bytes - loss,
+            "loss": loss,
+            "swap": swap_limit,
+            "boundary": self.boundary_bytes,
+            "workspace": self.work_bytes,
+        }
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "master": self.master_bytes,
+            "buffers": self.buffer_bytes,
+            **passing,
+            "allocator": math.ceil(self.gap_share * sum(passing.values())),
+            "reserve": self.reserve_bytes,
+        }
+
     def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
-        """An upper bound on the device bytes of the rank."""
-        fixed = self.static_bytes + self.boundary_bytes + self.work_bytes
-        return fixed + in_flight * self.kept_bytes + swap_limit
+        """An upper bound on the device bytes of the rank: the sum of :meth:`memory`."""
+        passing = self.boundary_bytes + self.work_bytes + in_flight * self.kept_bytes + swap_limit
+        return self.static_bytes + passing + math.ceil(self.gap_share * passing)
 
 
-def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
-    """One block under one directive."""
+def load_block(cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0) -> BlockLoad:
+    """One block under one directive, on a device of a ``speed`` relative to the profile's."""
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
-    forward, backward = cost.forward_seconds.at(rows), cost.backward_seconds.at(rows)
-    kept, moved = saved + stays, 0
+    forward, backward = cost.forward_seconds.at(rows) / speed, cost.backward_seconds.at(rows) / speed
+    kept, moved, again = saved + stays, 0, 0.0
     forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
     backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
     if directive is Directive.OFFLOAD:
@@ -89,31 +130,63 @@ def load_block(cost: BlockCost, directive: Directive, rows: float) -> BlockLoad:
         kept = math.ceil(cost.input.at(rows))
         forward_work += saved + stays
         backward_work += saved + stays
-        backward += forward
-    kept += math.ceil(cost.by_loss.at(rows))
-    return BlockLoad(forward, backward, kept, moved, forward_work, backward_work)
+        again = forward
+    loss = math.ceil(cost.by_loss.at(rows))
+    return BlockLoad(
+        forward_seconds=forward,
+        backward_seconds=backward + again,
+        recompute_seconds=again,
+        weight_seconds=min(backward, cost.weight_seconds.at(rows) / speed),
+        kept_bytes=kept + loss,
+        loss_bytes=loss,
+        moved_bytes=moved,
+        forward_work=forward_work,
+        backward_work=backward_work,
+    )
 
 
 def load_stage(
-    profile: ModelProfile, start: int, directives: Sequence[Directive], rows: float, *, reserve: int = 0
+    profile: ModelProfile,
+    start: int,
+    directives: Sequence[Directive],
+    rows: float,
+    *,
+    device: Device,
+    optimizer_offload: float = 0.0,
 ) -> StageLoad:
-    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch
-    on a device that keeps ``reserve`` bytes for itself."""
+    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
+    ``device``; the share ``optimizer_offload`` of its optimizer's states lives in the tier below."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     parameters = profile.unique_parameter_bytes(range(start, stop))
-    buffers = sum(cost.buffer_bytes for cost in costs)
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
+    states = math.ceil(parameters * (profile.optimizer_bytes + profile.master_bytes))
+    below = math.floor(states * optimizer_offload)
+    optimizer = math.ceil((states - below) * _share(profile.optimizer_bytes, profile.master_bytes))
+    moving = optimizer_offload * parameters
+    hosted = moving * device.host_update_seconds + device.write.seconds(moving) + device.read.seconds(moving)
     return StageLoad(
-        static_bytes=math.ceil(parameters * (1 + profile.gradient_bytes + profile.optimizer_bytes)) + buffers + reserve,
-        boundary_bytes=math.ceil(2 * entering + 2 * leaving),
         parameter_bytes=parameters,
-        update_seconds=parameters * profile.optimizer_seconds,
+        gradient_bytes=math.ceil(parameters * profile.gradient_bytes),
+        optimizer_bytes=optimizer,
+        master_bytes=states - below - optimizer,
+        buffer_bytes=sum(cost.buffer_bytes for cost in costs),
+        reserve_bytes=device.reserve_bytes,
+        boundary_bytes=math.ceil(2 * entering + 2 * leaving),
+        host_state_bytes=below,
+        gap_share=device.gap_share,
+        update_seconds=(parameters - moving) * profile.optimizer_seconds / device.speed + hosted,
         input_bytes=entering,
         output_bytes=leaving,
-        blocks=tuple(load_block(cost, directive, rows) for cost, directive in zip(costs, directives)),
+        blocks=tuple(
+            load_block(cost, directive, rows, speed=device.speed) for cost, directive in zip(costs, directives)
+        ),
     )
+
+
+def _share(part: float, other: float) -> float:
+    return part / (part + other) if part > 0 else 0.0
 
 
 def ring_bytes(count: float, members: int) -> float:

@@ -17,7 +17,7 @@ from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import ORDERS
 from parallax.units import format_bytes
 
-VERSION = 1
+VERSION = 2
 
 
 class Directive(StrEnum):
@@ -33,7 +33,8 @@ class StagePlan:
     """Blocks ``start`` to ``stop`` on ``replicas`` ranks, with one directive per block.
 
     ``swap_limit_bytes`` is what offloaded activations may hold on the device at one time; ``tier_bytes`` what
-    they may hold in the tier below.
+    they may hold in the tier below. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision
+    copies, that lives in the tier below and is stepped on the host.
     """
 
     start: int
@@ -42,8 +43,10 @@ class StagePlan:
     directives: tuple[Directive, ...]
     swap_limit_bytes: int = 0
     tier_bytes: int = 0
+    optimizer_offload: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self, float, "optimizer_offload")
         _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes", "tier_bytes")
 
     @property
@@ -68,23 +71,57 @@ class RankPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrediction:
+    """Of the fullest rank of one pipeline position: its bytes at the peak, and the seconds of its step, by term.
+
+    ``memory``: see :meth:`parallax.plan.cost.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall (for
+    swapped data), reduce (not hidden behind compute), update, idle; their sum is the step.
+    """
+
+    memory: dict[str, int]
+    seconds: dict[str, float]
+
+    def __post_init__(self) -> None:
+        for name, values in (("memory", self.memory), ("seconds", self.seconds)):
+            for key, value in values.items():
+                if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                    raise PlanError(f"plan: {name}.{printable(str(key))}={printable(str(value))}: numbers from 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of the plan."""
+    """What the simulator says of the plan: for every rank, and by terms for every position of the pipeline."""
 
     step_seconds: float
     bubble: float
     ranks: tuple[RankPrediction, ...]
+    stages: tuple[StagePrediction, ...] = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self, float, "step_seconds", "bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Stages in order of data; ranks are numbered through the stages, replica by replica.
+class Alternative:
+    """A plan that was not chosen: what it is, its predicted step, and why not."""
 
-    ``tier`` is where offloaded activations go (host or disk). ``candidates`` says how many plans the search
-    compared, ``exact`` whether it can say that none was better by its cost model.
+    description: str
+    step_seconds: float
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, float, "step_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Stages in order of data. A pipeline has ``len(stages) / interleave`` positions; stage s runs on position
+    s mod positions, so each position holds ``interleave`` stages of equal replica counts.
+
+    ``placement`` lists the ranks position by position, replica by replica; empty means in order. ``tier`` is where
+    offloaded data goes (host or disk). ``candidates`` says how many plans the search compared, ``exact`` whether it can
+    say that none was better by its cost model; otherwise none can take less than ``bound_seconds``. ``alternatives``
+    are the runners-up.
     """
 
     model: str
@@ -97,6 +134,10 @@ class Plan:
     prediction: Prediction
     candidates: int = 0
     exact: bool = True
+    bound_seconds: float = 0.0
+    interleave: int = 1
+    placement: tuple[int, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -104,7 +145,8 @@ class Plan:
             raise PlanError(f"plan version {self.version}: this Parallax reads version {VERSION}; plan again")
         if self.schedule not in ORDERS:
             raise PlanError(f"plan schedule {printable(self.schedule)}: known are {', '.join(ORDERS)}")
-        _check_numbers(self, int, "global_batch", "microbatch", "candidates")
+        _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
+        _check_numbers(self, float, "bound_seconds")
         if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):
             raise PlanError("a plan names its model, the model's fingerprint and the tier in words")
         if self.global_batch < 1 or self.microbatch < 1 or not self.stages:
@@ -116,6 +158,13 @@ class Plan:
             if stage.replicas < 1 or len(stage.directives) != stage.stop - stage.start:
                 raise PlanError(f"stage {index} needs one replica or more, and one directive for each of its blocks")
             expected = stage.stop
+        if self.interleave < 1 or len(self.stages) % self.interleave:
+            raise PlanError(f"{len(self.stages)} stages cannot be dealt out {self.interleave} to each position")
+        for index, stage in enumerate(self.stages):
+            if stage.replicas != self.stages[self.position(index)].replicas:
+                raise PlanError(f"stage {index} has {stage.replicas} replicas, its position has another number")
+        if self.placement and sorted(self.placement) != list(range(self.world_size)):
+            raise PlanError(f"the placement must name each of {self.world_size} ranks once")
         if len(self.prediction.ranks) != self.world_size:
             raise PlanError(f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}")
         for rank, found in enumerate(self.prediction.ranks):
@@ -126,9 +175,14 @@ class Plan:
                 )
 
     @property
+    def positions(self) -> int:
+        """Places in the pipeline: the stages, unless several share a place."""
+        return len(self.stages) // self.interleave
+
+    @property
     def world_size(self) -> int:
-        """Ranks of all stages."""
-        return sum(stage.replicas for stage in self.stages)
+        """Ranks of all positions."""
+        return sum(stage.replicas for stage in self.stages[: self.positions])
 
     @property
     def blocks(self) -> int:
@@ -139,18 +193,28 @@ class Plan:
         """Micro-batches that a batch of ``rows`` rows is cut into: never more than it has rows."""
         return min(rows, micro_batch_count(rows, self.microbatch))
 
-    def ranks(self, stage: int) -> range:
-        """The ranks of a stage."""
-        first = sum(s.replicas for s in self.stages[:stage])
-        return range(first, first + self.stages[stage].replicas)
+    def position(self, stage: int) -> int:
+        """The place in the pipeline that holds a stage."""
+        return stage % self.positions
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage, replica by replica."""
+        position = self.position(stage)
+        first = sum(s.replicas for s in self.stages[:position])
+        numbers = range(first, first + self.stages[position].replicas)
+        return tuple(self.placement[n] for n in numbers) if self.placement else tuple(numbers)
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """``(stage, replica)`` of a rank."""
-        for index in range(len(self.stages)):
-            ranks = self.ranks(index)
-            if rank in ranks:
-                return index, rank - ranks.start
-        raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
+        """``(position, replica)`` of a rank; the position is the stage unless several stages share it."""
+        if not 0 <= rank < self.world_size:
+            raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
+        number = self.placement.index(rank) if self.placement else rank
+        for position in range(self.positions):
+            replicas = self.stages[position].replicas
+            if number < replicas:
+                return position, number
+            number -= replicas
+        raise AssertionError("placement covers every rank")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for YAML and JSON."""
@@ -170,7 +234,11 @@ class Plan:
             )
             found = dict(fields.pop("prediction"))
             ranks = tuple(RankPrediction(**rank) for rank in found.pop("ranks"))
-            return cls(stages=stages, prediction=Prediction(ranks=ranks, **found), **fields)
+            terms = tuple(StagePrediction(**terms) for terms in found.pop("stages"))
+            placement = tuple(int(rank) for rank in fields.pop("placement"))
+            alternatives = tuple(Alternative(**other) for other in fields.pop("alternatives"))
+            prediction = Prediction(ranks=ranks, stages=terms, **found)
+            return cls(stages=stages, prediction=prediction, placement=placement, alternatives=alternatives, **fields)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise PlanError(f"not a plan file: {printable(str(error))}; write one with `parallax plan`") from error
 
@@ -209,7 +277,7 @@ class Plan:
             f"{len(self.stages)} stage(s) under {self.schedule}; {self.prediction.bubble:.0%} of the time is bubble."
         ]
         for index, stage in enumerate(self.stages):
-            rank = self.prediction.ranks[self.ranks(index).start]
+            rank = self.prediction.ranks[self.ranks(index)[0]]
             counts = {d: stage.directives.count(d) for d in Directive if d in stage.directives}
             doing = ", ".join(f"{d} {n}" for d, n in counts.items())
             lines.append(

@@ -1,7 +1,8 @@
 """What a model costs, block by block: data only.
 
 A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``: exact for storage (each saved tensor
-either has the rows in it or not) and good for time above a few rows. Two measurements give the two numbers.
+either has the rows in it or not) and good for time above a few rows. Two measurements give the two numbers. A time
+may have a ``floor`` as well: where kernels are too small to fill a device, launching them is what takes the time.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """``fixed + per_row · rows``, in the unit of its owner."""
+    """``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner."""
 
     fixed: float = 0.0
     per_row: float = 0.0
+    floor: float = 0.0
 
     def at(self, rows: float) -> float:
         """The value for ``rows`` rows; zero rows cost nothing."""
-        return max(0.0, self.fixed + self.per_row * rows) if rows > 0 else 0.0
+        return max(self.floor, self.fixed + self.per_row * rows) if rows > 0 else 0.0
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Affine:
@@ -37,10 +39,15 @@ class Affine:
         return cls(fixed, slope) if fixed >= 0 else cls(0.0, y1 / x1)
 
 
+NOTHING = Affine()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """What one block costs on one device.
 
+    ``weight_seconds`` is the part of ``backward_seconds`` that computes gradients of parameters; zero-bubble schedules
+    run it apart from the part that computes the gradient of the input
     ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
     ``stays``   bytes saved for backward that are never moved: small tensors, casts of parameters
     ``by_loss`` bytes that the loss saves after the last block: they stay under every directive
@@ -55,13 +62,14 @@ class BlockCost:
     buffer_bytes: int = 0
     forward_seconds: Affine
     backward_seconds: Affine
+    weight_seconds: Affine = NOTHING
     moved: Affine
-    stays: Affine = Affine()
-    by_loss: Affine = Affine()
+    stays: Affine = NOTHING
+    by_loss: Affine = NOTHING
     input: Affine
     output: Affine
-    forward_work: Affine = Affine()
-    backward_work: Affine = Affine()
+    forward_work: Affine = NOTHING
+    backward_work: Affine = NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +77,9 @@ class ModelProfile:
     """The blocks of a model in order, the parameters they share, and what they were measured on.
 
     ``ties`` lists, per shared parameter, its bytes and the blocks that use it. ``optimizer_bytes`` is what the
-    optimizer keeps for each byte of parameters (AdamW in fp32: 2.0). ``optimizer_seconds`` is for one byte.
+    optimizer keeps for each byte of parameters (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take
+    (0.0 where the parameters are in full precision themselves). ``optimizer_seconds`` is for one byte. ``source`` says
+    whether the figures were measured or derived from shapes.
     """
 
     model: str
@@ -81,6 +91,8 @@ class ModelProfile:
     optimizer_bytes: float = 2.0
     optimizer_seconds: float = 0.0
     gradient_bytes: float = 1.0
+    master_bytes: float = 0.0
+    source: str = "measured"
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -92,7 +104,7 @@ class ModelProfile:
                     raise PlanError(
                         f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"
                     )
-        scalars = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes")
+        scalars = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
         for name in scalars:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0")

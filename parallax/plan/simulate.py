@@ -194,7 +194,7 @@ class _Rank:
     def _load(self, rows: int) -> StageLoad:
         if rows not in self._loads:
             self._loads[rows] = load_stage(
-                self.world.profile, self.plan.start, self.plan.directives, rows, reserve=self.device.reserve_bytes
+                self.world.profile, self.plan.start, self.plan.directives, rows, device=self.device
             )
         return self._loads[rows]
 

@@ -110,7 +110,7 @@ class StageFitter:
         return float(self._base(start, stop, rows) + needed.min())
 
     def _load(self, start: int, directives: tuple[Directive, ...], rows: int) -> StageLoad:
-        return load_stage(self._profile, start, directives, rows, reserve=self._device.reserve_bytes)
+        return load_stage(self._profile, start, directives, rows, device=self._device)
 
     def _judge(
         self, start: int, directives: tuple[Directive, ...], replicas: int, rows: int, in_flight: int

@@ -108,10 +108,10 @@ class Executor:
         ahead = len(mesh.plan.stages)  # 1F1B has no more in flight, so it never waits to send
         below, above = self._ranks(mesh.stage - 1), self._ranks(mesh.stage + 1)
 
-        def receivers(ranks: range) -> dict[int, Receiver]:
+        def receivers(ranks: tuple[int, ...]) -> dict[int, Receiver]:
             return {r: Receiver(Address(*mesh.channel(r, mesh.rank)), staging) for r in ranks}
 
-        def senders(ranks: range) -> dict[int, Sender]:
+        def senders(ranks: tuple[int, ...]) -> dict[int, Sender]:
             return {r: Sender(Address(*mesh.channel(mesh.rank, r)), staging, ahead) for r in ranks}
 
         self._receivers = {Kind.RECEIVE_ACTIVATION: receivers(below), Kind.RECEIVE_GRADIENT: receivers(above)}
@@ -274,8 +274,8 @@ class Executor:
         call()
         return self._swap[0].stall_seconds - before
 
-    def _ranks(self, stage: int) -> range:
-        return self._mesh.plan.ranks(stage) if 0 <= stage < len(self._mesh.plan.stages) else range(0)
+    def _ranks(self, stage: int) -> tuple[int, ...]:
+        return self._mesh.plan.ranks(stage) if 0 <= stage < len(self._mesh.plan.stages) else ()
 
     def _all_have_rows(self, low: int, high: int) -> bool:
         return high - low >= self._mesh.replica_count

@@ -35,7 +35,7 @@ def best_stage(model: ModelProfile, machines: Cluster, start: int, stop: int, r:
     device = machines.devices[0]
     best = None
     for directives in itertools.product(Directive, repeat=stop - start):
-        load = load_stage(model, start, directives, rows, reserve=device.reserve_bytes)
+        load = load_stage(model, start, directives, rows, device=device)
         largest = max(b.moved_bytes for b in load.blocks)
         fixed = load.static_bytes + load.boundary_bytes + flight * sum(b.kept_bytes for b in load.blocks)
         work = max(max(b.forward_work, b.backward_work) for b in load.blocks)
@@ -123,7 +123,7 @@ def formula(model: ModelProfile, machines: Cluster, plan: Plan) -> float:
     device, count = machines.devices[0], plan.micro_batches(plan.global_batch)
     seconds, tails, works = [], [], []
     for stage in plan.stages:
-        load = load_stage(model, stage.start, stage.directives, -(-plan.microbatch // stage.replicas))
+        load = load_stage(model, stage.start, stage.directives, -(-plan.microbatch // stage.replicas), device=device)
         copying = device.write.seconds(load.moved_bytes) + device.read.seconds(load.moved_bytes)
         seconds.append(max(load.compute_seconds, copying))
         works.append(seconds[-1] * stage.replicas)

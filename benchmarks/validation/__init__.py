@@ -1,0 +1,1 @@
+"""The planner against published measurements: ``python -m benchmarks.validation FILE.csv…``."""

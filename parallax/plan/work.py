@@ -1,0 +1,58 @@
+"""What a model asks of a device, whatever the device: floating-point operations, bytes and kernels, block by block.
+
+The half of an analytic profile that follows from shapes alone; :mod:`parallax.plan.efficiency` turns it into seconds on
+a kind of device. It comes from a module on the meta device (``model/count.py``) or from numbers
+(:mod:`parallax.plan.transformer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallax.plan.profile import NOTHING, Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One pass of one block over one micro-batch: ``flops`` of matrix products and ``bytes`` of memory traffic of
+    everything else, both affine in the rows, and ``kernels`` launched, whatever the rows."""
+
+    flops: Affine = NOTHING
+    bytes: Affine = NOTHING
+    kernels: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """One block. The bytes have the meaning they have in :class:`~parallax.plan.profile.BlockCost`."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int = 0
+    forward: Work
+    input_gradient: Work
+    weight_gradient: Work
+    moved: Affine
+    stays: Affine = NOTHING
+    by_loss: Affine = NOTHING
+    input: Affine
+    output: Affine
+    forward_work: Affine = NOTHING
+    backward_work: Affine = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """The blocks of a model in order. ``dtype`` is the one of its matrix products (fp32, tf32, bf16, fp16, fp64);
+    the other fields have the meaning they have in :class:`~parallax.plan.profile.ModelProfile`."""
+
+    model: str
+    fingerprint: str
+    precision: str
+    dtype: str
+    blocks: tuple[BlockWork, ...]
+    ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    optimizer_bytes: float = 2.0
+    gradient_bytes: float = 1.0
+    master_bytes: float = 0.0
