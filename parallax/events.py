@@ -8,7 +8,7 @@ produces the same record from predicted costs, so prediction and measurement are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -65,13 +65,13 @@ def read_events(path: Path) -> Iterator[Span]:
                 yield Span(**json.loads(line))
 
 
-def bubble_fraction(spans: list[Span]) -> float:
+def bubble_fraction(spans: Sequence[Span]) -> float:
     """Idle share of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
 
-    Only forward and backward count as compute, and their waits for swapped data do not: the same definition
-    for a predicted and for a measured timeline (GPipe, Huang et al. 2019, section 2).
+    Only forward and backward (both of its halves) count as compute, and their waits for swapped data do not: the same
+    definition for a predicted and for a measured timeline (GPipe, Huang et al. 2019, section 2).
     """
-    compute = [span for span in spans if span.kind in ("forward", "backward")]
+    compute = [span for span in spans if span.kind in ("forward", "backward", "backward_weight")]
     if not compute:
         return 0.0
     ranks = len({span.rank for span in compute})

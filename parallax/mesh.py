@@ -83,11 +83,12 @@ class Mesh:
     def channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int, int]:
         """The group in which ``sender`` talks to ``receiver``, the other one's place in it, and the tag of the edge."""
         other = receiver if self.rank == sender else sender
-        tag = max(self.plan.locate(sender)[0], self.plan.locate(receiver)[0])
+        here, there = self.plan.locate(sender)[0], self.plan.locate(receiver)[0]
+        tag = max(here, there)
         if self.edges:
             group = self.edges[sender, receiver]
             return group, dist.get_group_rank(group, other), tag
-        return self.forth if sender < receiver else self.back, other, tag
+        return self.forth if here < there else self.back, other, tag
 
     @property
     def is_first(self) -> bool:

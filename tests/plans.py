@@ -21,6 +21,7 @@ def make_plan(
     swap_limit: int = GIB,
     cuts: Sequence[int] | None = None,
     tier: str = "disk",
+    placement: tuple[int, ...] = (),
 ) -> Plan:
     """Blocks spread evenly over ``len(replicas)`` stages (or cut at ``cuts``), one directive for all of them."""
     blocks, stages = len(chain.blocks), len(replicas)
@@ -45,5 +46,6 @@ def make_plan(
         microbatch=microbatch,
         stages=parts,
         tier=tier,
+        placement=placement,
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

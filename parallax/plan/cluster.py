@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallax.errors import PlanError
@@ -27,9 +27,10 @@ class Device:
 
     On a CPU-only machine the device is a process with ``memory_bytes`` of RAM and the tier below is the disk.
     ``reserve_bytes`` of the memory are taken by what is no tensor of the model (context, libraries); of all bytes that
-    come and go, the allocator loses ``gap_share`` to rounding and gaps. ``speed`` is relative to the device that the
-    profile is for; while its links carry bytes, ``overlap_loss`` of it is lost. ``price_per_hour`` in any currency.
-    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
+    come and go, the allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor
+    between two blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
+    ``overlap_loss`` of it is lost. ``price_per_hour`` is in any currency. ``host_update_seconds`` is the host
+    optimizer's time for one byte of parameters; 0 where none runs there.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Device:
     read: Link
     reserve_bytes: int = 0
     gap_share: float = 0.0
+    gap_tensors: float = 0.0
     speed: float = 1.0
     overlap_loss: float = 0.0
     price_per_hour: float = 0.0
@@ -57,6 +59,18 @@ class Node:
     concurrent: float
     speeds: tuple[float, ...] = ()
 
+    def speed(self, computing: int) -> float:
+        """The speed of each of ``computing`` devices that compute at once; it never rises with their number."""
+        if self.speeds:
+            known = self.speeds[min(computing, len(self.speeds)) - 1]
+            return known * min(1.0, len(self.speeds) / computing)
+        return min(1.0, self.concurrent / computing)
+
+    @property
+    def capacity(self) -> float:
+        """How many devices' worth of computing the node does at most."""
+        return max(count * self.speed(count) for count in range(1, len(self.devices) + 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -71,30 +85,13 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise PlanError("the cluster has no devices: set cluster.devices to 1 or more")
-        links = [("local", self.local), ("remote", self.remote)]
+        _check_link("local", self.local)
+        _check_link("remote", self.remote)
+        seen: set[Device] = set()
         for i, device in enumerate(self.devices):
-            links += [(f"device {i} write", device.write), (f"device {i} read", device.read)]
-            if device.memory_bytes <= 0 or device.tier_bytes < 0:
-                raise PlanError(
-                    f"device {i}: memory {format_bytes(device.memory_bytes)} and {device.tier} "
-                    f"{format_bytes(device.tier_bytes)} must be above zero"
-                )
-            if device.reserve_bytes < 0 or not 0 <= device.gap_share < 1 or not 0 <= device.overlap_loss < 1:
-                raise PlanError(
-                    f"device {i}: a reserve of {device.reserve_bytes} bytes must not be below zero; gaps of "
-                    f"{device.gap_share} and an overlap loss of {device.overlap_loss} must be shares below 1"
-                )
-            if not 0 < device.speed < float("inf") or not 0 <= device.price_per_hour < float("inf"):
-                raise PlanError(
-                    f"device {i}: speed={device.speed} must be above zero and finite, and "
-                    f"price_per_hour={device.price_per_hour} not below zero"
-                )
-        for name, link in links:
-            if not 0 < link.bytes_per_second < float("inf") or not 0 <= link.latency_seconds < float("inf"):
-                raise PlanError(
-                    f"{name} link: {link.bytes_per_second} bytes/s must be above zero and finite, and "
-                    f"{link.latency_seconds} s of latency not below zero"
-                )
+            if device not in seen:
+                seen.add(device)
+                _check_device(f"device {i}", device)
         for node in self.nodes:
             if not 0 < node.concurrent < float("inf"):
                 raise PlanError(f"node {node.name}: concurrent={node.concurrent} must be above zero and finite")
@@ -111,7 +108,43 @@ class Cluster:
         """The node index of each device."""
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
 
+    def while_all_swap(self, device: Device) -> Device:
+        """The device as it is while all of its node's swap: a disk is shared, a way to the host's memory is not."""
+        if device.tier != "disk":
+            return device
+        sharing = max(len(node.devices) for node in self.nodes)
+        write, read = (
+            replace(link, bytes_per_second=link.bytes_per_second / sharing) for link in (device.write, device.read)
+        )
+        return replace(device, write=write, read=read)
+
     def link(self, a: int, b: int) -> Link:
         """The link between two devices."""
         nodes = self.node_of
         return self.local if nodes[a] == nodes[b] else self.remote
+
+
+def _check_device(name: str, device: Device) -> None:
+    if device.memory_bytes <= 0 or device.tier_bytes < 0:
+        raise PlanError(
+            f"{name}: memory {format_bytes(device.memory_bytes)} and {device.tier} "
+            f"{format_bytes(device.tier_bytes)} must be above zero"
+        )
+    for key in ("reserve_bytes", "gap_tensors", "price_per_hour", "host_update_seconds"):
+        if not 0 <= getattr(device, key) < float("inf"):
+            raise PlanError(f"{name}: {key}={getattr(device, key)} must be finite and not below zero")
+    for key in ("gap_share", "overlap_loss"):
+        if not 0 <= getattr(device, key) < 1:
+            raise PlanError(f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1")
+    if not 0 < device.speed < float("inf"):
+        raise PlanError(f"{name}: speed={device.speed} must be above zero and finite")
+    _check_link(f"{name} write", device.write)
+    _check_link(f"{name} read", device.read)
+
+
+def _check_link(name: str, link: Link) -> None:
+    if not 0 < link.bytes_per_second < float("inf") or not 0 <= link.latency_seconds < float("inf"):
+        raise PlanError(
+            f"{name} link: {link.bytes_per_second} bytes/s must be above zero and finite, and "
+            f"{link.latency_seconds} s of latency not below zero"
+        )

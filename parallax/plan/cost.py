@@ -7,6 +7,7 @@ Bytes are whole: what a line through two measurements gives is rounded up. Devic
   + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward
   + offloaded and resident      bounded by the stage's swap limit
   + work                        what the running block needs for itself, recomputed activations included
+  + staging                     the blocks whose parameters visit the device at one time
   + gaps                        what the allocator loses of all that comes and goes
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallax.plan.cluster import Device
 from parallax.plan.plan import Directive
@@ -38,30 +40,69 @@ class BlockLoad:
     backward_work: int
 
 
+class Below(NamedTuple):
+    """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below."""
+
+    optimizer: float = 0.0
+    parameters: float = 0.0
+
+
+ALL_ON_DEVICE = Below()
+
+
 @dataclass(frozen=True, slots=True)
-class StageLoad:
-    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``optimizer_bytes`` and
-    ``master_bytes`` are those on the device, ``host_state_bytes`` those in the tier below."""
+class StateLoad:
+    """Parameters and what training adds to them, on the device; ``host_bytes`` are in the tier below, ``staging_bytes``
+    hold the blocks that visit. Of each micro-batch ``read_bytes`` come up and ``written_bytes`` go down again, which
+    takes ``streaming_seconds`` of the way to the tier."""
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
+    staging_bytes: int
+    host_bytes: int
+    read_bytes: int
+    written_bytes: int
+    streaming_seconds: float
+    update_seconds: float
+
+    @property
+    def device_bytes(self) -> int:
+        """All that is on the device."""
+        states = self.optimizer_bytes + self.master_bytes
+        return self.parameter_bytes + self.gradient_bytes + states + self.staging_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes`` counts those in
+    the tier below, too."""
+
+    parameter_bytes: int
+    states: StateLoad
     buffer_bytes: int
     reserve_bytes: int
     boundary_bytes: int
-    host_state_bytes: int
     gap_share: float
-    update_seconds: float
     input_bytes: float
     output_bytes: float
     blocks: tuple[BlockLoad, ...]
 
     @property
+    def host_state_bytes(self) -> int:
+        """Optimizer states, master copies, parameters and gradients in the tier below."""
+        return self.states.host_bytes
+
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's step."""
+        return self.states.update_seconds
+
+    @property
     def static_bytes(self) -> int:
         """What is there for the whole step."""
-        states = self.optimizer_bytes + self.master_bytes
-        return self.parameter_bytes + self.gradient_bytes + states + self.buffer_bytes + self.reserve_bytes
+        return self.states.device_bytes + self.buffer_bytes + self.reserve_bytes
 
     @property
     def compute_seconds(self) -> float:
@@ -99,10 +140,11 @@ class StageLoad:
             "workspace": self.work_bytes,
         }
         return {
-            "parameters": self.parameter_bytes,
-            "gradients": self.gradient_bytes,
-            "optimizer": self.optimizer_bytes,
-            "master": self.master_bytes,
+            "parameters": self.states.parameter_bytes,
+            "gradients": self.states.gradient_bytes,
+            "optimizer": self.states.optimizer_bytes,
+            "master": self.states.master_bytes,
+            "staging": self.states.staging_bytes,
             "buffers": self.buffer_bytes,
             **passing,
             "allocator": math.ceil(self.gap_share * sum(passing.values())),
@@ -153,36 +195,69 @@ def load_stage(
     *,
     device: Device,
     optimizer_offload: float = 0.0,
+    parameter_offload: float = 0.0,
 ) -> StageLoad:
     """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
-    ``device``; the share ``optimizer_offload`` of its optimizer's states lives in the tier below."""
+    ``device``; the share ``optimizer_offload`` of its optimizer's states, and ``parameter_offload`` of its parameters
+    and gradients, lives in the tier below."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
-    parameters = profile.unique_parameter_bytes(range(start, stop))
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
-    states = math.ceil(parameters * (profile.optimizer_bytes + profile.master_bytes))
-    below = math.floor(states * optimizer_offload)
-    optimizer = math.ceil((states - below) * _share(profile.optimizer_bytes, profile.master_bytes))
-    moving = optimizer_offload * parameters
-    hosted = moving * device.host_update_seconds + device.write.seconds(moving) + device.read.seconds(moving)
+    parameters = profile.unique_parameter_bytes(range(start, stop))
+    largest = max(cost.parameter_bytes for cost in costs)
     return StageLoad(
         parameter_bytes=parameters,
-        gradient_bytes=math.ceil(parameters * profile.gradient_bytes),
-        optimizer_bytes=optimizer,
-        master_bytes=states - below - optimizer,
+        states=load_states(profile, parameters, largest, device, Below(optimizer_offload, parameter_offload)),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
-        reserve_bytes=device.reserve_bytes,
+        reserve_bytes=device.reserve_bytes + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
         boundary_bytes=math.ceil(2 * entering + 2 * leaving),
-        host_state_bytes=below,
         gap_share=device.gap_share,
-        update_seconds=(parameters - moving) * profile.optimizer_seconds / device.speed + hosted,
         input_bytes=entering,
         output_bytes=leaving,
         blocks=tuple(
             load_block(cost, directive, rows, speed=device.speed) for cost, directive in zip(costs, directives)
         ),
     )
+
+
+def load_states(
+    profile: ModelProfile, parameter_bytes: int, largest: int, device: Device, below: Below = ALL_ON_DEVICE
+) -> StateLoad:
+    """``parameter_bytes`` of parameters in training, ``largest`` in one block.
+
+    Optimizer states below are stepped there: their gradients go down and their parameters come up again. Parameters
+    below come up for each forward and each backward, two blocks at a time, the one that runs and the next; the
+    gradients of a block go down, where those of all micro-batches are summed.
+    """
+    states = math.ceil(parameter_bytes * (profile.optimizer_bytes + profile.master_bytes))
+    lower = math.floor(states * below.optimizer)
+    optimizer = math.ceil((states - lower) * _share(profile.optimizer_bytes, profile.master_bytes))
+    streamed = math.floor(parameter_bytes * below.parameters)
+    gone = math.floor(streamed * profile.gradient_bytes)
+    window = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
+    stepped = below.optimizer * parameter_bytes
+    moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
+    update = (
+        parameter_bytes - stepped
+    ) * profile.optimizer_seconds / device.speed + stepped * device.host_update_seconds
+    return StateLoad(
+        parameter_bytes=parameter_bytes - streamed,
+        gradient_bytes=math.ceil(parameter_bytes * profile.gradient_bytes) - gone,
+        optimizer_bytes=optimizer,
+        master_bytes=states - lower - optimizer,
+        staging_bytes=window,
+        host_bytes=lower + streamed + gone,
+        read_bytes=2 * streamed,
+        written_bytes=gone,
+        streaming_seconds=device.read.seconds(2 * streamed) + device.write.seconds(gone),
+        update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
+    )
+
+
+def gap_bytes(device: Device, tensor_bytes: float) -> int:
+    """What the allocator holds and nobody uses where tensors of ``tensor_bytes`` go from block to block."""
+    return math.ceil(device.gap_tensors * tensor_bytes)
 
 
 def _share(part: float, other: float) -> float:

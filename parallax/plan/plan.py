@@ -34,7 +34,8 @@ class StagePlan:
 
     ``swap_limit_bytes`` is what offloaded activations may hold on the device at one time; ``tier_bytes`` what
     they may hold in the tier below. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision
-    copies, that lives in the tier below and is stepped on the host.
+    copies, that lives in the tier below and is stepped on the host; ``parameter_offload`` the share of parameters and
+    gradients that lives there and visits the device block by block, for every forward and backward.
     """
 
     start: int
@@ -44,9 +45,10 @@ class StagePlan:
     swap_limit_bytes: int = 0
     tier_bytes: int = 0
     optimizer_offload: float = 0.0
+    parameter_offload: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, float, "optimizer_offload")
+        _check_numbers(self, float, "optimizer_offload", "parameter_offload")
         _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes", "tier_bytes")
 
     @property
@@ -260,6 +262,11 @@ class Plan:
             reason = str(error).splitlines()[0]
             raise PlanError(f"cannot read plan {path}: {printable(reason)}") from error
 
+    def decisions(self) -> dict[str, Any]:
+        """What the runtime does; equal for plans that differ in their predictions alone."""
+        names = ("fingerprint", "schedule", "global_batch", "microbatch", "stages", "interleave", "placement", "tier")
+        return {name: value for name, value in self.to_dict().items() if name in names}
+
     def diff(self, other: Plan) -> list[str]:
         """What differs, one line each: ``key: mine -> theirs``."""
         mine, theirs = dict(_flatten("", self.to_dict())), dict(_flatten("", other.to_dict()))
@@ -269,30 +276,66 @@ class Plan:
             if mine.get(key) != theirs.get(key)
         ]
 
+    @property
+    def gap(self) -> float:
+        """By what share of the lower bound the predicted step exceeds it; 0 where no bound is known."""
+        return self.prediction.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
+
     def explain(self) -> list[str]:
         """Why the plan looks as it does, in sentences with its numbers."""
+        return [self._explain_shape(), *map(self._explain_position, range(self.positions)), *self.explain_choice()]
+
+    def _explain_shape(self) -> str:
         micro = self.micro_batches(self.global_batch)
-        lines = [
+        each = f", {self.interleave} stages to a position" if self.interleave > 1 else ""
+        return (
             f"{self.global_batch} rows run as {micro} micro-batches of up to {self.microbatch} rows through "
-            f"{len(self.stages)} stage(s) under {self.schedule}; {self.prediction.bubble:.0%} of the time is bubble."
-        ]
-        for index, stage in enumerate(self.stages):
-            rank = self.prediction.ranks[self.ranks(index)[0]]
-            counts = {d: stage.directives.count(d) for d in Directive if d in stage.directives}
-            doing = ", ".join(f"{d} {n}" for d, n in counts.items())
-            lines.append(
-                f"stage {index}: blocks {stage.start}..{stage.stop - 1} on {stage.replicas} replica(s); activations: "
-                f"{doing}; peak {format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
-                + (
-                    f", {format_bytes(rank.offloaded_bytes)} to {self.tier} per step, "
-                    f"{rank.stall_seconds:.2f} s of it not hidden."
-                    if stage.offloads
-                    else "."
-                )
+            f"{len(self.stages)} stage(s) under {self.schedule}{each}; "
+            f"{self.prediction.bubble:.0%} of the time is bubble."
+        )
+
+    def _explain_position(self, position: int) -> str:
+        """Where the bytes and the seconds of one position go, largest terms first."""
+        stages = self.stages[position :: self.positions]
+        rank = self.prediction.ranks[self.ranks(position)[0]]
+        chosen = [directive for stage in stages for directive in stage.directives]
+        doing = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
+        blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in stages)
+        text = (
+            f"stage {position}: blocks {blocks} on {stages[0].replicas} replica(s); activations: {doing}; peak "
+            f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
+        )
+        if self.prediction.stages:
+            terms = self.prediction.stages[position]
+            memory = [f"{name} {format_bytes(size)}" for name, size in _largest(terms.memory)]
+            seconds = [f"{name} {value:.3g} s" for name, value in _largest(terms.seconds)]
+            text += f" ({', '.join(memory)}); {', '.join(seconds)}"
+        if rank.offloaded_bytes:
+            text += (
+                f"; {format_bytes(rank.offloaded_bytes)} to {self.tier} per step, {rank.stall_seconds:.2f} s not hidden"
             )
+        below = {
+            "the optimizer's states": max(stage.optimizer_offload for stage in stages),
+            "the parameters": max(stage.parameter_offload for stage in stages),
+        }
+        return text + "".join(f"; {share:.0%} of {what} in {self.tier}" for what, share in below.items() if share) + "."
+
+    def explain_choice(self) -> list[str]:
+        """Why this plan and not the runners-up, and how much better any plan could be."""
         compared = f"{self.candidates} candidates compared by predicted step time"
-        lines.append(f"{compared}; the search was {'exact' if self.exact else 'cut short: a better plan may exist'}.")
-        return lines
+        if self.exact:
+            lines = [f"{compared}; none that was left out can be faster by the planner's formula."]
+        elif self.bound_seconds > 0:
+            least = f"by the planner's formula none can take less than {self.bound_seconds:.4g} s"
+            lines = [f"{compared}, not all there are; {least}, so this one is at most {self.gap:.1%} above the best."]
+        else:
+            lines = [f"{compared}, not all there are: a better plan may exist."]
+        return lines + [f"not chosen: {o.description}: {o.step_seconds:.4g} s, {o.reason}." for o in self.alternatives]
+
+
+def _largest(terms: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The three largest terms that are not zero."""
+    return sorted(((k, v) for k, v in terms.items() if v), key=lambda term: -term[1])[:3]
 
 
 def _check_numbers(owner: object, kind: type, *names: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,9 @@ class BlockCost:
     backward_work: Affine = NOTHING
 
 
+_NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "name")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and what they were measured on.
@@ -98,9 +101,10 @@ class ModelProfile:
         if not self.blocks:
             raise PlanError(f"profile of {self.model}: it has no blocks; describe the model as at least one block")
         for block in self.blocks:
-            for name, value in asdict(block).items():
-                numbers = value.values() if isinstance(value, dict) else [value]
-                if name != "name" and not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
+            for name in _NUMBERS:
+                value = getattr(block, name)
+                numbers = (value.fixed, value.per_row, value.floor) if isinstance(value, Affine) else (value,)
+                if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
                     raise PlanError(
                         f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"
                     )
@@ -143,5 +147,5 @@ class ModelProfile:
 
 
 def _block(data: dict[str, Any]) -> BlockCost:
-    fields: dict[str, Any] = {k: Affine(**value) if isinstance(value, dict) else value for k, value in data.items()}
-    return BlockCost(**fields)
+    costs: dict[str, Any] = {k: Affine(**value) if isinstance(value, dict) else value for k, value in data.items()}
+    return BlockCost(**costs)

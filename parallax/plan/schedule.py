@@ -1,22 +1,34 @@
-"""Schedules: for each stage, the flat list of actions that every one of its ranks executes.
+"""Schedules: for each position of the pipeline, the flat list of actions that every one of its ranks executes.
 
 A schedule only decides the order of forwards and backwards (``ORDERS``); :func:`actions` puts the sends,
 receives, offloads and fetches around them, the same way for every schedule. The simulator runs the list on
 predicted costs, the executor on tensors.
+
+A pipeline of ``positions`` holds ``positions · interleave`` stages; stage s runs on position s mod positions. Where
+nothing is interleaved, position and stage are the same number. An order is three columns of numbers rather than a list
+of objects, so that thousands of positions can be timed without making millions of objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from parallax.errors import PlanError, check_choice
+
+Numbers = NDArray[np.int64]
 
 
 class Kind(StrEnum):
     """What an action does; ``offload`` opens a micro-batch whose saved activations may leave the device,
-    ``fetch`` begins to bring them back, ``reduce`` ends the replicas' gradient synchronisation."""
+    ``fetch`` begins to bring them back, ``reduce`` ends the replicas' gradient synchronisation. Where a schedule has
+    ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
+    elsewhere ``backward`` is all of it."""
 
     RECEIVE_ACTIVATION = "receive_activation"
     RECEIVE_GRADIENT = "receive_gradient"
@@ -26,8 +38,13 @@ class Kind(StrEnum):
     FETCH = "fetch"
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_WEIGHT = "backward_weight"
     REDUCE = "reduce"
     UPDATE = "update"
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # in an order, a kind is its index here
+FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +59,29 @@ class Action:
         return f"{self.kind}({self.stage}{'' if self.micro < 0 else f', {self.micro}'})"
 
 
-def gpipe(stages: int, stage: int, micro_batches: int) -> list[Action]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """The forwards and backwards of one position: of the n-th, its kind (an index into ``COMPUTE``), its stage and its
+    micro-batch."""
+
+    kinds: Numbers
+    stages: Numbers
+    micros: Numbers
+
+    @classmethod
+    def of(cls, listed: Iterable[Action]) -> Order:
+        """The order of a list of forwards and backwards."""
+        rows = [(COMPUTE.index(action.kind), action.stage, action.micro) for action in listed]
+        kinds, stages, micros = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return cls(kinds, stages, micros)
+
+    def actions(self) -> list[Action]:
+        """The order as a list of actions."""
+        columns = zip(self.kinds.tolist(), self.stages.tolist(), self.micros.tolist())
+        return [Action(COMPUTE[kind], stage, micro) for kind, stage, micro in columns]
+
+
+def gpipe(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
     """All forwards, then all backwards in reverse (GPipe, Huang et al. 2019, section 2.3).
 
     ::
@@ -50,31 +89,122 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> list[Action]:
         stage 0 | F0 F1 F2 F3 .. .. B3 B2 B1 B0
         stage 1 | .. F0 F1 F2 F3 B3 B2 B1 B0 ..
     """
-    del stages
-    forward = [Action(Kind.FORWARD, stage, m) for m in range(micro_batches)]
-    return forward + [Action(Kind.BACKWARD, stage, m) for m in reversed(range(micro_batches))]
+    del positions, interleave
+    micros = np.arange(micro_batches)
+    kinds = np.repeat([FORWARD, BACKWARD], micro_batches)
+    return Order(kinds, np.full(2 * micro_batches, position), np.concatenate([micros, micros[::-1]]))
 
 
-def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> list[Action]:
+def one_forward_one_backward(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
     """1F1B: warm up with one forward per later stage, then alternate.
 
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
-    At most ``stages − stage`` micro-batches are in flight, whatever their number.
+    At most ``positions − position`` micro-batches are in flight, whatever their number.
 
     ::
 
         stage 0 | F0 F1 .. B0 F2 B1 F3 B2 .. B3
         stage 1 | .. F0 B0 F1 B1 F2 B2 F3 B3 ..
     """
-    warm_up = min(micro_batches, stages - stage - 1)
-    order = [Action(Kind.FORWARD, stage, m) for m in range(warm_up)]
-    for m in range(warm_up, micro_batches):
-        order += [Action(Kind.FORWARD, stage, m), Action(Kind.BACKWARD, stage, m - warm_up)]
-    return order + [Action(Kind.BACKWARD, stage, m) for m in range(micro_batches - warm_up, micro_batches)]
+    del interleave
+    stages, micros = np.full(micro_batches, position), np.arange(micro_batches)
+    return _weave(positions - position - 1, (stages, micros), (stages, micros))
 
 
-def forward_only(stages: int, stage: int, micro_batches: int) -> list[Action]:
+def interleaved(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+    """Interleaved 1F1B: ``interleave`` thinner stages per position make the bubble as many times smaller, for as many
+    times the messages. One stage per position is plain 1F1B.
+
+    Groups of micro-batches go through one stage after the other: all of a group through the position's first stage,
+    then all through its second. A group has as many micro-batches as there are positions, so that its first is back
+    when its last has left; where those do not divide the micro-batches, the groups are a little larger instead (a
+    smaller one would be waited for, and can deadlock).
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    section 2.2, and the order of Megatron-LM's ``forward_backward_pipelining_with_interleaving``.
+
+    Two stages per position; f and b are those of a position's second stage::
+
+        stage 0 | F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .. b2 .. b3 B2 B3
+        stage 1 | .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 ..
+    """
+    if interleave == 1:
+        return one_forward_one_backward(positions, position, micro_batches, interleave)
+    groups = np.array_split(np.arange(micro_batches), max(1, micro_batches // positions))
+    micros = np.concatenate([np.tile(group, interleave) for group in groups])
+    chunks = np.concatenate([np.repeat(np.arange(interleave), len(group)) for group in groups])
+    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(groups[0])  # the first group is never smaller
+    last = interleave - 1
+    return _weave(warm_up, (position + positions * chunks, micros), (position + positions * (last - chunks), micros))
+
+
+def zero_bubble_h1(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+    """ZB-H1: 1F1B with each stage's weight halves put off until they fill what would be bubble. A stage delays them by
+    as many micro-batches as there are stages before it, so all have as many in flight as 1F1B's first stage.
+
+    Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.1.
+
+    ::
+
+        stage 0 | F0 F1 F2 .. .. B0 W0 F3 B1 W1 F4 B2 W2 F5 B3 W3 B4 W4 B5 W5
+        stage 1 | .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 F5 B4 W3 B5 W4 W5
+        stage 2 | .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 F5 B5 W3 W4 W5
+    """
+    del interleave
+    return zero_bubble(position, micro_batches, warm_up=positions - position - 1, delay=position)
+
+
+def zero_bubble_h2(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+    """ZB-H2: forwards fill the warm-up and weight halves the tail, so that no stage waits where a forward, an input
+    half and a weight half take equally long. It holds about twice the activations of 1F1B on every stage.
+
+    Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.2.
+
+    ::
+
+        stage 0 | F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 .. ..
+        stage 1 | .. F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5 ..
+        stage 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5
+    """
+    del interleave
+    return zero_bubble(position, micro_batches, warm_up=2 * (positions - position - 1), delay=2 * position)
+
+
+def zero_bubble(position: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
+    """Forward, input half and weight half in turn: forwards are ``warm_up`` ahead of the input halves, weight halves
+    ``delay`` behind. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight."""
+    count = np.arange(micro_batches)
+    column = np.full(micro_batches, position), count
+    return _sorted([count - warm_up, count, count + delay], [column] * 3)
+
+
+def _weave(warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]) -> Order:
+    """``warm_up`` forwards, then one backward and one forward in turn; both are given as (stages, micro-batches)."""
+    count = np.arange(len(forward[0]))
+    return _sorted([count - warm_up, count], [forward, backward])
+
+
+def _sorted(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
+    """Round by round, and in each round by kind."""
+    place = np.argsort(np.concatenate(rounds), kind="stable")
+    kinds = np.repeat(np.arange(len(rounds)), len(rounds[0]))
+    stages, micros = (np.concatenate(parts) for parts in zip(*columns))
+    return Order(kinds[place], stages[place], micros[place])
+
+
+Ordering = Callable[[int, int, int, int], Order]
+ORDERS: dict[str, Ordering] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zb-h2": zero_bubble_h2,
+}
+RUNNABLE = ("gpipe", "1f1b")  # what the executor can run
+
+
+def forward_only(stage: int, micro_batches: int) -> list[Action]:
     """Evaluation: micro-batches stream through, nothing is saved.
 
     ::
@@ -82,33 +212,55 @@ def forward_only(stages: int, stage: int, micro_batches: int) -> list[Action]:
         stage 0 | F0 F1 F2 ..
         stage 1 | .. F0 F1 F2
     """
-    del stages
     return [Action(Kind.FORWARD, stage, m) for m in range(micro_batches)]
 
 
-Order = Callable[[int, int, int], list[Action]]
-ORDERS: dict[str, Order] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
-
-
-def in_flight(schedule: str, stages: int, stage: int, micro_batches: int) -> int:
-    """The most micro-batches that have gone forward but not backward at one time."""
-    most = now = 0
-    for action in compute_order(schedule, stages, stage, micro_batches):
-        now += 1 if action.kind is Kind.FORWARD else -1
-        most = max(most, now)
-    return most
-
-
-def compute_order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[Action]:
-    """The forwards and backwards of one stage."""
+def order(schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1) -> Order:
+    """The forwards and backwards of one position, as columns. Raises :class:`PlanError` where there are none, or where
+    the schedule cannot interleave."""
     check_choice("plan.schedule", schedule, ORDERS)
-    if not 0 <= stage < stages or micro_batches < 1:
-        raise PlanError(f"stage {stage} of {stages} with {micro_batches} micro-batches: nothing to schedule")
-    return ORDERS[schedule](stages, stage, micro_batches)
+    if not 0 <= position < positions or micro_batches < 1:
+        raise PlanError(f"stage {position} of {positions} with {micro_batches} micro-batches: nothing to schedule")
+    if interleave < 1 or (interleave > 1 and schedule != "interleaved"):
+        raise PlanError(
+            f"{interleave} stages per position under schedule {schedule}: only schedule interleaved has more than one"
+        )
+    return ORDERS[schedule](positions, position, micro_batches, interleave)
 
 
-def actions(schedule: str, stages: int, stage: int, micro_batches: int, *, offload: bool = False) -> list[Action]:
-    """The whole list of one training step for the ranks of ``stage``.
+def compute_order(
+    schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1
+) -> list[Action]:
+    """The forwards and backwards of one position, as actions."""
+    return order(schedule, positions, position, micro_batches, interleave=interleave).actions()
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
+    """The most micro-batches of a stage that have gone forward at one time, but not wholly backward.
+
+    Where several of the ``stages`` share a position, their peaks come at different times: no smaller numbers would
+    bound the bytes of the position whatever each of its stages saves.
+    """
+    if stages % interleave or not 0 <= stage < stages:
+        raise PlanError(f"stage {stage} of {stages}, {interleave} per position: there is no such stage")
+    positions = stages // interleave
+    found = order(schedule, positions, stage % positions, micro_batches, interleave=interleave)
+    kinds = found.kinds[found.stages == stage]
+    return int(np.cumsum((kinds == FORWARD).astype(int) - (kinds == kinds.max())).max())
+
+
+def actions(
+    schedule: str,
+    positions: int,
+    position: int,
+    micro_batches: int,
+    *,
+    interleave: int = 1,
+    offload: bool = False,
+) -> list[Action]:
+    """The whole list of one training step for the ranks of ``position``; its reduce and update are those of all its
+    stages.
 
     With ``offload`` each forward is preceded by OFFLOAD, and each backward by a FETCH that stands right after the
     compute action before it, so that reading overlaps with sending and with the wait for the gradient::
@@ -116,29 +268,33 @@ def actions(schedule: str, stages: int, stage: int, micro_batches: int, *, offlo
         1f1b, last but one of several stages, offloading
         O0 F0 S0 | R1 O1 F1 S1 L0 | R B0 S | O2 F2 S2 L1 | R B1 S | ...
     """
-    order = compute_order(schedule, stages, stage, micro_batches)
+    listed = compute_order(schedule, positions, position, micro_batches, interleave=interleave)
+    following: list[Action | None] = [*listed[1:], None]
+    stages = positions * interleave if positions > 1 else 0  # a position alone sends nothing
     result: list[Action] = []
-    for position, action in enumerate(order):
+    for action, after in zip(listed, following):
         result += _around(action, stages, offload)
-        following = order[position + 1] if position + 1 < len(order) else None
-        if offload and following is not None and following.kind is Kind.BACKWARD:
-            result.append(Action(Kind.FETCH, stage, following.micro))
-    return [*result, Action(Kind.REDUCE, stage), Action(Kind.UPDATE, stage)]
+        if offload and after is not None and after.kind is Kind.BACKWARD:
+            result.append(Action(Kind.FETCH, after.stage, after.micro))
+    return [*result, Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
 
 
 def evaluation_actions(stages: int, stage: int, micro_batches: int) -> list[Action]:
     """The whole list of one evaluation pass for the ranks of ``stage``."""
-    order = forward_only(stages, stage, micro_batches)
-    return [step for action in order for step in _around(action, stages, offload=False)]
+    return [step for action in forward_only(stage, micro_batches) for step in _around(action, stages, offload=False)]
 
 
 def _around(action: Action, stages: int, offload: bool) -> list[Action]:
+    """An action between what it receives and what it sends, in a chain of ``stages``."""
     stage, micro = action.stage, action.micro
+    from_below, from_above = stage > 0 and stages > 0, stage < stages - 1
     if action.kind is Kind.FORWARD:
-        before = [Action(Kind.RECEIVE_ACTIVATION, stage, micro)] if stage > 0 else []
+        before = [Action(Kind.RECEIVE_ACTIVATION, stage, micro)] if from_below else []
         opened = [Action(Kind.OFFLOAD, stage, micro)] if offload else []
-        after = [Action(Kind.SEND_ACTIVATION, stage, micro)] if stage < stages - 1 else []
+        after = [Action(Kind.SEND_ACTIVATION, stage, micro)] if from_above else []
         return [*before, *opened, action, *after]
-    before = [Action(Kind.RECEIVE_GRADIENT, stage, micro)] if stage < stages - 1 else []
-    after = [Action(Kind.SEND_GRADIENT, stage, micro)] if stage > 0 else []
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return [action]
+    before = [Action(Kind.RECEIVE_GRADIENT, stage, micro)] if from_above else []
+    after = [Action(Kind.SEND_GRADIENT, stage, micro)] if from_below else []
     return [*before, action, *after]

@@ -17,17 +17,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device
-from parallax.plan.cost import BlockLoad, StageLoad, load_block, load_stage
+from parallax.plan.cost import ALL_ON_DEVICE, Below, BlockLoad, load_block, load_stage
 from parallax.plan.plan import Directive, StagePlan
-from parallax.plan.profile import ModelProfile
+from parallax.plan.profile import BlockCost, ModelProfile
 
-FRONT = 10_000  # choices kept for all blocks together; beyond it the search is no longer exact and says so
+FRONT = 60_000  # choices kept for all blocks together; beyond it the search is no longer exact and says so
 TIER_SLACK = 1.25  # places in a tier are rounded up, and rows of uneven micro-batches differ by one
 TIER_FLOOR = 2**20
 
 Kinds = tuple[int, ...]  # equal blocks have equal numbers
 Floats = NDArray[np.float64]
+OFFERED = (Directive.OFFLOAD, Directive.RECOMPUTE, Directive.KEEP)
+# Of equal choices the first stays. Offload comes first: early activations wait longest.
 _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Where a stage runs: on ``replicas`` ranks, the fullest with ``rows`` rows of each micro-batch, ``in_flight``
+    micro-batches between forward and backward."""
+
+    replicas: int
+    rows: int
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,70 @@ class StageChoice:
     peak_bytes: int
     moved_bytes: int
     parameter_bytes: int
+
+
+def judge_stage(
+    profile: ModelProfile, device: Device, start: int, directives: tuple[Directive, ...], where: Flight, below: Below
+) -> StageChoice | None:
+    """The stage under these directives with ``below`` of its states in the tier; None where it does not fit."""
+    load = load_stage(
+        profile,
+        start,
+        directives,
+        where.rows,
+        device=device,
+        optimizer_offload=below.optimizer,
+        parameter_offload=below.parameters,
+    )
+    budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
+    places = tier_places(where.in_flight * moved) if moved else 0
+    if load.peak_bytes(where.in_flight, least) > budget or places + load.host_state_bytes > device.tier_bytes:
+        return None
+    spare = budget - load.peak_bytes(where.in_flight, least)
+    limit = min(least + math.floor(spare / (1 + load.gap_share)), where.in_flight * moved)
+    stage = StagePlan(
+        start=start,
+        stop=start + len(directives),
+        replicas=where.replicas,
+        directives=directives,
+        swap_limit_bytes=limit,
+        tier_bytes=places,
+        optimizer_offload=below.optimizer,
+        parameter_offload=below.parameters,
+    )
+    copying = float(copying_seconds(device, np.array(moved))) + load.states.streaming_seconds
+    return StageChoice(
+        plan=stage,
+        seconds=max(load.compute_seconds, copying),
+        tail_seconds=load.update_seconds,
+        peak_bytes=load.peak_bytes(where.in_flight, limit),
+        moved_bytes=moved,
+        parameter_bytes=load.parameter_bytes,
+    )
+
+
+def tier_places(moved: float) -> int:
+    """Bytes of a tier that hold ``moved`` bytes of activations."""
+    return math.ceil(moved * TIER_SLACK) + TIER_FLOOR
+
+
+def copying_seconds(device: Device, moved: NDArray[Any]) -> Floats:
+    """Seconds to write and to read back ``moved`` bytes."""
+    latency = device.write.latency_seconds + device.read.latency_seconds
+    per_byte = 1 / device.write.bytes_per_second + 1 / device.read.bytes_per_second
+    return np.where(moved > 0, latency + moved * per_byte, 0.0)
+
+
+def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
+    """A number for each block, the same for those that cost the same, and the cost behind each number."""
+    numbers: dict[BlockCost, int] = {}
+    for block in profile.blocks:
+        numbers.setdefault(replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0), len(numbers))
+    costs = list(numbers)
+    kinds = [
+        numbers[replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0)] for block in profile.blocks
+    ]
+    return tuple(kinds), costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,112 +133,122 @@ class _Front:
 
 class StageFitter:
     """Fits stages of one profile on one kind of device; remembers what it was asked. ``exact`` turns false once it
-    could not look at every choice."""
+    could not look at every choice. ``host_states`` are the shares of states below the device to try, least first."""
 
-    def __init__(self, profile: ModelProfile, device: Device, *, allowed: Sequence[Directive]) -> None:
-        self._profile, self._device = profile, device
-        # Of equal choices the first stays. Offload comes first: early activations wait longest.
-        self._allowed = [d for d in (Directive.OFFLOAD, Directive.RECOMPUTE, Directive.KEEP) if d in allowed]
-        costs = [replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0) for block in profile.blocks]
-        self._kinds = tuple(costs.index(cost) for cost in costs)
-        self._costs = costs
+    def __init__(
+        self,
+        profile: ModelProfile,
+        device: Device,
+        *,
+        allowed: Sequence[Directive],
+        host_states: Sequence[Below] = (ALL_ON_DEVICE,),
+    ) -> None:
+        self._profile, self._device, self._host_states = profile, device, host_states
+        self._allowed = [directive for directive in OFFERED if directive in allowed]
+        self._kinds, self._costs = block_kinds(profile)
         self.exact = True
-        self._most = max(100, FRONT // len(costs))
+        self._most = max(100, FRONT // len(self._kinds))
         self.fit = lru_cache(maxsize=None)(self._fit)
         self._base = lru_cache(maxsize=None)(self._find_base)
         self._options = lru_cache(maxsize=None)(self._find_options)
         self._front = lru_cache(maxsize=None)(self._find_front)
         self._leanest = lru_cache(maxsize=None)(self._find_leanest)
 
-    def _fit(self, start: int, stop: int, replicas: int, rows: int, in_flight: int) -> StageChoice | None:
-        """The best choice for blocks ``start`` to ``stop`` with ``rows`` rows per micro-batch on each replica and
-        ``in_flight`` micro-batches at once; None where nothing fits."""
+    def _fit(self, start: int, stop: int, where: Flight) -> tuple[StageChoice, ...]:
+        """The choices for blocks ``start`` to ``stop`` that no other beats both per micro-batch and at the end of the
+        step; none where nothing fits."""
+        found: list[StageChoice] = []
+        for below in self._host_states:
+            choice = self._fastest(start, stop, where, below)
+            if choice is not None and not any(_no_worse(other, choice) for other in found):
+                found = [other for other in found if not _no_worse(choice, other)] + [choice]
+                if below == ALL_ON_DEVICE and set(choice.plan.directives) == {Directive.KEEP}:
+                    break  # nothing is faster
+        return tuple(found)
+
+    def _fastest(self, start: int, stop: int, where: Flight, below: Below) -> StageChoice | None:
+        """The fewest seconds per micro-batch."""
         if Directive.KEEP in self._allowed:
-            plain = (Directive.KEEP,) * (stop - start)
-            choice = self._judge(start, plain, replicas, rows, in_flight)
+            choice = self._judge(start, (Directive.KEEP,) * (stop - start), where, below)
             if choice is not None:
                 return choice
         kinds = self._kinds[start:stop]
-        base, budget = self._base(start, stop, rows), self._device.memory_bytes
-        lean = self._leanest(kinds, rows)
-        if base + _needed(lean, in_flight).min() > budget:
+        lean = self._leanest(kinds, where.rows)
+        if not self._fits(lean, start, stop, where, below).any():
             return None
-        front = self._front(kinds, rows)
+        front = self._front(kinds, where.rows)
         self.exact &= front.exact
         for choices in (front, lean):  # a front that was cut may have lost the only choice that fits
-            fitting = (base + _needed(choices, in_flight) <= budget) & self._has_room(choices, in_flight)
+            fitting = self._fits(choices, start, stop, where, below) & self._has_room(
+                choices, start, stop, where, below
+            )
             if fitting.any():
                 found = choices.pick(np.flatnonzero(fitting))
-                compute, moved = found.columns[:, _SECONDS], found.columns[:, _MOVED]
-                best = int(np.lexsort((moved, np.maximum(compute, self._copying(moved))))[0])
-                return self._judge(start, self._named(found.directives[best]), replicas, rows, in_flight)
+                moved = found.columns[:, _MOVED]
+                copying = copying_seconds(self._device, moved) + self._base(start, stop, where.rows, below)[3]
+                seconds = np.maximum(found.columns[:, _SECONDS], copying)
+                best = int(np.lexsort((moved, seconds))[0])
+                return self._judge(start, self._named(found.directives[best]), where, below)
         return None
 
-    def least_bytes(self, start: int, stop: int, rows: int, in_flight: int) -> float:
+    def least_bytes(self, start: int, stop: int, where: Flight) -> float:
         """The smallest device memory in which the stage runs at all, with the tier below as it is; infinite where
         the tier has too little room."""
+        return min(self._least(start, stop, where, below) for below in self._host_states)
+
+    def _least(self, start: int, stop: int, where: Flight, below: Below) -> float:
         kinds = self._kinds[start:stop]
-        lean = self._leanest(kinds, rows)
-        if not self._has_room(lean, in_flight)[_needed(lean, in_flight).argmin()]:
-            front = self._front(kinds, rows)
+        lean = self._leanest(kinds, where.rows)
+        smallest = self._needed(lean, start, stop, where, below).argmin()
+        if not self._has_room(lean, start, stop, where, below)[smallest]:
+            front = self._front(kinds, where.rows)
             lean = replace(lean, columns=np.vstack([lean.columns, front.columns]))
-        needed = np.where(self._has_room(lean, in_flight), _needed(lean, in_flight), np.inf)
-        return float(self._base(start, stop, rows) + needed.min())
+        room = self._has_room(lean, start, stop, where, below)
+        needed = np.where(room, self._needed(lean, start, stop, where, below), np.inf)
+        return float(needed.min())
 
-    def _load(self, start: int, directives: tuple[Directive, ...], rows: int) -> StageLoad:
-        return load_stage(self._profile, start, directives, rows, device=self._device)
+    def _judge(self, start: int, directives: tuple[Directive, ...], where: Flight, below: Below) -> StageChoice | None:
+        return judge_stage(self._profile, self._device, start, directives, where, below)
 
-    def _judge(
-        self, start: int, directives: tuple[Directive, ...], replicas: int, rows: int, in_flight: int
-    ) -> StageChoice | None:
-        load = self._load(start, directives, rows)
-        needed, budget = load.peak_bytes(in_flight, load.smallest_swap_limit), self._device.memory_bytes
-        moved = load.moved_bytes
-        below = math.ceil(in_flight * moved * TIER_SLACK) + TIER_FLOOR if moved else 0
-        if needed > budget or below > self._device.tier_bytes:
-            return None
-        room = budget - (needed - load.smallest_swap_limit)
-        limit = min(room, in_flight * moved)
-        stage = StagePlan(
-            start=start,
-            stop=start + len(directives),
-            replicas=replicas,
-            directives=directives,
-            swap_limit_bytes=limit,
-            tier_bytes=below,
-        )
-        return StageChoice(
-            plan=stage,
-            seconds=max(load.compute_seconds, float(self._copying(np.array(moved)))),
-            tail_seconds=load.update_seconds,
-            peak_bytes=load.peak_bytes(in_flight, limit),
-            moved_bytes=moved,
-            parameter_bytes=load.parameter_bytes,
-        )
+    def _fits(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> NDArray[np.bool_]:
+        fits: NDArray[np.bool_] = self._needed(front, start, stop, where, below) <= self._device.memory_bytes
+        return fits
 
-    def _copying(self, moved: NDArray[Any]) -> Floats:
-        """Seconds to write and to read back ``moved`` bytes."""
-        latency = self._device.write.latency_seconds + self._device.read.latency_seconds
-        per_byte = 1 / self._device.write.bytes_per_second + 1 / self._device.read.bytes_per_second
-        return np.where(moved > 0, latency + moved * per_byte, 0.0)
+    def _needed(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> Floats:
+        """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes` with the smallest swap limit."""
+        static, boundary, _, _ = self._base(start, stop, where.rows, below)
+        columns = front.columns
+        passing = boundary + where.in_flight * columns[:, _KEPT] + columns[:, _LARGEST] + columns[:, _WORK]
+        needed: Floats = static + passing + np.ceil(self._device.gap_share * passing)
+        return needed
 
-    def _has_room(self, front: _Front, in_flight: int) -> NDArray[np.bool_]:
+    def _has_room(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> NDArray[np.bool_]:
         moved = front.columns[:, _MOVED]
-        below = np.ceil(in_flight * moved * TIER_SLACK) + TIER_FLOOR
-        room: NDArray[np.bool_] = (moved == 0) | (below <= self._device.tier_bytes)
+        places = np.where(moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
+        room: NDArray[np.bool_] = places + self._base(start, stop, where.rows, below)[2] <= self._device.tier_bytes
         return room
 
     def _named(self, directives: NDArray[np.int8]) -> tuple[Directive, ...]:
         return tuple(self._allowed[d] for d in directives)
 
-    def _find_base(self, start: int, stop: int, rows: int) -> float:
-        """Bytes of a stage that do not depend on its directives."""
-        load = self._load(start, (Directive.KEEP,) * (stop - start), rows)
-        return load.static_bytes + load.boundary_bytes
+    def _find_base(self, start: int, stop: int, rows: int, below: Below) -> tuple[int, int, int, float]:
+        """What does not depend on a stage's directives: bytes that are static, at its boundary, and in the tier, and
+        the seconds that streaming parameters occupies the way there for."""
+        load = load_stage(
+            self._profile,
+            start,
+            (Directive.KEEP,) * (stop - start),
+            rows,
+            device=self._device,
+            optimizer_offload=below.optimizer,
+            parameter_offload=below.parameters,
+        )
+        return load.static_bytes, load.boundary_bytes, load.host_state_bytes, load.states.streaming_seconds
 
     def _find_options(self, kind: int, rows: int) -> Floats:
         """One row per allowed directive of a block."""
-        return np.array([_columns(load_block(self._costs[kind], d, rows)) for d in self._allowed])
+        speed = self._device.speed
+        return np.array([_columns(load_block(self._costs[kind], d, rows, speed=speed)) for d in self._allowed])
 
     def _find_front(self, kinds: Kinds, rows: int) -> _Front:
         """Pareto-optimal directives of a run of blocks."""
@@ -208,11 +294,8 @@ def _columns(load: BlockLoad) -> tuple[float, ...]:
     return load.forward_seconds + load.backward_seconds, load.kept_bytes, load.moved_bytes, load.moved_bytes, work
 
 
-def _needed(front: _Front, in_flight: int) -> Floats:
-    """Bytes on the device beyond what a stage holds under any directives."""
-    columns = front.columns
-    needed: Floats = in_flight * columns[:, _KEPT] + columns[:, _LARGEST] + columns[:, _WORK]
-    return needed
+def _no_worse(one: StageChoice, other: StageChoice) -> bool:
+    return one.seconds <= other.seconds and one.tail_seconds <= other.tail_seconds
 
 
 def _undominated(columns: Floats) -> NDArray[np.intp]:

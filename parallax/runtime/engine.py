@@ -27,7 +27,7 @@ from parallax.model.describe import Chain, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import actions, evaluation_actions
+from parallax.plan.schedule import RUNNABLE, actions, evaluation_actions
 from parallax.runtime import checkpoint
 from parallax.runtime.batch import Rows
 from parallax.runtime.executor import Executor, Loss, Step
@@ -97,6 +97,7 @@ class Engine:
                 f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
                 f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
             )
+        _check_runnable(plan)
         mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_stages(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
@@ -309,6 +310,19 @@ class EngineConfigs:
     swap: SwapConfig
     scratch: Path
     steps: int
+
+
+def _check_runnable(plan: Plan) -> None:
+    """A plan may say more than this runtime can do."""
+    beyond = [f"schedule {plan.schedule}"] if plan.schedule not in RUNNABLE else []
+    beyond += [f"{plan.interleave} stages to a position"] if plan.interleave > 1 else []
+    if any(stage.optimizer_offload for stage in plan.stages):
+        beyond.append("optimizer states below the device")
+    if beyond:
+        raise PlanError(
+            f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
+            f"plan.schedule={' or '.join(RUNNABLE)} and plan.optimizer=device"
+        )
 
 
 def _shared_between_stages(chain: Chain, plan: Plan) -> dict[str, list[int]]:

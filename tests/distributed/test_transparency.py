@@ -121,3 +121,11 @@ def test_gradients_equal_plain_training(pool: Pool, model: str, schedule: str, r
         reduced = {results[rank][2] for results in by_directive.values() for rank in range(position, position + count)}
         assert reduced == ({1} if count > 1 else {0})
         position += count
+
+
+@pytest.mark.parametrize("placement", [(2, 0, 1), (1, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (1, 1, 1)], ids=str)
+def test_ranks_may_stand_in_any_order(pool: Pool, replicas: tuple[int, ...], placement: tuple[int, ...]) -> None:
+    """Once a message from a later rank to an earlier one was taken for a gradient."""
+    results = pool.run(job, 3, "gpt", torch.float32, {"replicas": replicas, "placement": placement}, ROWS)
+    compare(results, "gpt", torch.float32, ROWS, 1e-6)

@@ -36,6 +36,7 @@ def cluster(
     read: Link | None = None,
     tier: int = HUGE,
     reserve: int = 0,
+    **fields: Any,
 ) -> Cluster:
     device = Device(
         kind="cpu",
@@ -45,6 +46,7 @@ def cluster(
         write=write,
         read=read or write,
         reserve_bytes=reserve,
+        **fields,
     )
     return Cluster(nodes=(Node(name="n", devices=(device,) * devices, concurrent=concurrent),), local=link, remote=link)
 

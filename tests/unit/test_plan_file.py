@@ -13,7 +13,7 @@ import yaml
 
 from parallax.errors import PlanError
 from parallax.plan.cluster import Cluster, Link
-from parallax.plan.plan import Directive, Plan, RankPrediction
+from parallax.plan.plan import Alternative, Directive, Plan, RankPrediction, StagePrediction
 from parallax.plan.profile import Affine, ModelProfile
 from tests.unit.plan_fakes import FREE, block, cluster, plan, profile, stages
 
@@ -63,16 +63,46 @@ def test_explain_says_it_in_numbers() -> None:
     rank = RankPrediction(
         peak_bytes=2048, budget_bytes=4096, tier_peak_bytes=0, offloaded_bytes=1024, stall_seconds=0.5
     )
-    prediction = replace(plan().prediction, ranks=(rank,) * 3)
-    mixed = replace(stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP))
-    lines = plan(stages=(mixed, *stages([2, 3], [2])), prediction=prediction, candidates=7, exact=False).explain()
-    assert lines == [
+    terms = StagePrediction(memory={"parameters": 1024, "swap": 512, "loss": 0}, seconds={"forward": 1.0, "idle": 0.25})
+    prediction = replace(plan().prediction, ranks=(rank,) * 3, stages=(terms, terms))
+    mixed = replace(stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), optimizer_offload=0.5)
+    other = Alternative(description="gpipe", step_seconds=1.5, reason="50.0% slower: +0.5 s of idle")
+    chosen = plan(
+        stages=(mixed, *stages([2, 3], [2])),
+        prediction=prediction,
+        candidates=7,
+        exact=False,
+        bound_seconds=0.8,
+        alternatives=(other,),
+    )
+    assert chosen.explain() == [
         "8 rows run as 4 micro-batches of up to 2 rows through 2 stage(s) under 1f1b; 25% of the time is bubble.",
-        "stage 0: blocks 0..1 on 1 replica(s); activations: keep 1, offload 1; peak 2.0 KiB of 4.0 KiB, "
-        "1.0 KiB to disk per step, 0.50 s of it not hidden.",
-        "stage 1: blocks 2..2 on 2 replica(s); activations: keep 1; peak 2.0 KiB of 4.0 KiB.",
-        "7 candidates compared by predicted step time; the search was cut short: a better plan may exist.",
+        "stage 0: blocks 0..1 on 1 replica(s); activations: keep 1, offload 1; peak 2.0 KiB of 4.0 KiB (parameters "
+        "1.0 KiB, swap 512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden; 50% of the "
+        "optimizer's states in disk.",
+        "stage 1: blocks 2..2 on 2 replica(s); activations: keep 1; peak 2.0 KiB of 4.0 KiB (parameters 1.0 KiB, swap "
+        "512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden.",
+        "7 candidates compared by predicted step time, not all there are; by the planner's formula none can take less "
+        "than 0.8 s, so this one is at most 25.0% above the best.",
+        "not chosen: gpipe: 1.5 s, 50.0% slower: +0.5 s of idle.",
     ]
+    assert replace(chosen, exact=True).explain()[-2].endswith("can be faster by the planner's formula.")
+    assert replace(chosen, bound_seconds=0.0).explain()[-2].endswith("a better plan may exist.")
+
+
+def test_positions_and_placement() -> None:
+    dealt = plan(stages=tuple(stages([0, 1, 2, 3, 4], [2, 1, 2, 1])), interleave=2, placement=(2, 0, 1))
+    assert (dealt.positions, dealt.world_size, dealt.blocks) == (2, 3, 4)
+    assert [dealt.ranks(s) for s in range(4)] == [(2, 0), (1,), (2, 0), (1,)]
+    assert [dealt.locate(rank) for rank in range(3)] == [(0, 1), (1, 0), (0, 0)]
+    assert Plan.from_dict(dealt.to_dict()) == dealt
+    for changes, message in (
+        ({"interleave": 3}, "4 stages cannot be dealt out 3"),
+        ({"placement": (0, 1, 1)}, "must name each of 3 ranks once"),
+        ({"stages": tuple(stages([0, 1, 2, 3, 4], [2, 1, 1, 2]))}, "its position has another number"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            replace(dealt, **changes)
 
 
 @pytest.mark.parametrize(

@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError, PlanError
-from parallax.plan.schedule import ORDERS, Action, Kind, actions, compute_order, evaluation_actions, in_flight
+from parallax.plan.cluster import Link
+from parallax.plan.plan import Directive
+from parallax.plan.schedule import (
+    ORDERS,
+    RUNNABLE,
+    Action,
+    Kind,
+    actions,
+    compute_order,
+    evaluation_actions,
+    in_flight,
+)
 from parallax.plan.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 2), (4, 4), (4, 9), (5, 3)]
-OPPOSITE = {Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1), Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1)}
+KINDS = [(schedule, 1) for schedule in ORDERS] + [("interleaved", 2), ("interleaved", 3)]
+SENDS = {Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1), Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1)}
+SPLIT = ("zb-h1", "zb-h2")
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
-def test_every_micro_batch_goes_forward_before_it_goes_backward(schedule: str, count: int, micro: int) -> None:
-    for stage in range(count):
-        order = compute_order(schedule, count, stage, micro)
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            assert sorted(a.micro for a in order if a.kind is kind) == list(range(micro))
-        for m in range(micro):
-            assert order.index(Action(Kind.FORWARD, stage, m)) < order.index(Action(Kind.BACKWARD, stage, m))
+def test_every_micro_batch_goes_forward_before_it_goes_backward(
+    schedule: str, interleave: int, count: int, micro: int
+) -> None:
+    kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule in SPLIT else [])]
+    for position in range(count):
+        listed = compute_order(schedule, count, position, micro, interleave=interleave)
+        assert len(listed) == len(kinds) * micro * interleave
+        for stage, m in itertools.product(range(position, count * interleave, count), range(micro)):
+            places = [listed.index(Action(kind, stage, m)) for kind in kinds]
+            assert places == sorted(places)
 
 
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
@@ -34,40 +52,78 @@ def test_in_flight(count: int, micro: int) -> None:
     for stage in range(count):
         assert in_flight("1f1b", count, stage, micro) == min(micro, count - stage)
         assert in_flight("gpipe", count, stage, micro) == micro
+        assert in_flight("interleaved", count, stage, micro) == min(micro, count - stage)
+        # Qi et al. 2024, section 2: the memory of 1F1B's first stage on all stages, and about twice that.
+        assert in_flight("zb-h1", count, stage, micro) == min(micro, count)
+        assert in_flight("zb-h2", count, stage, micro) == min(micro, 2 * count - 1)
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
+def test_in_flight_of_stages_that_share_a_position() -> None:
+    """Narayanan et al. 2021, section 2.2: the first position warms up with 2·(p − 1) + (v − 1)·p = 10 forwards, so
+    11 are in flight; its stages have their own peaks one action apart."""
+    assert [in_flight("interleaved", 8, stage, 16, 2) for stage in (0, 4)] == [8, 4]
+    assert [in_flight("interleaved", 8, stage, 16, 2) for stage in (3, 7)] == [5, 1]
+    assert [in_flight("interleaved", 8, stage, 3, 2) for stage in (0, 4)] == [3, 3]
+    with pytest.raises(PlanError, match="stage 3 of 3, 2 per position: there is no such stage"):
+        in_flight("interleaved", 3, 3, 4, 2)
+
+
+@pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
-def test_sends_and_receives_of_neighbours_match_in_order(schedule: str, count: int, micro: int) -> None:
-    lists = [actions(schedule, count, s, micro) for s in range(count)]
-    for stage, (sent, (received, step)) in itertools.product(range(count), OPPOSITE.items()):
-        out = [a.micro for a in lists[stage] if a.kind is sent]
-        neighbour = lists[stage + step] if 0 <= stage + step < count else []
-        assert out == [a.micro for a in neighbour if a.kind is received]
-    assert not [a for a in lists[0] if a.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)]
-    assert not [a for a in lists[-1] if a.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)]
+def test_sends_and_receives_of_neighbours_match_in_order(
+    schedule: str, interleave: int, count: int, micro: int
+) -> None:
+    """Per pair of positions and direction, whatever stages the messages are for: channels are FIFO."""
+    lists = [actions(schedule, count, position, micro, interleave=interleave) for position in range(count)]
+    for (position, listed), (sent, (received, step)) in itertools.product(enumerate(lists), SENDS.items()):
+        out = [(a.stage + step, a.micro) for a in listed if a.kind is sent]
+        assert out == [(a.stage, a.micro) for a in lists[(position + step) % count] if a.kind is received]
+    everything = [a for listed in lists for a in listed]
+    last = count * interleave - 1
+    assert not [a for a in everything if a.stage == 0 and a.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)]
+    assert not [a for a in everything if a.stage == last and a.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)]
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
-def test_what_surrounds_compute(schedule: str, count: int, micro: int) -> None:
-    for stage in range(count):
-        listed = actions(schedule, count, stage, micro, offload=True)
-        assert [a.kind for a in listed[-2:]] == [Kind.REDUCE, Kind.UPDATE]
-        compute = [a for a in listed if a.kind in (Kind.FORWARD, Kind.BACKWARD)]
+def test_what_surrounds_compute(schedule: str, interleave: int, count: int, micro: int) -> None:
+    for position in range(count):
+        listed = actions(schedule, count, position, micro, interleave=interleave, offload=True)
+        assert listed[-2:] == [Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
+        compute = [a for a in listed if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
         for before, action in zip([None, *compute], compute):
             place = listed.index(action)
             if action.kind is Kind.FORWARD:
-                assert listed[place - 1] == Action(Kind.OFFLOAD, stage, action.micro)
-                continue
-            fetch = listed.index(Action(Kind.FETCH, stage, action.micro))
-            assert before is not None
-            assert listed.index(before) < fetch < place
-            between = listed[fetch + 1 : place]
-            assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)  # reading overlaps with the wait only
-        assert len([a for a in listed if a.kind is Kind.FETCH]) == micro
+                assert listed[place - 1] == Action(Kind.OFFLOAD, action.stage, action.micro)
+            elif action.kind is Kind.BACKWARD:
+                fetch = listed.index(Action(Kind.FETCH, action.stage, action.micro))
+                assert before is not None
+                assert listed.index(before) < fetch < place
+                between = listed[fetch + 1 : place]
+                assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)  # reading overlaps with the wait only
+        assert len([a for a in listed if a.kind is Kind.FETCH]) == micro * interleave
         plain = [a for a in listed if a.kind not in (Kind.OFFLOAD, Kind.FETCH)]
-        assert plain == actions(schedule, count, stage, micro)
+        assert plain == actions(schedule, count, position, micro, interleave=interleave)
+
+
+def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
+    """Groups are as large as there are positions, or a little larger where those do not divide the micro-batches."""
+    forwards = [(a.stage, a.micro) for a in compute_order("interleaved", 2, 0, 4, interleave=2) if a.kind == "forward"]
+    assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+    uneven = [a.micro for a in compute_order("interleaved", 2, 0, 5, interleave=2) if a.kind == "forward"]
+    assert uneven == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+
+
+def test_what_the_executor_can_run_is_known_and_not_split() -> None:
+    assert set(RUNNABLE) < set(ORDERS)
+    for schedule in RUNNABLE:
+        assert {a.kind for a in compute_order(schedule, 3, 1, 4)} == {Kind.FORWARD, Kind.BACKWARD}
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in ORDERS if schedule != "interleaved"])
+def test_only_one_schedule_interleaves(schedule: str) -> None:
+    with pytest.raises(PlanError, match="only schedule interleaved has more than one"):
+        compute_order(schedule, 2, 0, 4, interleave=2)
 
 
 def test_evaluation_only_goes_forward() -> None:
@@ -77,28 +133,35 @@ def test_evaluation_only_goes_forward() -> None:
     assert [str(a) for a in evaluation_actions(1, 0, 2)] == ["forward(0, 0)", "forward(0, 1)"]
 
 
+LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
+
+
 @pytest.mark.parametrize("schedule", list(ORDERS))
 def test_the_picture_is_what_the_simulator_does(schedule: str) -> None:
-    """One column of the docstring's picture is one unit of time."""
+    """One column of the docstring's picture is one unit of time; small letters are those of a position's second
+    stage."""
     picture = re.findall(r"stage (\d) \| (.+)", ORDERS[schedule].__doc__ or "")
-    drawn = {}
-    for stage, row in picture:
-        for column, cell in enumerate(row.split()):
-            if cell != "..":
-                drawn[int(stage), cell] = column
-    result = simulate(
-        profile([block(forward=1, backward=1)] * 2),
-        cluster(2),
-        stages([0, 1, 2]),
-        schedule=schedule,
-        rows=4,
-        micro_batches=4,
-    )
-    found = {
-        (span.stage, f"{span.kind[0].upper()}{span.micro}"): round(span.start, 6)
-        for span in result.spans
-        if span.kind in ("forward", "backward")
+    drawn = {
+        (int(stage), cell): column for stage, row in picture for column, cell in enumerate(row.split()) if cell != ".."
     }
+    positions, interleave = len(picture), 2 if any(cell.islower() for _, cell in drawn) else 1
+    weight = 1 if any(cell[0] == "W" for _, cell in drawn) else 0
+    micro = 1 + max(int(cell[1:]) for _, cell in drawn)
+    count = positions * interleave
+    result = simulate(
+        profile([block(forward=1, backward=1 + weight, weight_seconds=weight)] * count),
+        cluster(positions),
+        stages(range(count + 1)),
+        schedule=schedule,
+        rows=micro,
+        micro_batches=micro,
+        interleave=interleave,
+    )
+    found = {}
+    for span in result.spans:
+        if span.kind in LETTERS:
+            letter = LETTERS[span.kind] if span.stage < positions else LETTERS[span.kind].lower()
+            found[span.rank, f"{letter}{span.micro}"] = round(span.start, 6)
     assert found == drawn
 
 
@@ -113,30 +176,48 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
         compute_order("gpip", 1, 0, 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    schedule=st.sampled_from(list(ORDERS)),
+    kind=st.sampled_from(KINDS),
     replicas=st.lists(st.integers(1, 3), min_size=1, max_size=5),
     micro=st.integers(1, 8),
     rows=st.integers(1, 12),
-    directive=st.sampled_from(["keep", "offload", "recompute"]),
+    directives=st.lists(st.sampled_from(list(Directive)), min_size=3, max_size=3),
     limit=st.integers(300, 2000),
     concurrent=st.sampled_from([1.0, 2.0, 50.0]),
 )
 def test_no_shape_deadlocks(
-    schedule: str, replicas: list[int], micro: int, rows: int, directive: str, limit: int, concurrent: float
+    kind: tuple[str, int],
+    replicas: list[int],
+    micro: int,
+    rows: int,
+    directives: list[Directive],
+    limit: int,
+    concurrent: float,
 ) -> None:
-    micro = min(micro, rows)
-    blocks = [block(forward=f, moved=20, input=4, output=4) for f in (1, 2, 0.5)] * len(replicas)
-    slow = cluster(sum(replicas), concurrent=concurrent).devices[0].write
-    assert slow.seconds(1) > 0
+    """Whatever the shape, the step ends, and every stage has seen every micro-batch once."""
+    schedule, interleave = kind
+    micro, count = min(micro, rows), len(replicas) * interleave
+    blocks = [block(forward=f, weight_seconds=0.3, moved=20, input=4, output=4) for f in (1, 2, 0.5)] * count
+    parts = stages([3 * s for s in range(count + 1)], replicas * interleave, limit=limit)
     result = simulate(
         profile(blocks),
-        cluster(sum(replicas), concurrent=concurrent, write=type(slow)(bytes_per_second=50.0)),
-        stages([3 * s for s in range(len(replicas) + 1)], replicas, directive, limit),
+        cluster(sum(replicas), concurrent=concurrent, write=Link(bytes_per_second=50.0)),
+        [replace(part, directives=tuple(directives)) for part in parts],
         schedule=schedule,
         rows=rows,
         micro_batches=micro,
+        interleave=interleave,
     )
-    assert {span.kind for span in result.spans} >= {"forward", "backward", "update"}
+    seen = Counter((span.kind, span.rank, span.stage, span.micro) for span in result.spans)
+    wanted = {Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule in SPLIT else [])}
+    first = 0
+    for position, number in enumerate(replicas):
+        for rank, stage, m in itertools.product(
+            range(first, first + number), range(position, count, len(replicas)), range(micro)
+        ):
+            assert all(seen[kind, rank, stage, m] == 1 for kind in wanted)
+        first += number
+    computed = [key for key in seen if key[0] in wanted]
+    assert len(computed) == len(wanted) * sum(replicas) * interleave * micro
     assert result.step_seconds > 0

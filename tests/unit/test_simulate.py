@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,26 +12,54 @@ from hypothesis import strategies as st
 
 from parallax.errors import BudgetExceeded, DeadlockError
 from parallax.events import Span, bubble_fraction
-from parallax.plan.cluster import Link
+from parallax.plan.cluster import Cluster, Link, Node
+from parallax.plan.collective import all_reduce_seconds
+from parallax.plan.cost import load_stage
 from parallax.plan.fluid import Resource, Routine, Simulator
-from parallax.plan.schedule import ORDERS, Action, Kind, gpipe
+from parallax.plan.plan import Directive
+from parallax.plan.schedule import ORDERS, RUNNABLE, Kind, Order, gpipe, in_flight
 from parallax.plan.simulate import Simulation, simulate
-from tests.unit.plan_fakes import block, cluster, profile, stages
+from tests.unit.plan_fakes import FREE, block, cluster, profile, stages
 
 
 def run(
-    blocks: list[Any], parts: list[Any], *, schedule: str = "gpipe", rows: int = 4, micro: int = 4, **where: Any
+    blocks: list[Any],
+    parts: list[Any],
+    *,
+    schedule: str = "gpipe",
+    rows: int = 4,
+    micro: int = 4,
+    machines: Cluster | None = None,
+    interleave: int = 1,
+    placement: tuple[int, ...] = (),
+    **where: Any,
 ) -> Simulation:
     fields = {k: where.pop(k) for k in ("ties", "optimizer_bytes", "optimizer_seconds") if k in where}
-    machines = cluster(sum(part.replicas for part in parts), **where)
-    return simulate(profile(blocks, **fields), machines, parts, schedule=schedule, rows=rows, micro_batches=micro)
+    return simulate(
+        profile(blocks, **fields),
+        machines or cluster(sum(part.replicas for part in parts) // interleave, **where),
+        parts,
+        schedule=schedule,
+        rows=rows,
+        micro_batches=micro,
+        interleave=interleave,
+        placement=placement,
+    )
+
+
+def nodes(*sizes: int, local: Link = FREE, remote: Link = FREE, over_host: bool = False, **changes: Any) -> Cluster:
+    """Nodes of so many devices; ``changes`` are those of a device, or ``speeds`` of a node."""
+    speeds = changes.pop("speeds", ())
+    device = replace(cluster(1).devices[0], **changes)
+    hosts = tuple(Node(name="n", devices=(device,) * size, concurrent=1000.0, speeds=speeds) for size in sizes)
+    return Cluster(nodes=hosts, local=local, remote=remote, local_over_host=over_host)
 
 
 def times(result: Simulation, kind: str) -> dict[tuple[int, int], tuple[float, float]]:
     return {(s.rank, s.micro): (round(s.start, 9), round(s.end, 9)) for s in result.spans if s.kind == kind}
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize("schedule", RUNNABLE)
 @pytest.mark.parametrize(("count", "micro"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2)])
 def test_bubble_of_equal_stages(schedule: str, count: int, micro: int) -> None:
     """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""
@@ -151,15 +180,15 @@ def test_peak_bytes_by_hand() -> None:
     assert again.ranks[1].peak_bytes == 200 * 4 + 1000 + 8 + max(2 * 4 + 50 + 3 + 32, 2 * 4 + 6 + 3 + 32)
 
 
-def disagree(stage_count: int, stage: int, micro_batches: int) -> list[Action]:
-    order = gpipe(stage_count, stage, micro_batches)
-    return order if stage == 0 else [order[1], order[0], *order[2:]]
+def disagree(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+    order = gpipe(positions, position, micro_batches, interleave).actions()
+    return Order.of(order if position == 0 else [order[1], order[0], *order[2:]])
 
 
-def backward_first(stage_count: int, stage: int, micro_batches: int) -> list[Action]:
+def backward_first(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
     """The first stage wants the gradient of what it has not sent."""
-    order = gpipe(stage_count, stage, micro_batches)
-    return order if stage else [*order[1:], order[0]]
+    order = gpipe(positions, position, micro_batches, interleave).actions()
+    return Order.of(order if position else [*order[1:], order[0]])
 
 
 def test_a_deadlock_names_ranks_and_actions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +258,189 @@ def test_spans_are_those_of_a_measured_run() -> None:
     assert {span.rank: span.stage for span in result.spans} == {0: 0, 1: 1, 2: 1}
     assert bubble_fraction(list(result.spans)) == result.bubble
     assert max(span.end for span in result.spans) == pytest.approx(result.step_seconds)
+
+
+def test_a_split_backward_sends_its_gradient_before_its_weight_half() -> None:
+    """Two micro-batches under ZB-H1.
+
+    ::
+
+        stage 0 | F0 F1 .. B0 W0 .. B1 W1
+        stage 1 | .. F0 B0 F1 B1 W0 W1
+    """
+    blocks = [block(forward=1, backward=2, weight_seconds=1)] * 2
+    result = run(blocks, stages([0, 1, 2]), schedule="zb-h1", rows=2, micro=2)
+    assert times(result, "backward") == {(0, 0): (3, 4), (0, 1): (5, 6), (1, 0): (2, 3), (1, 1): (4, 5)}
+    assert times(result, "backward_weight") == {(0, 0): (4, 5), (0, 1): (6, 7), (1, 0): (5, 6), (1, 1): (6, 7)}
+    assert result.bubble == pytest.approx(1 - 12 / 14)
+    assert [rank.seconds["backward"] for rank in result.ranks] == [4, 4]
+
+
+@pytest.mark.parametrize("directive", ["offload", "recompute"])
+def test_only_blocks_that_keep_their_activations_split_their_backward(directive: str) -> None:
+    """What was brought back or recomputed for the input half is not held until a weight half."""
+    mixed = replace(stages([0, 2])[0], directives=(Directive(directive), Directive.KEEP))
+    blocks = [block(forward=1, backward=2, weight_seconds=1, moved=10)] * 2
+    result = run(blocks, [mixed], schedule="zb-h1", rows=1, micro=1)
+    again = 1 if directive == "recompute" else 0
+    assert times(result, "backward") == {(0, 0): (2, 2 + 3 + again)}
+    assert times(result, "backward_weight") == {(0, 0): (5 + again, 6 + again)}
+
+
+def test_the_speed_of_a_node_falls_as_it_was_measured() -> None:
+    """Three replicas; the third has two rows of four, and its backward runs alone."""
+    machines = nodes(3, speeds=(1.0, 0.9, 0.6))
+    result = run([block(forward=1, backward=1)], stages([0, 1], [3]), rows=4, micro=1, machines=machines)
+    assert times(result, "forward") == {(r, 0): (0, round(end / 0.6, 9)) for r, end in enumerate((1, 1, 2))}
+    assert times(result, "backward")[2, 0] == (round(2 / 0.6, 9), round(2 / 0.6 + 2, 9))
+    crowded = run(
+        [block(forward=1, backward=1)], stages([0, 1], [6]), rows=6, micro=1, machines=nodes(6, speeds=(1.0, 0.8))
+    )
+    assert crowded.step_seconds == pytest.approx(2 / (0.8 * 2 / 6))
+
+
+def test_compute_is_slower_while_bytes_are_under_way() -> None:
+    """A write of 2 s beside the next forward: at half the speed for 2 s, then whole."""
+    slow = Link(bytes_per_second=50)
+    machines = nodes(1, write=slow, read=slow, overlap_loss=0.5)
+    blocks = [block(forward=3, backward=3, moved=100), block(forward=3, backward=3)]
+    part = replace(stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP))
+    result = run(blocks, [part], rows=1, micro=1, machines=machines)
+    assert times(result, "forward") == {(0, 0): (0, 7)}  # 3, then 2 s for 1 s of work, then 2
+    # The last micro-batch is read at once: 2 s of its read slow down the backward of the second block.
+    assert times(result, "backward") == {(0, 0): (7, 7 + 4 + 3)}
+
+
+def test_messages_to_other_nodes_share_the_way_out() -> None:
+    """One rank feeds three replicas on another node: they share its card, not three links."""
+    link = Link(bytes_per_second=10)
+    blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]
+    apart = run(blocks, stages([0, 1, 2], [1, 3]), rows=3, micro=1, machines=nodes(1, 3, remote=link))
+    assert {start for start, _ in times(apart, "forward").values()} == {0, 3}
+    together = run(blocks, stages([0, 1, 2], [1, 3]), rows=3, micro=1, machines=nodes(4, local=link))
+    assert {start for start, _ in times(together, "forward").values()} == {0, 1}
+    gathered = run(
+        [block(forward=0, backward=0, output=10), block(forward=1, backward=0)],
+        stages([0, 1, 2], [3, 1]),
+        rows=3,
+        micro=1,
+        machines=nodes(3, 1, remote=link),
+    )
+    assert times(gathered, "forward")[3, 0] == (3, 6)  # all come in over one card
+
+
+@pytest.mark.parametrize(("over_host", "expected"), [(False, 2), (True, 3)])
+def test_messages_may_share_the_wires_with_swapping(over_host: bool, expected: float) -> None:
+    """A message of 1 s while a write of 2 s is under way: on shared wires it takes twice as long."""
+    wire = Link(bytes_per_second=10)
+    machines = nodes(2, local=wire, over_host=over_host, tier="host", write=wire, read=wire)
+    blocks = [block(forward=1, backward=0, moved=20, output=10), block(forward=1, backward=0)]
+    parts = [stages([0, 1], directive="offload")[0], stages([1, 2])[0]]
+    parts[1] = replace(parts[1], start=1, stop=2)
+    result = run(blocks, parts, rows=1, micro=1, machines=machines)
+    assert times(result, "forward")[1, 0][0] == pytest.approx(expected)
+
+
+def test_an_all_reduce_is_a_ring_inside_a_node_and_shares_between_nodes() -> None:
+    local, remote = Link(bytes_per_second=100, latency_seconds=1), Link(bytes_per_second=10, latency_seconds=2)
+    two = nodes(4, 4, local=local, remote=remote)
+    assert all_reduce_seconds(800, [3], two) == 0
+    assert all_reduce_seconds(800, [0, 1, 2, 3], two) == pytest.approx(2 * 3 * (1 + 2))
+    assert all_reduce_seconds(800, [0, 4], two) == pytest.approx(2 * (2 + 40))
+    assert all_reduce_seconds(800, range(8), two) == pytest.approx(2 * 3 * (1 + 2) + 2 * (2 + 10))
+    assert all_reduce_seconds(800, [0, 1, 2, 4], two) == pytest.approx(2 * 2 * (1 + 800 / 3 / 100) + 2 * (2 + 40))
+    block_of_800 = block(parameter_bytes=800)
+    result = run([block_of_800], stages([0, 1], [8]), rows=8, micro=1, machines=two)
+    assert {end - start for start, end in times(result, "reduce").values()} == {
+        18 + 24 - 2
+    }  # from the last backward on
+
+
+def test_placement_says_which_ranks_hold_a_position() -> None:
+    """Stages of a replica next to each other: messages stay in the node, gradients do not."""
+    local, remote = FREE, Link(bytes_per_second=1)
+    machines = nodes(2, 2, local=local, remote=remote)
+    blocks = [block(output=10), block(input=10)]
+    parts = stages([0, 1, 2], [2, 2])
+    far = run(blocks, parts, rows=2, micro=1, machines=machines)
+    near = run(blocks, parts, rows=2, micro=1, machines=machines, placement=(0, 2, 1, 3))
+    assert near.step_seconds == pytest.approx(6)
+    assert far.step_seconds == pytest.approx(6 + 20)
+    assert {span.rank: span.stage for span in near.spans} == {0: 0, 2: 0, 1: 1, 3: 1}
+
+
+def test_the_terms_of_a_rank_are_its_step() -> None:
+    link = Link(bytes_per_second=100)
+    blocks = [block(parameter_bytes=800, moved=10), block(parameter_bytes=800, moved=10)]
+    part = replace(stages([0, 2], [2])[0], directives=(Directive.OFFLOAD, Directive.RECOMPUTE), swap_limit_bytes=10)
+    slow = Link(bytes_per_second=5)
+    result = run(blocks, [part], rows=4, micro=2, link=link, write=slow, optimizer_seconds=0.01)
+    for rank in result.ranks:
+        assert sum(rank.seconds.values()) == pytest.approx(result.step_seconds)
+        assert rank.seconds["forward"] == pytest.approx(4)
+        assert rank.seconds["backward"] == pytest.approx(8)
+        assert rank.seconds["recompute"] == pytest.approx(2)
+        assert rank.seconds["stall"] == pytest.approx(rank.stall_seconds)
+        assert rank.seconds["update"] == pytest.approx(16)
+        assert rank.seconds["stall"] > 0
+        assert rank.seconds["reduce"] > 0
+
+
+def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
+    link = Link(bytes_per_second=10)
+    machines = nodes(1, write=link, read=link, host_update_seconds=0.5)
+    part = replace(stages([0, 1])[0], optimizer_offload=0.5)
+    result = run([block(parameter_bytes=100)], [part], rows=1, micro=1, machines=machines, optimizer_seconds=0.02)
+    rank = result.ranks[0]
+    assert rank.tier_peak_bytes == rank.memory["optimizer"] == 100
+    assert rank.seconds["update"] == pytest.approx(50 * 0.02 + 50 * 0.5 + 5 + 5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from([*((schedule, 1) for schedule in ORDERS), ("interleaved", 2), ("interleaved", 3)]),
+    positions=st.integers(1, 4),
+    micro=st.integers(1, 9),
+    rows=st.integers(1, 14),
+    data=st.data(),
+    gap=st.sampled_from([0.0, 0.07]),
+)
+def test_no_rank_peaks_above_what_is_proved(
+    kind: tuple[str, int], positions: int, micro: int, rows: int, data: st.DataObject, gap: float
+) -> None:
+    """What a stage load promises for the micro-batches in flight holds for the list that runs."""
+    schedule, interleave = kind
+    micro, count = min(micro, rows), positions * interleave
+    sizes = st.integers(0, 40)
+    drawn = [
+        block(
+            moved=data.draw(sizes),
+            stays=data.draw(sizes),
+            by_loss=data.draw(sizes),
+            input=data.draw(sizes),
+            output=data.draw(sizes),
+            forward_work=data.draw(sizes),
+            backward_work=data.draw(sizes),
+            weight_seconds=0.5,
+        )
+        for _ in range(2 * count)
+    ]
+    directive = st.sampled_from(list(Directive))
+    parts = [
+        replace(part, directives=(data.draw(directive), data.draw(directive)))
+        for part in stages(range(0, 2 * count + 1, 2), limit=40 * rows)
+    ]
+    machines = nodes(positions, gap_share=gap, reserve_bytes=17)
+    result = run(drawn, parts, schedule=schedule, rows=rows, micro=micro, machines=machines, interleave=interleave)
+    for position, rank in enumerate(result.ranks):
+        bound = 0
+        for index, stage in enumerate(range(position, count, positions)):
+            part = parts[stage]
+            load = load_stage(
+                profile(drawn), part.start, part.directives, -(-rows // micro), device=machines.devices[position]
+            )
+            flight = in_flight(schedule, count, stage, micro, interleave)
+            limit = part.swap_limit_bytes if part.offloads else 0
+            bound += load.peak_bytes(flight, limit) - (17 if index else 0)
+        assert sum(rank.memory.values()) == rank.peak_bytes <= bound
+        assert rank.memory["reserve"] == 17

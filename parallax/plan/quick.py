@@ -1,0 +1,252 @@
+"""A good pipeline of a thousand blocks on a thousand devices, and how far from the best it can be at most.
+
+For given positions and replicas the slowest position decides. Whether every position can stay within T seconds is
+answered by filling them from the last with as many blocks as fit; bisection finds the least such T. Replica counts are
+even to begin with; then devices move from the position with the most slack to the slowest for as long as that helps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from parallax.plan.cluster import Device
+from parallax.plan.collective import all_reduce_seconds
+from parallax.plan.lanes import Lane, Lanes
+from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.request import AUTO, WORST, Candidate, Request, Score, Shape, merge, worst
+from parallax.plan.schedule import in_flight
+from parallax.plan.stages import Flight, StageChoice, block_kinds, judge_stage
+
+TOLERANCE = 1.002  # of the slowest position's seconds, where bisection stops
+ROUNDS = 14  # of bisection
+MOVES = 12  # devices moved between positions of the best candidates
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One position: its parts, their blocks per stage of the pipeline, and what was found for it."""
+
+    parts: tuple[tuple[int, int, int], ...]
+    lane: Lane
+
+
+class QuickSearch:
+    """All shapes of one request by the greedy rule."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.compared = 0
+        self._kinds = block_kinds(request.profile)
+        self._lanes: dict[tuple[Device, int, bool], Lanes] = {}
+        self._flights: dict[tuple[str, int, int, int], list[int]] = {}
+
+    def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
+        """The ``most`` best pipelines found, best first, none above ``limit``."""
+        best: list[Candidate] = []
+        for shape in sorted(shapes, key=lambda shape: shape.bound):
+            now = min(limit, worst(best, most))
+            if shape.bound >= now:
+                break
+            replicas = self._even(shape) if shape.positions >= self.request.least_positions else ()
+            found = self._solve(shape, replicas, now) if replicas else None
+            if found is not None:
+                self.compared += 1
+                best = merge(best, [found], most)
+        if self.request.config.replicas == AUTO:
+            few = [c for c in best[: max(1, most // 3)] if c.shape.interleave == 1 and c.shape.positions > 1]
+            best = merge(best, [self._rebalance(candidate) for candidate in few], most)
+        return best
+
+    def _even(self, shape: Shape) -> tuple[int, ...]:
+        """Replicas of each position; none where that leaves ranks without rows, or the numbers are not worth trying."""
+        asked, devices, positions = self.request.config.replicas, len(self.request.devices), shape.positions
+        if isinstance(asked, list | tuple):
+            return tuple(int(count) for count in asked)
+        least, rest = divmod(devices, positions)
+        if (shape.interleave > 1 and rest) or (asked == AUTO and not self.request.has_rows(shape, least + (rest > 0))):
+            return ()
+        return tuple(least + (position >= positions - rest) for position in range(positions))
+
+    def _rebalance(self, candidate: Candidate) -> Candidate:
+        """Move devices to the slowest position for as long as the score falls."""
+        for _ in range(MOVES):
+            replicas = [stage.replicas for stage in candidate.stages]
+            times = [self._seconds_of(candidate, position) for position in range(len(replicas))]
+            slowest = max(range(len(times)), key=times.__getitem__)
+            better = None
+            donors = sorted(range(len(times)), key=lambda p: times[p] * replicas[p] / max(1, replicas[p] - 1))
+            for donor in [p for p in donors if replicas[p] > 1 and p != slowest][:2]:
+                moved = list(replicas)
+                moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
+                if moved[slowest] <= candidate.shape.microbatch:
+                    better = better or self._solve(candidate.shape, tuple(moved), candidate.score)
+            if better is None:
+                break
+            candidate = better
+        return candidate
+
+    def _seconds_of(self, candidate: Candidate, position: int) -> float:
+        stage = candidate.stages[position]
+        rows = -(-candidate.shape.microbatch // stage.replicas)
+        return self.request.seconds(rows, stage.start, stage.stop)
+
+    def _solve(self, shape: Shape, replicas: tuple[int, ...], limit: Score) -> Candidate | None:
+        """The least slowest position with these replicas, as a candidate below ``limit``; None where there is none."""
+        ceiling = (limit[1] / self.request.count(shape)) if limit[1] < math.inf else math.inf
+        solve = self._deal if shape.interleave > 1 else self._cut
+        best = solve(shape, replicas, ceiling)
+        if best is None:
+            return None
+        low, high = max(shape.bound[1] / (self.request.count(shape) + shape.positions), 0.0), _slowest(best)
+        for _ in range(ROUNDS if shape.interleave == 1 else 0):
+            if high <= low * TOLERANCE:
+                break
+            middle = (low + high) / 2
+            found = solve(shape, replicas, middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, _slowest(found)
+        return self._candidate(shape, replicas, best, limit)
+
+    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float) -> list[_Place] | None:
+        """Positions filled from the last, none above ``ceiling`` seconds."""
+        flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        places: list[_Place] = []
+        stop, length = len(self.request.profile.blocks), 1
+        for position in reversed(range(shape.positions)):
+            lanes = self._lanes_of(shape, firsts[position], replicas[position])
+            flight = flights[position]
+
+            def lane_from(start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight) -> Lane | None:
+                lane = lanes.find(((start, stop, flight),))
+                return lane if lane is not None and lane.seconds <= ceiling else None
+
+            start = 0 if position == 0 else _furthest(lane_from, position, stop - 1, stop - length)
+            lane = lane_from(start)
+            if lane is None:
+                return None
+            places.append(_Place(((start, stop, flight),), lane))
+            stop, length = start, stop - start
+        return places[::-1]
+
+    def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float) -> list[_Place] | None:
+        """Stages of nearly equal seconds, dealt out to the positions in turn."""
+        stages, blocks = shape.positions * shape.interleave, len(self.request.profile.blocks)
+        lanes = self._lanes_of(shape, 0, replicas[0])
+        sums = [0.0, *accumulate(lanes.seconds.tolist())]
+        cuts = [0]
+        for stage in range(1, stages):
+            ideal = bisect_left(sums, sums[-1] * stage / stages)
+            cuts.append(min(max(ideal, cuts[-1] + 1), blocks - (stages - stage)))
+        cuts.append(blocks)
+        flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        places = []
+        for position in range(shape.positions):
+            mine = range(position, stages, shape.positions)
+            parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
+            lane = self._lanes_of(shape, firsts[position], replicas[position]).find(parts)
+            if lane is None or lane.seconds > ceiling:
+                return None
+            places.append(_Place(parts, lane))
+        return places
+
+    def _in_flight(self, shape: Shape) -> list[int]:
+        """Micro-batches in flight of every stage."""
+        key = shape.schedule, shape.positions, shape.interleave, self.request.count(shape)
+        if key not in self._flights:
+            schedule, positions, interleave, micro_batches = key
+            self._flights[key] = [
+                in_flight(schedule, positions * interleave, stage, micro_batches, interleave)
+                for stage in range(positions * interleave)
+            ]
+        return self._flights[key]
+
+    def _lanes_of(self, shape: Shape, first: int, replicas: int) -> Lanes:
+        device, rows = self.request.device(first, first + replicas), -(-shape.microbatch // replicas)
+        key = device, rows, shape.interleave > 1
+        if key not in self._lanes:
+            self._lanes[key] = Lanes(
+                self.request.profile,
+                self._kinds,
+                device,
+                rows,
+                allowed=self._allowed(shape),
+                host_states=self.request.host_states,
+            )
+        return self._lanes[key]
+
+    def _allowed(self, shape: Shape) -> list[Directive]:
+        """Several stages of a position would need one swap limit together, which no plan can express."""
+        return [d for d in self.request.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
+
+    def _candidate(
+        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], limit: Score
+    ) -> Candidate | None:
+        """The pipeline with its score; None where rounding says that a stage does not fit after all."""
+        stages: dict[int, StagePlan] = {}
+        slowest = total = tail = work = 0.0
+        firsts = list(accumulate(replicas, initial=0))
+        for position, place in enumerate(places):
+            first, stop = firsts[position], firsts[position + 1]
+            choices = self._choices(shape, place, first, replicas[position])
+            if not choices:
+                return None
+            for index, choice in enumerate(choices):
+                stages[position + index * shape.positions] = choice.plan
+            seconds = sum(choice.seconds for choice in choices)
+            gradients = sum(choice.parameter_bytes for choice in choices) * self.request.profile.gradient_bytes
+            reduce = all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
+            slowest, total = max(slowest, seconds), total + seconds
+            tail = max(tail, sum(choice.tail_seconds for choice in choices) + reduce)
+            work += seconds * replicas[position]
+        score = self.request.score(shape, slowest, total, tail, work)
+        plans = tuple(stages[stage] for stage in range(len(stages)))
+        return Candidate(score, shape, plans, self.request.order) if score < limit else None
+
+    def _choices(self, shape: Shape, place: _Place, first: int, replicas: int) -> list[StageChoice]:
+        """The stages of one position, each proved on its own share of the device."""
+        device, rows = self.request.device(first, first + replicas), -(-shape.microbatch // replicas)
+        directives = place.lane.directives(place.parts, self._allowed(shape))
+        found = []
+        for (start, _, flight), chosen in zip(place.parts, directives):
+            where = Flight(replicas, rows, flight)
+            choice = judge_stage(self.request.profile, device, start, chosen, where, place.lane.below)
+            if choice is None:
+                return []
+            found.append(choice)
+        if len(found) > 1 and sum(choice.peak_bytes - device.reserve_bytes for choice in found) > (
+            device.memory_bytes - device.reserve_bytes
+        ):
+            return []
+        return found
+
+
+def _slowest(places: Sequence[_Place]) -> float:
+    return max(place.lane.seconds for place in places)
+
+
+def _furthest(lane_from, low: int, high: int, guess: int) -> int:  # type: ignore[no-untyped-def]
+    """The smallest start in ``low`` to ``high`` that works, looked for around ``guess``; ``high`` where none does."""
+    start = min(max(guess, low), high)
+    step = 1
+    if lane_from(start) is not None:
+        while start > low and lane_from(max(low, start - step)) is not None:
+            start, step = max(low, start - step), step * 2
+        works, fails = start, max(low - 1, start - step)
+    else:
+        fails = start
+        while start < high and lane_from(start) is None:
+            fails, start, step = start, min(high, start + step), step * 2
+        works = start
+    while works - fails > 1:
+        middle = (works + fails) // 2
+        if lane_from(middle) is not None:
+            works = middle
+        else:
+            fails = middle
+    return works

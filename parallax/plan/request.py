@@ -1,0 +1,374 @@
+"""What the search is asked, in the form it works with: devices in order, sizes to try, and what a shape can cost.
+
+A pipeline of positions with t seconds per micro-batch takes about ``M · max t + ramp · (Σ t − max t)``: the slowest
+position works all the time, the others fill and drain it (GPipe, Huang et al. 2019; the ramp of interleaved schedules
+is 1/v, Narayanan et al. 2021; that of zero-bubble schedules lacks the weight gradients, Qi et al. 2024, table 2, for
+as long as there are enough of them). It never takes less than all its work over the cores that share it. After the
+last micro-batch come reduction and update.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from parallax.errors import ConfigError, check_choice, check_count
+from parallax.plan.cluster import Cluster, Device
+from parallax.plan.cost import ALL_ON_DEVICE, Below, load_states
+from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.profile import ModelProfile
+from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import ORDERS, RUNNABLE
+
+AUTO = "auto"
+ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
+ORDERS_TRIED = 24  # permutations of the kinds of devices
+MANY = 24  # positions up to which every number is tried
+INTERLEAVES = (2, 4)  # stages per position that are tried
+OPTIMIZER_BELOW = (Below(0.25), Below(0.5), Below(0.75), Below(1.0))  # shares below the device that are tried
+PARAMETERS_BELOW = (Below(1.0, 0.5), Below(1.0, 1.0))
+
+Score = tuple[float, float]  # predicted step seconds; the same if every rank had cores of its own
+WORST: Score = (math.inf, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What the planner is told; ``auto`` leaves the choice to it.
+
+    ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
+    ``schedule``: gpipe or 1f1b to train with; interleaved, zb-h1 and zb-h2 can be planned for. ``interleave``: stages
+    per device of the interleaved schedule. ``activations``: force keep, offload or recompute on every block.
+    ``optimizer`` and ``parameters``: where the optimizer's states, and the parameters with their gradients, live:
+    ``device``, or ``host``, which can be planned for. ``replan``: ``auto`` plans again, once, at the next checkpoint of
+    a run whose steps differ from the prediction by more than a fifth.
+    """
+
+    stages: int | str = AUTO
+    replicas: int | str | list[int] = AUTO
+    schedule: str = AUTO
+    interleave: int | str = AUTO
+    activations: str = AUTO
+    optimizer: str = AUTO
+    parameters: str = AUTO
+    replan: str = "off"
+
+    def __post_init__(self) -> None:
+        check_choice("plan.schedule", self.schedule, [AUTO, *ORDERS])
+        check_choice("plan.activations", self.activations, [AUTO, *Directive])
+        check_choice("plan.optimizer", self.optimizer, [AUTO, "device", "host"])
+        check_choice("plan.parameters", self.parameters, [AUTO, "device", "host"])
+        if self.parameters == "host" and self.optimizer == "device":
+            raise ConfigError(
+                "plan.parameters=host: the optimizer steps where parameters live; use plan.optimizer=host"
+            )
+        check_choice("plan.replan", self.replan, ["off", AUTO])
+        check_count("plan.stages", self.stages)
+        check_count("plan.interleave", self.interleave)
+        for count in self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]:
+            check_count("plan.replicas", count)
+        if self.interleave not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
+            raise ConfigError(
+                f"plan.interleave={self.interleave}: plan.schedule={self.schedule} has 1 stage per device"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Pipelines that are searched together. No pipeline of the shape has a score below ``bound``."""
+
+    schedule: str
+    microbatch: int
+    positions: int
+    interleave: int = 1
+    bound: Score = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A whole pipeline and its score by the formula; ``order`` lists the devices position by position."""
+
+    score: Score
+    shape: Shape
+    stages: tuple[StagePlan, ...]
+    order: tuple[int, ...]
+
+    def same(self, other: Candidate) -> bool:
+        """Whether both are one plan."""
+        mine, theirs = replace(self.shape, bound=WORST), replace(other.shape, bound=WORST)
+        return (mine, self.stages, self.order) == (theirs, other.stages, other.order)
+
+
+class Request:
+    """One question to the search, for one order of the devices.
+
+    ``runnable`` asks for a plan that the runtime can execute; without it every schedule and tier may be planned.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        config: PlanConfig,
+        *,
+        global_batch: int,
+        microbatch: int | str = AUTO,
+        swap: bool = True,
+        runnable: bool = True,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
+        self.profile, self.cluster, self.config = profile, cluster, config
+        self.global_batch, self.microbatch, self.swap, self.runnable = global_batch, microbatch, swap, runnable
+        self.microbatches = sizes(global_batch, microbatch)
+        self.order = order or tuple(range(len(cluster.devices)))
+        self.devices = tuple(cluster.devices[rank] for rank in self.order)
+        self._powers = list(accumulate((device.speed for device in self.devices), initial=0.0))
+        self._slowest = min(device.speed for device in self.devices)
+        self._fastest = max(device.speed for device in self.devices)
+        self._capacity = sum(node.capacity for node in cluster.nodes)
+        self._sums = lru_cache(maxsize=None)(self._find_sums)
+        self.device = lru_cache(maxsize=None)(self._find_device)
+        if not self.allowed:
+            raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
+        beyond = [name for name in self.schedules if name not in RUNNABLE]
+        if runnable and (beyond or config.interleave not in (AUTO, 1)):
+            raise ConfigError(
+                f"plan.schedule={self.config.schedule} can be planned for, but not trained with yet: use "
+                f"{' or '.join(RUNNABLE)}"
+            )
+        if config.schedule.startswith("zb") and not self._weight_share:
+            raise ConfigError(
+                f"plan.schedule={config.schedule}: the profile of {profile.model} does not tell the gradients of "
+                "parameters apart; use plan.schedule=1f1b, or a profile derived from shapes"
+            )
+        for key in ("optimizer", "parameters"):
+            if runnable and getattr(config, key) == "host":
+                raise ConfigError(
+                    f"plan.{key}=host can be planned for, but not trained with yet: use plan.{key}=device"
+                )
+
+    def changed(self, **changes: object) -> Request:
+        """The same question with other arguments of :meth:`__init__`."""
+        fields = {
+            "profile": self.profile,
+            "cluster": self.cluster,
+            "config": self.config,
+            "global_batch": self.global_batch,
+            "microbatch": self.microbatch,
+            "swap": self.swap,
+            "runnable": self.runnable,
+            "order": self.order,
+            **changes,
+        }
+        return Request(**fields)  # type: ignore[arg-type]
+
+    def orders(self) -> list[Request]:
+        """One request for each order of the kinds of devices: the pipeline may begin on any of them."""
+        kinds = list(dict.fromkeys(self.cluster.devices))
+        ranks = [[rank for rank, device in enumerate(self.cluster.devices) if device == kind] for kind in kinds]
+        permutations = itertools.islice(itertools.permutations(ranks), ORDERS_TRIED)
+        return [self.changed(order=tuple(itertools.chain(*parts))) for parts in permutations]
+
+    @cached_property
+    def allowed(self) -> list[Directive]:
+        """Directives that blocks may have."""
+        wanted = list(Directive) if self.config.activations == AUTO else [Directive(self.config.activations)]
+        return [d for d in wanted if d is not Directive.OFFLOAD or self.swap]
+
+    @cached_property
+    def schedules(self) -> list[str]:
+        """Schedules to try."""
+        if self.config.interleave not in (AUTO, 1):
+            return ["interleaved"]
+        if self.config.schedule != AUTO:
+            return [self.config.schedule]
+        return [name for name in ORDERS if name in RUNNABLE or not self.runnable]
+
+    @cached_property
+    def host_states(self) -> tuple[Below, ...]:
+        """Shares of states below the device that may be tried, least first."""
+        able = self.swap and not self.runnable and all(device.host_update_seconds > 0 for device in self.devices)
+        optimizer, parameters = self.config.optimizer, self.config.parameters
+        if not able:
+            if "host" in (optimizer, parameters):
+                raise ConfigError("plan.optimizer=host needs a host that can step: use a cluster with host memory")
+            return (ALL_ON_DEVICE,)
+        if parameters == "host":
+            return (Below(1.0, 1.0),)
+        streamed = PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" else ()
+        if optimizer == "host":
+            return (Below(1.0), *streamed)
+        return (ALL_ON_DEVICE, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
+
+    def count(self, shape: Shape) -> int:
+        """Micro-batches of a step."""
+        return count(self.global_batch, shape.microbatch)
+
+    def shapes(self) -> Iterator[Shape]:
+        """Every shape that uses every device, with its bound."""
+        blocks, devices = len(self.profile.blocks), len(self.devices)
+        for schedule, microbatch, positions in itertools.product(
+            self.schedules, self.microbatches, self.position_counts()
+        ):
+            for interleave in self._interleaves(schedule, positions):
+                shape = Shape(schedule, microbatch, positions, interleave)
+                if not self._allows(shape):
+                    continue
+                yield replace(shape, bound=self.bound(shape, positions, blocks, devices, 0.0, 0.0, 0.0, 0.0))
+
+    def _interleaves(self, schedule: str, positions: int) -> Sequence[int]:
+        if schedule != "interleaved":
+            return (1,)
+        asked = INTERLEAVES if self.config.interleave == AUTO else (int(self.config.interleave),)
+        return [v for v in asked if positions > 1 and v * positions <= len(self.profile.blocks)]
+
+    def _allows(self, shape: Shape) -> bool:
+        """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
+        in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
+        if shape.positions == 1 and self.config.schedule == AUTO:
+            return shape.schedule == "1f1b"  # all are the same, and this one has the fewest in flight
+        if shape.schedule.startswith("zb"):
+            return shape.positions == 1 or self._weight_share > 0
+        return shape.interleave == 1 or self.count(shape) % shape.positions == 0
+
+    @cached_property
+    def _weight_share(self) -> float:
+        """Share of parameter gradients in forward and backward."""
+        rows = self.microbatches[-1]
+        total = sum(b.forward_seconds.at(rows) + b.backward_seconds.at(rows) for b in self.profile.blocks)
+        return sum(b.weight_seconds.at(rows) for b in self.profile.blocks) / total if total > 0 else 0.0
+
+    def ramp(self, shape: Shape) -> float:
+        """How much of the other positions' time a step pays to fill and drain the pipeline."""
+        if shape.schedule == "zb-h1":
+            return max(0.0, 1 - 2 * self._weight_share)
+        if shape.schedule == "zb-h2":
+            return max(0.0, 1 - 3 * self._weight_share)
+        return 1 / shape.interleave
+
+    def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
+        """Step seconds by the formula: of the slowest position and of all per micro-batch, of what comes after the
+        last one, and of all replicas' work."""
+        micro_batches = self.count(shape)
+        pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
+        if shape.schedule.startswith("zb"):  # parameter gradients can fill the gaps of the rest, but no more than that
+            pipelined = max(pipelined, (1 - self._weight_share) * ((micro_batches - 1) * slowest + total))
+        return max(pipelined, micro_batches * work / self._capacity) + tail, pipelined + tail
+
+    def bound(
+        self,
+        shape: Shape,
+        positions: int,
+        stop: int,
+        left: int,
+        slowest: float,
+        total: float,
+        tail: float,
+        work: float,
+    ) -> Score:
+        """The score if ``positions`` more positions split blocks 0 to ``stop`` ideally over the first ``left``
+        devices."""
+        if positions:
+            rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
+            slowest = max(slowest, rest / power)
+            total += rest / (power - (positions - 1) * self._slowest)
+            work += rest / self._fastest
+        sharing, alone = self.score(shape, slowest, max(total, slowest), tail, work)
+        return sharing * ROUNDING, alone * ROUNDING
+
+    def seconds(self, rows: int, start: int, stop: int) -> float:
+        """Seconds of blocks for a micro-batch of ``rows``, when nothing is computed twice."""
+        sums = self._sums(rows)
+        return sums[stop] - sums[start]
+
+    def _find_sums(self, rows: int) -> list[float]:
+        costs = self.profile.blocks
+        return list(accumulate((c.forward_seconds.at(rows) + c.backward_seconds.at(rows) for c in costs), initial=0.0))
+
+    def _find_device(self, first: int, stop: int) -> Device:
+        """What a stage on devices ``first`` to ``stop``, in this order, can count on: the least of each."""
+        kinds = list(dict.fromkeys(self.devices[first:stop]))
+        tightest = min(kinds, key=lambda device: device.memory_bytes - device.reserve_bytes)
+        return replace(
+            self.cluster.while_all_swap(tightest),
+            tier_bytes=min(device.tier_bytes for device in kinds),
+            speed=min(device.speed for device in kinds),
+            gap_share=max(device.gap_share for device in kinds),
+        )
+
+    def position_counts(self) -> list[int]:
+        """Numbers of positions that can use every device: at least one block and one device for each. Of large numbers
+        only those that divide the devices; fewer positions have lower bounds, so a bound over these holds for all."""
+        devices = len(self.devices)
+        most = min(devices, len(self.profile.blocks))
+        if self.config.stages != AUTO:
+            wanted = [int(self.config.stages)]
+        else:
+            wanted = [count for count in range(1, most + 1) if count <= MANY or devices % count == 0]
+        return [count for count in wanted if count <= most and self._replicas_fit(count)]
+
+    def _replicas_fit(self, positions: int) -> bool:
+        replicas, devices = self.config.replicas, len(self.devices)
+        if isinstance(replicas, list | tuple):
+            return len(replicas) == positions and sum(replicas) == devices
+        return replicas == AUTO or int(replicas) * positions == devices
+
+    def replica_choices(self, shape: Shape, position: int, left: int) -> Sequence[int]:
+        """Replica counts of a position that leave one device or more for each earlier one, none after the first."""
+        replicas = self.config.replicas
+        if isinstance(replicas, list | tuple):
+            return [replicas[position]]
+        if replicas != AUTO:
+            return [int(replicas)]
+        return [r for r in ([left] if position == 0 else range(1, left - position + 1)) if self.has_rows(shape, r)]
+
+    def has_rows(self, shape: Shape, replicas: int) -> bool:
+        """Whether each replica has a row of every micro-batch, or nothing larger can be had."""
+        return replicas <= shape.microbatch or shape.microbatch == max(self.microbatches)
+
+    @cached_property
+    def least_positions(self) -> int:
+        """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
+        largest = max(self.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
+        whole = self.profile.unique_parameter_bytes(range(len(self.profile.blocks)))
+        block = max(block.parameter_bytes for block in self.profile.blocks)
+        states = min(
+            (load_states(self.profile, whole, block, largest, below) for below in self.host_states),
+            key=lambda states: states.device_bytes - states.staging_bytes,
+        )
+        return math.ceil(
+            (states.device_bytes - states.staging_bytes) / max(1, largest.memory_bytes - largest.reserve_bytes)
+        )
+
+
+def count(rows: int, microbatch: int) -> int:
+    """Micro-batches of a step."""
+    return min(rows, micro_batch_count(rows, microbatch))
+
+
+def sizes(global_batch: int, microbatch: int | str) -> list[int]:
+    """Rows per micro-batch to try: the one asked for, or the batch's halvings down to one row."""
+    if microbatch != AUTO:
+        return [min(global_batch, int(microbatch))]
+    found = [global_batch]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 2))
+    return found
+
+
+def worst(best: Sequence[Candidate], most: int) -> Score:
+    """What a candidate must beat to be among the ``most`` best."""
+    return best[most - 1].score if len(best) >= most else WORST
+
+
+def merge(best: Sequence[Candidate], new: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The ``most`` best of both, each once."""
+    found: list[Candidate] = []
+    for candidate in sorted([*best, *new], key=lambda candidate: candidate.score):
+        if not any(candidate.same(other) for other in found):
+            found.append(candidate)
+    return found[:most]

@@ -1,0 +1,103 @@
+"""Every plan there is, on small cases: what the search must equal. It shares with the search the costs of one stage and
+the formula, and none of its ways to leave plans out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from parallax.plan.collective import all_reduce_seconds
+from parallax.plan.cost import load_block, load_stage
+from parallax.plan.plan import Directive
+from parallax.plan.request import Request, Shape, count
+from parallax.plan.schedule import in_flight
+from parallax.plan.stages import TIER_FLOOR, TIER_SLACK
+
+
+def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+    return [c for c in itertools.product(range(1, total + 1), repeat=parts) if sum(c) == total]
+
+
+def choices(length: int, kinds: int) -> np.ndarray[Any, Any]:
+    """All ``kinds ** length`` assignments, one a row."""
+    return np.array(list(itertools.product(range(kinds), repeat=length)))
+
+
+def every_stage(
+    request: Request, start: int, stop: int, r: int, rows: int, flight: int
+) -> list[tuple[float, float, float]]:
+    """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of states below."""
+    model, device, allowed = request.profile, request.device(0, 1), list(request.allowed)
+    loads = [[load_block(model.blocks[i], d, rows, speed=device.speed) for d in allowed] for i in range(start, stop)]
+    picks = choices(stop - start, len(allowed))
+    table = np.array(
+        [
+            [
+                (
+                    b.forward_seconds + b.backward_seconds,
+                    b.kept_bytes,
+                    b.moved_bytes,
+                    max(b.forward_work, b.backward_work),
+                )
+                for b in row
+            ]
+            for row in loads
+        ]
+    )
+    taken = table[np.arange(stop - start)[None, :], picks]
+    seconds, kept, moved = (taken[:, :, column].sum(1) for column in range(3))
+    largest, work = taken[:, :, 2].max(1), taken[:, :, 3].max(1)
+    copying = [device.write.seconds(m) + device.read.seconds(m) for m in moved]
+    found = []
+    for below in request.host_states:
+        load = load_stage(
+            model,
+            start,
+            (Directive.KEEP,) * (stop - start),
+            rows,
+            device=device,
+            optimizer_offload=below.optimizer,
+            parameter_offload=below.parameters,
+        )
+        passing = load.boundary_bytes + flight * kept + largest + work
+        peak = load.static_bytes + passing + np.ceil(device.gap_share * passing)
+        tier = np.where(moved > 0, np.ceil(flight * moved * TIER_SLACK) + TIER_FLOOR, 0) + load.host_state_bytes
+        fits = (peak <= device.memory_bytes) & (tier <= device.tier_bytes)
+        if fits.any():
+            gradients = load.parameter_bytes * model.gradient_bytes
+            reduce = all_reduce_seconds(gradients, range(r), request.cluster)
+            streaming = load.states.streaming_seconds
+            best = np.where(fits, np.maximum(seconds, streaming + np.array(copying)), np.inf).min()
+            found.append((float(best), load.update_seconds + reduce, float(peak[fits].min())))
+    return found
+
+
+def brute_force(request: Request) -> float:
+    """The least step time by the formula, over every plan; infinite where none fits."""
+    blocks, devices, batch = len(request.profile.blocks), len(request.devices), request.global_batch
+    known: dict[Any, Any] = {}
+    least = math.inf
+    for schedule, micro in itertools.product(request.schedules, request.microbatches):
+        for parts in range(1, min(blocks, devices) + 1):
+            shape = Shape(schedule, micro, parts)
+            for cuts in itertools.combinations(range(1, blocks), parts - 1):
+                bounds = [0, *cuts, blocks]
+                for replicas in compositions(devices, parts):
+                    if max(replicas) > micro and micro < max(request.microbatches):
+                        continue
+                    found = []
+                    for s, r in enumerate(replicas):
+                        rows, flight = -(-micro // r), in_flight(schedule, parts, s, count(batch, micro))
+                        key = bounds[s], bounds[s + 1], r, rows, flight
+                        if key not in known:
+                            known[key] = every_stage(request, *key)
+                        found.append(known[key])
+                    for picked in itertools.product(*found):
+                        times = [stage[0] for stage in picked]
+                        work = sum(seconds * r for seconds, r in zip(times, replicas))
+                        tail = max(stage[1] for stage in picked)
+                        least = min(least, request.score(shape, max(times), sum(times), tail, work)[0])
+    return least

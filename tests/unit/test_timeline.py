@@ -1,0 +1,147 @@
+"""The fast timeline against formulas, against the event simulator, and against its own promises."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallax.errors import DeadlockError, PlanError
+from parallax.plan.cluster import Link
+from parallax.plan.schedule import ORDERS, Action, Kind, Order, order, zero_bubble
+from parallax.plan.simulate import simulate
+from parallax.plan.timeline import StageTimes, time_orders, time_schedule
+from tests.unit.plan_fakes import block, cluster, profile, stages
+
+SHAPES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2), (8, 24)]
+TIME = st.floats(0.01, 10.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("positions", "micro"), SHAPES)
+def test_bubble_of_equal_stages(schedule: str, positions: int, micro: int) -> None:
+    """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""
+    found = time_schedule(schedule, [StageTimes(1, 1.5, 0.5)] * positions, micro)
+    assert found.step_seconds == pytest.approx(3 * (micro + positions - 1))
+    assert found.bubble == pytest.approx((positions - 1) / (micro + positions - 1))
+
+
+@pytest.mark.parametrize(("positions", "micro"), [(2, 4), (4, 4), (4, 16), (8, 24)])
+@pytest.mark.parametrize("interleave", [2, 3])
+def test_interleaving_divides_the_bubble(positions: int, micro: int, interleave: int) -> None:
+    """Narayanan et al. 2021, section 2.2: (p − 1)·(t_f + t_b) / v of idle time."""
+    times = [StageTimes(1 / interleave, 2 / interleave)] * (positions * interleave)
+    found = time_schedule("interleaved", times, micro, interleave=interleave)
+    assert found.step_seconds == pytest.approx(3 * micro + 3 * (positions - 1) / interleave)
+
+
+@pytest.mark.parametrize(("positions", "micro"), [(2, 6), (4, 12), (8, 24)])
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (1.0, 1.1, 0.6)])
+def test_idle_time_of_zero_bubble_schedules(
+    positions: int, micro: int, forward: float, backward: float, weight: float
+) -> None:
+    """Qi et al. 2024, table 2: (p − 1)·(T_F + T_B − T_W) for H1 and (p − 1)·(T_F + T_B − 2·T_W) for H2."""
+    times, work = [StageTimes(forward, backward, weight)] * positions, micro * (forward + backward + weight)
+    idle = {s: time_schedule(s, times, micro).span_seconds - work for s in ("1f1b", "zb-h1", "zb-h2")}
+    assert idle["1f1b"] == pytest.approx((positions - 1) * (forward + backward + weight))
+    assert idle["zb-h1"] == pytest.approx((positions - 1) * (forward + backward - weight))
+    assert idle["zb-h2"] == pytest.approx((positions - 1) * (forward + backward - 2 * weight), abs=1e-9)
+
+
+def test_a_message_that_blocks_holds_both_ranks() -> None:
+    """Two stages, one micro-batch: activations and gradient each hold sender and receiver for 1 s, and travel 2 s."""
+    found = time_schedule("1f1b", [StageTimes(10, 20, 0, send=2, blocking=1), StageTimes(10, 20)], 1)
+    assert found.step_seconds == pytest.approx(10 + 1 + 2 + 1 + 10 + 20 + 1 + 2 + 1 + 20)
+    assert found.busy.tolist() == [30, 30]
+    assert found.begin.tolist() == [0, 13]
+    alone = time_schedule("1f1b", [StageTimes(10, 20, 0, send=2, blocking=1)], 3)
+    assert alone.step_seconds == pytest.approx(90)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[str, int, int, int, list[StageTimes]]:
+    schedule = draw(st.sampled_from(list(ORDERS)))
+    positions, micro = draw(st.integers(1, 6)), draw(st.integers(1, 14))
+    interleave = draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    count = positions * interleave
+    times = st.builds(StageTimes, TIME, TIME, TIME, st.just(draw(st.floats(0.01, 3))))
+    return schedule, positions, interleave, micro, draw(st.lists(times, min_size=count, max_size=count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes())
+def test_it_agrees_with_the_event_simulator(shape: tuple[str, int, int, int, list[StageTimes]]) -> None:
+    """Where nothing is shared: messages wait for the latency alone."""
+    schedule, positions, interleave, micro, times = shape
+    blocks = [
+        block(
+            forward=t.forward,
+            backward=t.backward + t.weight,
+            weight_seconds=t.weight,
+            input=1 if index else 0,
+            output=1 if index < len(times) - 1 else 0,
+        )
+        for index, t in enumerate(times)
+    ]
+    result = simulate(
+        profile(blocks),
+        cluster(positions, link=Link(bytes_per_second=1e30, latency_seconds=times[0].send)),
+        stages(range(len(times) + 1)),
+        schedule=schedule,
+        rows=micro,
+        micro_batches=micro,
+        interleave=interleave,
+    )
+    found = time_schedule(schedule, times, micro, interleave=interleave)
+    assert found.step_seconds == pytest.approx(result.step_seconds, rel=1e-9)
+    assert found.bubble == pytest.approx(result.bubble, abs=1e-9)
+    compute = [span for span in result.spans if span.kind in ("forward", "backward", "backward_weight")]
+    for position in range(positions):
+        mine = [span for span in compute if span.rank == position]
+        assert found.begin[position] == pytest.approx(min(span.start for span in mine), abs=1e-9)
+        assert found.end[position] == pytest.approx(max(span.end for span in mine), rel=1e-9)
+        assert found.busy[position] == pytest.approx(sum(span.end - span.start for span in mine), rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes())
+def test_the_step_bounds(shape: tuple[str, int, int, int, list[StageTimes]]) -> None:
+    """Never less than the work of a position, or than one micro-batch through all stages and back."""
+    schedule, _, interleave, micro, times = shape
+    found = time_schedule(schedule, times, micro, interleave=interleave)
+    assert found.step_seconds >= found.busy.max() * (1 - 1e-12)
+    assert found.step_seconds >= sum(t.forward + t.backward for t in times) * (1 - 1e-12)
+    assert 0 <= found.bubble < 1
+
+
+def test_orders_of_ones_own() -> None:
+    """Weight halves that are put off further than ZB-H2 does, because a weight half is short."""
+    times = [StageTimes(1.0, 1.0, 0.5)] * 4
+    orders = [zero_bubble(p, 24, warm_up=2 * (3 - p), delay=4 * p) for p in range(4)]
+    assert time_orders(orders, times, 24).span_seconds == pytest.approx(24 * 2.5)
+    assert time_schedule("zb-h2", times, 24).span_seconds == pytest.approx(24 * 2.5 + 3)
+    same = [order("1f1b", 4, p, 24) for p in range(4)]
+    assert time_orders(same, times, 24).step_seconds == time_schedule("1f1b", times, 24).step_seconds
+
+
+def test_lists_that_wait_for_each_other_are_refused() -> None:
+    first = Order.of([Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)])
+    second = Order.of([Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)])
+    with pytest.raises(DeadlockError, match="2 stages with 1 micro-batches: positions 0, 1 wait for each other"):
+        time_orders([first, second], [StageTimes(1, 1)] * 2, 1)
+
+
+@pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])
+def test_stages_that_cannot_be_dealt_out(count: int, interleave: int) -> None:
+    with pytest.raises(PlanError, match="cannot be dealt out"):
+        time_schedule("interleaved", [StageTimes(1, 1)] * count, 4, interleave=interleave)
+
+
+def test_many_positions_and_micro_batches_are_quick() -> None:
+    times = [StageTimes(1 + position / 1000, 1, 1, 0.01) for position in range(64)]
+    start = time.process_time()
+    found = time_schedule("zb-h1", times, 4096)
+    assert time.process_time() - start < 3  # a third of a second on an idle core
+    assert found.step_seconds == pytest.approx(4096 * 3.063, rel=0.02)
