@@ -146,27 +146,35 @@ def scaled(line: Affine, ratio: float) -> Affine:
 
 
 def _predict(profile: ModelProfile, cluster: Cluster, plan: Plan) -> list[Span]:
-    micro_batches = plan.micro_batches(plan.global_batch)
     simulation = simulate(
-        profile, cluster, plan.stages, schedule=plan.schedule, rows=plan.global_batch, micro_batches=micro_batches
+        profile,
+        cluster,
+        plan.stages,
+        schedule=plan.schedule,
+        rows=plan.global_batch,
+        micro_batches=plan.micro_batches(plan.global_batch),
+        interleave=plan.interleave,
+        placement=plan.placement,
     )
     return list(simulation.spans)
 
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
-    """(stage, kind) → seconds per step that its ranks computed, swapping's waits left out. The last backward of a
-    replicated stage is left out where there are others: in a run it also waits for the gradients of the replicas."""
-    totals: defaultdict[tuple[int, str], float] = defaultdict(float)
+    """(stage, kind) → seconds per step that its ranks computed, swapping's waits left out; the median over the steps.
+
+    The last backward of a replicated stage is left out where there are others: in a run it also waits for the gradients
+    of the replicas.
+    """
     lists: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind in COMPUTE:
             lists[span.stage, span.rank, span.step, span.kind].append(span)
-    for (stage, _, _, kind), found in lists.items():
+    totals: defaultdict[tuple[int, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for (stage, _, step, kind), found in lists.items():
         found.sort(key=lambda span: span.end)
         reducing = kind == "backward" and plan.stages[stage].replicas > 1 and len(found) > 1
-        totals[stage, kind] += sum(s.end - s.start - s.wait for s in (found[:-1] if reducing else found))
-    steps = len({span.step for span in spans})
-    return {key: seconds / steps for key, seconds in totals.items()}
+        totals[stage, kind][step] += sum(s.end - s.start - s.wait for s in (found[:-1] if reducing else found))
+    return {key: statistics.median(steps.values()) for key, steps in totals.items()}
 
 
 def _update(spans: Iterable[Span]) -> Busy:

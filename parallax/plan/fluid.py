@@ -198,17 +198,14 @@ class Simulator:
 
     def _end(self, resource: Resource, ended: list[tuple[int, Work]]) -> None:
         """End what ends now in one resource: one piece of work at least, for that is why we came."""
-        ends = resource.ends
-        due = resource.next_end()
-        if len(ends) > 1:
-            resource.advance(self.now, 0)
-        horizon, users = max(resource.clock, due or 0.0) + _EPSILON, 0
+        resource.advance(self.now, 0)
+        due, users = resource.next_end(), 0
+        horizon = max(resource.clock, due or 0.0) + _EPSILON
         while due is not None and due <= horizon:
-            _, number, work = heappop(ends)
+            _, number, work = heappop(resource.ends)
             work.done = True
             ended.append((number, work))
             users -= 1
-            due = resource.next_end() if ends else None
+            due = resource.next_end()
         resource.advance(self.now, users)
-        if ends:
-            self._announce(resource)
+        self._announce(resource)

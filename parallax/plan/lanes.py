@@ -18,7 +18,7 @@ from parallax.plan.cluster import Device
 from parallax.plan.cost import Below, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
-from parallax.plan.stages import OFFERED, TIER_FLOOR, TIER_SLACK, copying_seconds
+from parallax.plan.stages import OFFERED, TIER_FLOOR, TIER_SLACK, buffer_bytes, copying_seconds
 
 Floats = NDArray[np.float64]
 Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
@@ -137,33 +137,43 @@ class Lanes:
         again, moved = self._again[blocks], self._moved[blocks]
         freed = np.maximum(0.0, flights * (keep - self._kept[Directive.RECOMPUTE][blocks]))
         gone = flights * moved
-        order = np.argsort(again / np.maximum(freed, 1e-9), kind="stable")
-        count = len(order)
+        # Of equal blocks the first are offloaded: their backward comes last, which leaves most time to read them.
+        count = len(blocks)
+        order = np.lexsort((-np.arange(count), again / np.maximum(freed, 1e-9)))
         recompute_freed = np.concatenate([[0.0], np.cumsum(freed[order])])
         recompute_seconds = np.concatenate([[0.0], np.cumsum(again[order])])
         offload_freed = np.concatenate([[0.0], np.cumsum(gone[order][::-1])])
         offload_moved = np.concatenate([[0.0], np.cumsum(moved[order][::-1])])
         offloaded = np.arange(count + 1)
         # What the position needs with so many offloaded, before anything is recomputed.
-        base = needed - offload_freed + np.where(offloaded > 0, moved.max(), 0.0)
+        base = needed - offload_freed
         plain = np.where(offloaded > 0, max(work[Directive.KEEP], work[Directive.OFFLOAD]), work[Directive.KEEP])
         both = np.maximum(plain, work[Directive.RECOMPUTE])
-        least = np.maximum(1, np.searchsorted(recompute_freed, base + both - room - 1e-6))
-        recomputed = np.where(base + plain <= room, 0, least)
-        if Directive.KEEP not in self._allowed:
-            recomputed = np.maximum(recomputed, count - offloaded)
-        possible = (recomputed + offloaded <= count) & self._permitted(recomputed, offloaded)
         places = np.ceil(offload_freed * TIER_SLACK) + TIER_FLOOR
-        possible &= (offloaded == 0) | (places <= tier)
-        if not possible.any():
-            return None
-        seconds = np.maximum(
-            compute + recompute_seconds[np.minimum(recomputed, count)],
-            streaming + copying_seconds(self._device, offload_moved),
-        )
-        best = int(np.where(possible, seconds, np.inf).argmin())
-        first, last = int(recomputed[best]), count - best
-        return float(seconds[best]), tuple(order[:first].tolist()), tuple(order[last:].tolist())
+        roomy = (offloaded == 0) | (places <= tier)
+        best, answer = math.inf, None
+        for limit, read in self._buffers_of(moved, offload_freed, offload_moved):
+            least = np.maximum(1, np.searchsorted(recompute_freed, base + limit + both - room - 1e-6))
+            recomputed = np.where(base + limit + plain <= room, 0, least)
+            if Directive.KEEP not in self._allowed:
+                recomputed = np.maximum(recomputed, count - offloaded)
+            possible = roomy & (recomputed + offloaded <= count) & self._permitted(recomputed, offloaded)
+            again_seconds = recompute_seconds[np.minimum(recomputed, count)]
+            copying = streaming + copying_seconds(self._device, offload_moved)
+            seconds = np.where(possible, np.maximum(compute + again_seconds + read, copying), np.inf)
+            chosen = int(seconds.argmin())
+            if seconds[chosen] < best:
+                best = float(seconds[chosen])
+                answer = best, tuple(order[: int(recomputed[chosen])].tolist()), tuple(order[count - chosen :].tolist())
+        return answer
+
+    def _buffers_of(self, moved: Floats, in_flight: Floats, each: Floats) -> list[tuple[Floats, Floats]]:
+        """Swap limits for each number of offloaded blocks, and what a backward then waits for: with room for two blocks
+        reading overlaps, with room for one it does not."""
+        largest = np.where(in_flight > 0, moved.max(), 0.0)
+        read = self._device.read
+        waiting = np.where(each > 0, read.latency_seconds + each / read.bytes_per_second, 0.0)
+        return [(buffer_bytes(largest, in_flight), np.zeros_like(each)), (largest, waiting)]
 
     def _permitted(self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which numbers of recomputed and offloaded blocks the allowed directives permit."""

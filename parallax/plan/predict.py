@@ -208,7 +208,7 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
 
 
 def _stage_times(cluster: Cluster, pipeline: Pipeline, index: int, load: StageLoad) -> StageTimes:
-    weight = sum(block.weight_seconds for block in load.blocks)
+    weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
     position = index % pipeline.positions
     link = _link(cluster, pipeline, position, (index + 1) % pipeline.positions)
     return StageTimes(

@@ -197,22 +197,31 @@ class Rank:
             rows,
             device=self._device,
             optimizer_offload=plan.optimizer_offload,
+            parameter_offload=plan.parameter_offload,
         )
         return Passes(load, plan.directives, self._split)
 
     def _forward(self, action: Action) -> Routine:
-        for run in self._passes_of(action).forward:
+        passes = self._passes_of(action)
+        states = passes.load.states
+        streaming = self._swapping.stream(states.read_bytes / 2, 0)
+        for run in passes.forward:
             yield self._core.compute(run.seconds)
             if run.moved:
                 yield from self._swapping.offload((action.stage, action.micro, run.block), run.moved)
+        yield from self._swapping.streamed(streaming)
 
     def _backward(self, action: Action) -> Routine:
-        for run in self._passes_of(action).backward:
+        passes = self._passes_of(action)
+        states = passes.load.states
+        streaming = self._swapping.stream(states.read_bytes / 2, states.written_bytes)
+        for run in passes.backward:
             if run.moved:
                 yield from self._swapping.bring((action.stage, action.micro, run.block))
             yield self._core.compute(run.seconds)
             if run.moved:
                 self._swapping.release()
+        yield from self._swapping.streamed(streaming)
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
         """The ranks of a neighbour stage that share rows with this one in a micro-batch of ``rows`` rows, and the share
@@ -249,7 +258,7 @@ class Rank:
         """Replicas reduce a stage while its last backward runs."""
         ranks = self._world.ranks(stage)
         if len(ranks) > 1:
-            size = self._passes(stage, self._rows[0]).load.states.gradient_bytes
+            size = self._passes(stage, self._rows[0]).load.parameter_bytes * self._world.profile.gradient_bytes
             network = self._world.network
             reduction = partial(network.all_reduce, ranks, size)
             self._reduced.append(network.meet(f"reduce {stage}", len(ranks), reduction))

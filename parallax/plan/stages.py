@@ -85,14 +85,22 @@ def judge_stage(
         parameter_offload=below.parameters,
     )
     copying = float(copying_seconds(device, np.array(moved))) + load.states.streaming_seconds
+    buffered = limit >= buffer_bytes(least, where.in_flight * moved)
+    waiting = 0.0 if buffered else device.read.seconds(moved)
     return StageChoice(
         plan=stage,
-        seconds=max(load.compute_seconds, copying),
+        seconds=max(load.compute_seconds + waiting, copying),
         tail_seconds=load.update_seconds,
         peak_bytes=load.peak_bytes(where.in_flight, limit),
         moved_bytes=moved,
         parameter_bytes=load.parameter_bytes,
     )
+
+
+def buffer_bytes(largest: Any, moved: Any) -> Any:
+    """The swap limit from which reading overlaps with compute: two blocks, one that is used and the next one, or all
+    that is ``moved``. With less, a backward waits for what each offloaded block has to read."""
+    return np.minimum(2 * largest, moved)
 
 
 def tier_places(moved: float) -> int:
@@ -186,7 +194,8 @@ class StageFitter:
                 found = choices.pick(np.flatnonzero(fitting))
                 moved = found.columns[:, _MOVED]
                 copying = copying_seconds(self._device, moved) + self._base(start, stop, where.rows, below)[3]
-                seconds = np.maximum(found.columns[:, _SECONDS], copying)
+                waiting = self._waiting(found, start, stop, where, below)
+                seconds = np.maximum(found.columns[:, _SECONDS] + waiting, copying)
                 best = int(np.lexsort((moved, seconds))[0])
                 return self._judge(start, self._named(found.directives[best]), where, below)
         return None
@@ -214,11 +223,25 @@ class StageFitter:
         fits: NDArray[np.bool_] = self._needed(front, start, stop, where, below) <= self._device.memory_bytes
         return fits
 
-    def _needed(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> Floats:
-        """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes` with the smallest swap limit."""
+    def _waiting(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> Floats:
+        """Seconds per micro-batch for which a backward waits, where there is no room to read ahead."""
+        moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
+        room = buffer_bytes(largest, where.in_flight * moved)
+        buffered = self._needed(front, start, stop, where, below, room) <= self._device.memory_bytes
+        read = self._device.read
+        seconds = np.where(moved > 0, read.latency_seconds + moved / read.bytes_per_second, 0.0)
+        waiting: Floats = np.where(buffered, 0.0, seconds)
+        return waiting
+
+    def _needed(
+        self, front: _Front, start: int, stop: int, where: Flight, below: Below, limit: Floats | None = None
+    ) -> Floats:
+        """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if no other
+        is given."""
         static, boundary, _, _ = self._base(start, stop, where.rows, below)
         columns = front.columns
-        passing = boundary + where.in_flight * columns[:, _KEPT] + columns[:, _LARGEST] + columns[:, _WORK]
+        limit = columns[:, _LARGEST] if limit is None else limit
+        passing = boundary + where.in_flight * columns[:, _KEPT] + limit + columns[:, _WORK]
         needed: Floats = static + passing + np.ceil(self._device.gap_share * passing)
         return needed
 

@@ -51,6 +51,7 @@ class Swapping:
         self._fetching: deque[Held] = deque()
         self._queue: deque[Held] = deque()
         self._copying = False
+        self._brought = Held(0.0)  # what the running backward uses
 
     def offload(self, key: Key, size: float) -> Routine:
         """Take what a block has saved, as soon as it fits, and begin to write it."""
@@ -99,6 +100,17 @@ class Swapping:
         if held.state != "spared":
             self._store(-held.size)
         self._pump()
+
+    def stream(self, read: float, written: float) -> Signal:
+        """Begin to bring parameters up, and to take gradients down, block by block beside the compute."""
+        seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
+        return self._simulator.work(seconds, self._tier)
+
+    def streamed(self, streaming: Signal) -> Routine:
+        """Wait for the last of them: compute cannot end before its parameters have come."""
+        start = self._simulator.now
+        yield streaming
+        self.stalled += self._simulator.now - start
 
     def _store(self, count: float) -> None:
         self._stored += count

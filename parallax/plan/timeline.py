@@ -76,7 +76,7 @@ class _Waves:
 
     ``position``  of each action
     ``cell``      kind · stages + stage of each action: where its seconds stand in a table
-    ``awaited``   which action sends the message that it needs; where it needs none, one past the last action
+    ``awaited``   which action it needs besides the one before it; where it needs none, one past the last action
     """
 
     positions: int
@@ -187,12 +187,14 @@ def _listed(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Position by position and in order: the cell of each action, its number, and the number of what it needs.
 
-    A forward needs the one of the stage below, a backward that of the stage above; what else they need stands before
-    them in their own list. A number is cell · micro-batches + micro-batch; one more cell stands for no need."""
+    A forward needs that of the stage below, a backward that of the stage above or, above the last, its forward, and a
+    weight half its backward. A number is cell · micro-batches + micro-batch; one more cell stands for no need."""
     nothing = len(COMPUTE) * stages
-    needed = np.full(nothing, nothing, dtype=np.int32)
-    needed[FORWARD * stages + 1 : (FORWARD + 1) * stages] = np.arange(FORWARD * stages, (FORWARD + 1) * stages - 1)
-    needed[BACKWARD * stages : (BACKWARD + 1) * stages - 1] = np.arange(BACKWARD * stages + 1, (BACKWARD + 1) * stages)
+    forward, backward, weight = (kind * stages + np.arange(stages) for kind in (FORWARD, BACKWARD, BACKWARD_WEIGHT))
+    needed = np.empty(nothing, dtype=np.int32)
+    needed[forward] = [nothing, *forward[:-1]]
+    needed[backward] = [*backward[1:], forward[-1]]
+    needed[weight] = backward
     room = nothing * micro_batches  # enough for split backwards
     cells, own, needs = (np.empty(room, dtype=np.int32) for _ in range(3))
     low = 0

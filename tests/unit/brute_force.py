@@ -70,7 +70,11 @@ def every_stage(
             gradients = load.parameter_bytes * model.gradient_bytes
             reduce = all_reduce_seconds(gradients, range(r), request.cluster)
             streaming = load.states.streaming_seconds
-            best = np.where(fits, np.maximum(seconds, streaming + np.array(copying)), np.inf).min()
+            # Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it.
+            ahead = passing - largest + np.minimum(2 * largest, flight * moved)
+            waits = load.static_bytes + ahead + np.ceil(device.gap_share * ahead) > device.memory_bytes
+            computing = seconds + waits * np.array([device.read.seconds(m) for m in moved])
+            best = np.where(fits, np.maximum(computing, streaming + np.array(copying)), np.inf).min()
             found.append((float(best), load.update_seconds + reduce, float(peak[fits].min())))
     return found
 

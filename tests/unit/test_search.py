@@ -6,6 +6,7 @@ import math
 import random
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -395,6 +396,30 @@ def test_many_blocks_on_many_devices(distinct: bool) -> None:
     assert sorted(rank for s in range(plan.positions) for rank in plan.ranks(s)) == list(range(64))
     assert len(plan.alternatives) > 1
     assert simulation.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-3)
+
+
+def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
+    """12 MB of parameters in 4 MB blocks, 48 MB with gradients and moments."""
+    model, seconds, below = layers(3, moved=1e5, input=1e4, output=1e4, forward_work=1e4, backward_work=1e4), [], []
+    for memory in (60, 40, 30, 20):
+        machines = cluster(1, memory * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9)
+        plan, _ = search(model, machines, PlanConfig(), global_batch=8, runnable=False)
+        check(plan, machines)
+        seconds.append(plan.prediction.step_seconds)
+        below.append((plan.stages[0].optimizer_offload, plan.stages[0].parameter_offload))
+        with pytest.raises(InfeasiblePlan) if memory < 48 else nullcontext():
+            search(model, machines, PlanConfig(optimizer="device"), global_batch=8, runnable=False)
+    assert seconds == sorted(seconds)
+    assert below[0] == (0.0, 0.0)
+    assert 0 < below[1][0] < 1
+    assert below[-1] == (1.0, 1.0)
+    terms = plan.prediction.stages[0].memory
+    assert terms["parameters"] == terms["optimizer"] == 0
+    assert terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6  # the block that runs, the next, and one block's gradients
+    with pytest.raises(ConfigError, match=r"plan.parameters=host can be planned for, but not trained"):
+        search(model, machines, PlanConfig(parameters="host"), global_batch=8)
+    with pytest.raises(ConfigError, match=r"use plan.optimizer=host"):
+        PlanConfig(parameters="host", optimizer="device")
 
 
 def test_a_search_that_was_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
