@@ -12,12 +12,15 @@ from parallax.errors import ConfigError, check_choice, check_count
 from parallax.files import disk_free_bytes
 from parallax.host import available_memory, cuda_devices, usable_cores
 from parallax.plan.cluster import Cluster, Device, Link, Node
-from parallax.probes import Probes
+from parallax.probes import Probes, measure_speeds
 from parallax.units import parse_bytes
 
 AUTO = "auto"
 RANKS_PER_GPU = 8
-CPU_RESERVE = 6 * 2**20  # small blocks of malloc, stacks of transfer threads: 3 to 5 MiB measured
+CPU_RESERVE = 11 * 2**19  # small blocks of malloc, buffers of libraries: with one thread, up to 6 MiB measured
+THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
+EXACT_GAPS = 0.015  # whole pages for each tensor: up to 1 % measured
+HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to 41 % measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class ClusterConfig:
     bytes that all offloaded data of this machine may take in either tier.
     """
 
+    name: str = "local"
     kind: str = AUTO
     devices: int | str = AUTO
     threads: int | str = AUTO
@@ -77,8 +81,11 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     return DeviceChoice(kind, count, threads, exact=kind == "cpu" and config.device_memory != AUTO)
 
 
-def build_cluster(config: ClusterConfig, choice: DeviceChoice, *, tier: str, probes: Probes) -> Cluster:
-    """This machine as a cluster of one node. ``tier``: auto, host, disk or none (``swap.tier``).
+def build_cluster(
+    config: ClusterConfig, choice: DeviceChoice, *, tier: str, probes: Probes, speeds: tuple[float, ...] = ()
+) -> Cluster:
+    """This machine as a cluster of one node. ``tier``: auto, host, disk or none (``swap.tier``). ``speeds``: of each of
+    1, 2, … of its devices that compute at once, from :func:`probe_speeds`.
 
     A budget left at auto keeps a margin for what no plan counts: the CUDA context and the allocator's gaps (a
     tenth of the device), the interpreter and torch itself (a fifth of the available RAM).
@@ -87,7 +94,8 @@ def build_cluster(config: ClusterConfig, choice: DeviceChoice, *, tier: str, pro
     if tier == "host" and choice.kind == "cpu":
         raise ConfigError("swap.tier=host: on a CPU the RAM is the device itself; use swap.tier=disk")
     tier = tier if tier != AUTO else "host" if choice.kind == "cuda" else "disk"
-    disk = (probes.disk_write, probes.disk_read)
+    copying = _copying_share(choice)
+    disk = (probes.disk_write * copying, probes.disk_read * copying)
     write, read = {"host": (probes.host_write, probes.host_read)}.get(tier, disk)
     tier_bytes = _tier_bytes(config, tier, probes) // choice.count
     devices = tuple(
@@ -98,15 +106,39 @@ def build_cluster(config: ClusterConfig, choice: DeviceChoice, *, tier: str, pro
             tier_bytes=tier_bytes,
             write=Link(bytes_per_second=write),
             read=Link(bytes_per_second=read),
-            reserve_bytes=CPU_RESERVE if choice.kind == "cpu" else 0,
+            reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE if choice.kind == "cpu" else 0,
+            gap_share=_gap_share(choice),
+            overlap_loss=1 - copying if tier == "disk" else 0.0,
         )
         for memory in _device_memory(config, choice)
     )
     able = len(cuda_devices()) if choice.kind == "cuda" else usable_cores() / choice.threads
     concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
-    node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent)
+    node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent, speeds=speeds)
     return Cluster(nodes=(node,), local=local, remote=local)
+
+
+def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, ...]:
+    """How fast each of 1, 2, … devices computes while all do. Measured only for processes that share one processor;
+    devices that share nothing slow nobody down."""
+    if choice.kind != "cpu" or choice.count == 1:
+        return ()
+    return measure_speeds(choice.count, choice.threads, exact=choice.exact, fresh=fresh)
+
+
+def _copying_share(choice: DeviceChoice) -> float:
+    """What a thread that copies to and from the disk gets of a core: where ranks leave none for it, it shares one with
+    its rank, which computes as much more slowly."""
+    spare = usable_cores() - choice.count * choice.threads
+    return 1.0 if choice.kind == "cuda" or spare >= choice.count else 0.5
+
+
+def _gap_share(choice: DeviceChoice) -> float:
+    """What the allocator loses; CUDA's reports allocated bytes, and its own gaps are kept out of the budget."""
+    if choice.kind == "cuda":
+        return 0.0
+    return EXACT_GAPS if choice.exact else HEAP_GAPS
 
 
 def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:

@@ -1,28 +1,38 @@
-"""Bandwidths, measured, not looked up, in the way that the swap will use them: through the page cache, in pieces."""
+"""Bandwidths, measured, not looked up, in the way that the swap will use them: through the page cache, in pieces.
+
+And what ranks do to each other: how fast each computes while others compute too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from parallax.errors import ConfigError, check_positive
 from parallax.files import cache_directory, existing_parent, replacing
-from parallax.host import cpu_model, cuda_devices
+from parallax.host import cpu_model, cuda_devices, return_freed_memory, usable_cores
 
 PROBE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
+TOGETHER = 8  # processes at most that are measured at once: beyond it each is as slow as the last
+TURNS = 5
+TURN_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,31 +78,35 @@ def probe_copy() -> float:
 
 
 def probe_disk(directory: Path) -> tuple[float, float, float]:
-    """(write, read, write with fsync) in bytes per second on the file system of ``directory``.
+    """(write, read, write with fsync) in bytes per second on the file system of ``directory``, by one thread.
 
-    Writing is the median of three passes over one file: the first allocates, the others overwrite, as a swap
-    file does; a single pass was seen to differ by a factor of ten.
+    As the swap does it: what is written lies in memory, not in a core's cache, and is summed first; what is read comes
+    into fresh memory and is summed again. Medians of three passes over one file: the first allocates, the others
+    overwrite, as a swap file does; a single pass was seen to differ by a factor of ten.
     """
     folder = existing_parent(directory)
-    piece = os.urandom(PIECE_BYTES)
+    source = np.frombuffer(os.urandom(PIECE_BYTES) * (PROBE_BYTES // PIECE_BYTES), np.uint8)
     offsets = range(0, PROBE_BYTES, PIECE_BYTES)
-    target = bytearray(PIECE_BYTES)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             handle = file.fileno()
 
             def write() -> None:
                 for offset in offsets:
-                    os.pwrite(handle, piece, offset)
+                    piece = source[offset : offset + PIECE_BYTES]
+                    np.add.reduce(piece.view(np.uint64))
+                    os.pwrite(handle, piece.data, offset)
 
             def read() -> None:
                 for offset in offsets:
-                    os.preadv(handle, [target], offset)
+                    target = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
+                    os.preadv(handle, [target.data], offset)
+                    np.add.reduce(target.view(np.uint64))
 
-            passes = [_rate(PROBE_BYTES, write) for _ in range(3)]
-            seconds = PROBE_BYTES / passes[-1]
+            written = [_rate(PROBE_BYTES, write) for _ in range(3)]
+            seconds = PROBE_BYTES / written[-1]
             synced = PROBE_BYTES / (seconds + PROBE_BYTES / _rate(PROBE_BYTES, lambda: os.fsync(handle)))
-            return statistics.median(passes), _rate(PROBE_BYTES, read), synced
+            return statistics.median(written), statistics.median(_rate(PROBE_BYTES, read) for _ in range(3)), synced
     except OSError as error:
         raise ConfigError(
             f"cannot write {PROBE_BYTES >> 20} MiB in {folder} ({error.strerror}): "
@@ -195,3 +209,113 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
     ):  # a home that cannot be written costs a second
         file.write(json.dumps(asdict(probes), indent=1).encode())
     return probes
+
+
+# ---------------------------------------------------------------------------------- computing together
+
+
+def measure_speeds(count: int, threads: int, *, exact: bool, fresh: bool = False) -> tuple[float, ...]:
+    """How fast each of k processes of ``threads`` threads computes while all k do, for k = 1 to ``count``, relative to
+    one alone; ``exact``: they give freed memory back at once. Measured once (about six seconds), then read from the
+    cache."""
+    count = min(count, TOGETHER)
+    known = [socket.gethostname(), cpu_model(), torch.__version__, usable_cores(), count, threads, exact]
+    cache = cache_directory() / f"speeds-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
+    if not fresh:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return tuple(float(speed) for speed in json.loads(cache.read_text()))
+    found = shared_speeds(probe_together(count, threads, exact=exact), usable_cores() / threads)
+    with contextlib.suppress(OSError), replacing(cache) as file:
+        file.write(json.dumps(found).encode())
+    return found
+
+
+def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
+    """The speed of each of k processes from the processor seconds that the same work takes each of them, where cores
+    for ``able`` processes are there. It never rises with k: where a measurement says so, it is noise."""
+    speeds: list[float] = []
+    for together, taken in enumerate(seconds, 1):
+        speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)
+        speeds.append(min([speed, *speeds[-1:]]))
+    return tuple(speeds)
+
+
+def probe_together(count: int, threads: int, *, exact: bool) -> list[float]:
+    """Processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, for k = 1 to
+    ``count``.
+
+    Processor time stands still while somebody else has the core, so who else uses the machine hardly counts; memory
+    and caches shared with the other ranks make it longer. Of several turns the median; alone, the best, in which no
+    stranger shared them.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(_worker(threads, exact)) for _ in range(count)]
+        for worker in workers:
+            _answer(worker)
+        turns: list[list[float]] = [[] for _ in workers]
+        for _ in range(TURNS):
+            for computing, taken in enumerate(turns, 1):
+                for worker in workers[:computing]:
+                    _request(worker)
+                taken.append(statistics.fmean(float(_answer(worker)) for worker in workers[:computing]))
+    return [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
+
+
+@contextlib.contextmanager
+def _worker(threads: int, exact: bool) -> Iterator[subprocess.Popen[str]]:
+    """A process that computes on request, ended with the block."""
+    code = f"from parallax.probes import compute_on_request; compute_on_request({threads}, exact={exact})"
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _request(worker: subprocess.Popen[str]) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+
+
+def _answer(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
+        raise ConfigError(
+            f"a process that was to measure the cores ended with {worker.wait()}: "
+            "is there memory for as many processes as cluster.devices?"
+        )
+    return line
+
+
+def compute_on_request(threads: int, *, exact: bool) -> None:
+    """What a process of :func:`probe_together` does: for each line read it trains three transformer layers for a while,
+    two micro-batches forward and then backward, on fresh memory as ranks do, and says how many processor seconds one
+    time took."""
+    torch.set_num_threads(threads)
+    if exact:
+        return_freed_memory()
+    layers = [torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(3)]
+    model, rows = torch.nn.Sequential(*layers), torch.randn(2, 256, 256)
+
+    def train_once() -> None:
+        sums = [model(rows).sum() for _ in range(2)]
+        while sums:
+            sums.pop().backward()
+
+    train_once()  # gradients are there from now on, as in a step
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        until, repetitions, begun = time.perf_counter() + TURN_SECONDS, 0, time.process_time()
+        while repetitions == 0 or time.perf_counter() < until:
+            train_once()
+            repetitions += 1
+        print((time.process_time() - begun) / repetitions, flush=True)

@@ -13,7 +13,7 @@ import copy
 import fnmatch
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -259,3 +259,19 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _kind(module: nn.Module) -> str:
     return type(module).__name__
+
+
+def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Bytes of each parameter that several blocks share, and those blocks."""
+    for users in chain.ties.values():
+        blocks = tuple(sorted({index for index, _ in users}))
+        if len(blocks) > 1:
+            first, name = users[0]
+            yield chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize, blocks
+
+
+def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
+    """Equal for blocks that cost the same."""
+    shapes = [f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()]
+    entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
+    return "|".join([repr(module), *shapes, *entering])

@@ -1,7 +1,7 @@
 """Measures what each block costs on the real device: seconds, saved bytes by storage, working memory.
 
-Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once. Each is measured
-at two numbers of rows, which gives the fixed and the per-row part of every cost. The result is cached by model,
+Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at two numbers
+of rows or more. The result is cached by model,
 device and library versions, so only the first run of a model pays.
 """
 
@@ -26,13 +26,16 @@ from torch import Tensor, nn
 from parallax.errors import DescribeError, PlanError
 from parallax.files import cache_directory, replacing
 from parallax.host import cpu_model
-from parallax.model.describe import Chain, as_tuple, materialise
+from parallax.model.clock import Clock
+from parallax.model.describe import Chain, as_tuple, look, materialise, tie_costs
 from parallax.model.precision import PrecisionConfig
-from parallax.model.saved import Selector
+from parallax.model.saved import Saved
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
+_CHEAP_SECONDS = 0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
+_OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -66,12 +69,60 @@ def measure(
     allocator: str = "default",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or two such n.
+    """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The two
+    smallest are measured, and larger ones as long as the whole chain takes no time worth speaking of: the last two
+    give the fixed and the per-row part of every cost.
 
     The loss is measured with the last block. ``allocator`` names the setting under which tensors are allocated: times
     under one say nothing about another. Raises :class:`DescribeError` where blocks do not fit together.
     """
-    threads, low, high = torch.get_num_threads(), min(rows), max(rows)
+    path = profile_path(
+        chain,
+        loss,
+        sample,
+        rows,
+        device=device,
+        precision=precision,
+        minimum_bytes=minimum_bytes,
+        allocator=allocator,
+    )
+    if path.is_file():
+        with contextlib.suppress(PlanError):  # a damaged file is measured again
+            profile = replace(ModelProfile.load(path), model=name)
+            progress(f"profile of {name} from {path}")
+            return profile
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        bench = _Bench(chain, loss, device, precision, minimum_bytes, progress)
+        low = high = bench.run(min(rows), *sample(min(rows)))
+        for count, n in enumerate(sorted(set(rows))[1:]):
+            if count and sum(block.forward_seconds + block.backward_seconds for block in high) > _CHEAP_SECONDS:
+                break
+            low, high = high, bench.run(n, *sample(n))
+    profile = ModelProfile(
+        model=name,
+        fingerprint=chain.fingerprint(),
+        device=f"{_device_name(device)}, {torch.get_num_threads()} thread(s)",
+        precision=str(precision),
+        blocks=tuple(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks))),
+        ties=tuple(tie_costs(chain)),
+        optimizer_seconds=_optimizer_seconds(device, chain.dtype),
+    )
+    remember(profile, path)
+    return profile
+
+
+def profile_path(
+    chain: Chain,
+    loss: Callable[[Any, Tensor], Tensor],
+    sample: Sample,
+    rows: Sequence[int],
+    *,
+    device: torch.device,
+    precision: PrecisionConfig,
+    minimum_bytes: int,
+    allocator: str = "default",
+) -> Path:
+    """Where :func:`measure`, called with the same arguments, looks for the profile before it measures."""
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
     what = [
@@ -80,32 +131,18 @@ def measure(
         torch.__version__,
         str(precision),
         minimum_bytes,
-        threads,
+        torch.get_num_threads(),
         allocator,
         _loss_name(loss),
     ]
-    key = hashlib.sha256(json.dumps([*what, low, high, shapes]).encode()).hexdigest()[:16]
-    path = cache_directory() / f"profile-{key}.json"
-    if path.is_file():
-        with contextlib.suppress(PlanError):  # a damaged file is measured again
-            profile = replace(ModelProfile.load(path), model=name)
-            progress(f"profile of {name} from {path}")
-            return profile
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        bench = _Bench(chain, loss, device, precision, minimum_bytes, progress)
-        measured = {n: bench.run(n, *sample(n)) for n in sorted({low, high})}
-    profile = ModelProfile(
-        model=name,
-        fingerprint=chain.fingerprint(),
-        device=f"{_device_name(device)}, {threads} thread(s)",
-        precision=str(precision),
-        blocks=tuple(_cost(chain, i, measured[low][i], measured[high][i]) for i in range(len(chain.blocks))),
-        ties=tuple(_tie_costs(chain)),
-        optimizer_seconds=_optimizer_seconds(device, chain.dtype),
-    )
+    key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
+    return cache_directory() / f"profile-{key}.json"
+
+
+def remember(profile: ModelProfile, path: Path) -> None:
+    """Write ``profile`` where it is found again."""
     with replacing(path) as temporary:
         temporary.write(profile.to_json().encode())
-    return profile
 
 
 class _Bench:
@@ -122,6 +159,7 @@ class _Bench:
     ) -> None:
         self._chain, self._loss, self._device = chain, loss, device
         self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
+        self._clock = Clock(device)
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Tensor) -> list[_Measured]:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
@@ -130,14 +168,14 @@ class _Bench:
         found = []
         for index, block in enumerate(self._chain.blocks):
             last = index == len(self._chain.blocks) - 1
-            look = _look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
-            if look not in known:
+            seen = look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
+            if seen not in known:
                 self._progress(
                     f"measuring block {index + 1} of {len(self._chain.blocks)} ({block.name}), {rows} row(s)"
                 )
-                known[look] = self._measure(index, rows, entering, targets.to(self._device) if last else None)
-            found.append(known[look])
-            entering = known[look].outputs
+                known[seen] = self._measure(index, rows, entering, targets.to(self._device) if last else None)
+            found.append(known[seen])
+            entering = known[seen].outputs
         return found
 
     def _measure(self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None) -> _Measured:
@@ -198,59 +236,34 @@ class _Bench:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
     ) -> tuple[int, int, int, int]:
-        """Bytes saved for backward that may move, that stay, that the loss saves (it runs after the block, so they
-        are neither offloaded nor recomputed), and all that a forward newly leaves behind."""
-        selector = Selector([*block.parameters(), *block.buffers()], self._minimum)
-        held = {t.untyped_storage().data_ptr() for t in [*block.parameters(), *block.buffers()]}
-        entered = {t.untyped_storage().data_ptr() for t in entering}
-        sizes: dict[int, tuple[int, bool]] = {}
-        lost: dict[int, int] = {}
-        alive = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
-                sizes[storage.data_ptr()] = (storage.nbytes(), selector.moves(tensor))
-                alive.append(storage)  # so that no address is used twice
-            return tensor
-
-        def pack_loss(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            lost[storage.data_ptr()] = storage.nbytes()
-            alive.append(storage)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
+        behind."""
+        saved = Saved([*block.parameters(), *block.buffers()], self._minimum)
+        with torch.autograd.graph.saved_tensors_hooks(saved.by_block, lambda tensor: tensor):
             results = self._forward(block, entering, None)
         if targets is not None:
-            with torch.autograd.graph.saved_tensors_hooks(pack_loss, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(saved.by_loss, lambda tensor: tensor):
                 results = self._add_loss(results, targets)
-        sizes = {address: found for address, found in sizes.items() if address not in lost}
-        left = {address: size for address, (size, _) in sizes.items() if address not in entered} | lost
-        left |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in results}
-        moved = sum(size for size, moves in sizes.values() if moves)
-        stays = sum(size for size, moves in sizes.values() if not moves)
-        return moved, stays, sum(lost.values()), sum(left.values())
+        return saved.sums(entering, results)
 
     def _time(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[float, float]:
         """Lower quartiles: what disturbs a measurement only ever adds to it. The first run warms up."""
         backward(forward())
+        clock = self._clock
         times: list[tuple[float, float]] = []
         begun = time.perf_counter()
         while len(times) < _REPEATS[0] or (
             len(times) < _REPEATS[1] and time.perf_counter() - begun < SECONDS_PER_BLOCK
         ):
-            start = self._clock()
+            clock.cool()
+            start = clock.now()
             results = forward()
-            middle = self._clock()
+            middle = clock.now()
+            clock.cool()
+            resumed = clock.now()
             backward(results)
-            times.append((middle - start, self._clock() - middle))
+            times.append((middle - start, clock.now() - resumed))
         return _quartile([t[0] for t in times]), _quartile([t[1] for t in times])
-
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
     def _peaks(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[int, int]:
         """The most that forward, and backward, allocate beyond what was there when each began."""
@@ -328,21 +341,6 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
     )
 
 
-def _tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for users in chain.ties.values():
-        blocks = tuple(sorted({index for index, _ in users}))
-        if len(blocks) > 1:
-            first, name = users[0]
-            yield chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize, blocks
-
-
-def _look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
-    """Equal for blocks that cost the same."""
-    shapes = [f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()]
-    entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
-    return "|".join([repr(module), *shapes, *entering])
-
-
 def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
     """Equal for the same function, also in another process."""
     code = getattr(loss, "__code__", None)
@@ -351,17 +349,22 @@ def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
 
 
 def _optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of a fused AdamW step per byte of parameters."""
-    parameter = nn.Parameter(torch.zeros(2**20, device=device, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    optimizer.step()
-    start = time.perf_counter()
-    for _ in range(4):
+    """Seconds per byte of parameters that a step costs whatever its rows: gradients are cleared, their norm is taken,
+    they are clipped, and fused AdamW steps."""
+    parameters = [nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    one = torch.ones((), device=device, dtype=dtype)
+    clock, seconds = Clock(device), []
+    for _ in range(1 + _REPEATS[0]):
+        start = clock.now()
+        optimizer.zero_grad(set_to_none=False)
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, one)
         optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / 4 / parameter.nbytes
+        seconds.append(clock.now() - start)
+    return min(seconds[1:]) / sum(parameter.nbytes for parameter in parameters)
 
 
 def _device_name(device: torch.device) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from parallax.errors import ConfigError
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
+from parallax.plan.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,10 @@ class CustomModelConfig:
         return load_target("model.target", self.target)(**self.kwargs)
 
 
-ModelConfig = GPTConfig | MLPConfig | CustomModelConfig
+BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig
+"""Models with code, which can be trained."""
+ModelConfig = BuiltModelConfig | TransformerConfig
+"""All models; a TransformerConfig has sizes only and can be planned for."""
 
 
 def load_target(key: str, target: str) -> Callable[..., Any]:

@@ -5,33 +5,39 @@ The profiler counts with this rule and the swap manager moves by it, so what was
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
 _LOOKUPS = ("Embedding", "Index", "Gather", "Take")  # read a parameter at places that the data chose
 
 
+def address(storage: UntypedStorage) -> int:
+    """What tells storages apart: where their bytes are, or the storage itself where it has no bytes but a size."""
+    return id(storage) if storage.device.type == "meta" else storage.data_ptr()
+
+
 class Selector:
     """Decides by storage. Stay: parameters and buffers, copies made from a parameter alone (autocast's
     casts), what the caller holds anyway (tensors that collect a gradient, small slices of a batch), small
-    tensors, and anything that is not plain strided memory."""
+    tensors, and anything that is not plain strided memory of the class ``plain``."""
 
-    def __init__(self, held: Iterable[Tensor], minimum_bytes: int) -> None:
-        self._held = {0, *(tensor.untyped_storage().data_ptr() for tensor in held)}  # 0: no bytes at all
+    def __init__(self, held: Iterable[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor) -> None:
+        self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}  # 0: no bytes at all
+        self._plain = plain
         self._minimum = max(1, minimum_bytes)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether the storage of a saved ``tensor`` may be moved."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return False
         if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._minimum or storage.data_ptr() in self._held:
+        if storage.nbytes() < self._minimum or address(storage) in self._held:
             return False
         return not self._slice_of_input(tensor) and not self._from_leaf(tensor)
 
@@ -50,11 +56,48 @@ class Selector:
                 return False
             variable = getattr(node, "variable", None)
             if variable is not None:
-                source = variable.untyped_storage().data_ptr()
+                source = address(variable.untyped_storage())
                 small = storage.nbytes() // tensor.element_size() <= variable.numel()
-                return source == storage.data_ptr() or (source in self._held and small)
+                return source == address(storage) or (source in self._held and small)
             parents = node.next_functions
             if len(parents) != 1:
                 return False
             node = parents[0][0]
         return False
+
+
+class Saved:
+    """The bytes that autograd saves for backward, told apart by storage; its methods are pack hooks."""
+
+    def __init__(self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor) -> None:
+        self._held = {address(tensor.untyped_storage()) for tensor in held}
+        self._selector = Selector(held, minimum_bytes, plain=plain)
+        self._block: dict[int, tuple[int, bool]] = {}
+        self._loss: dict[int, int] = {}
+        self._alive: list[UntypedStorage] = []  # so that no address is used twice
+
+    def by_block(self, tensor: Tensor) -> Tensor:
+        """The block saves ``tensor``."""
+        storage = tensor.untyped_storage()
+        if address(storage) not in self._held:
+            self._block[address(storage)] = (storage.nbytes(), self._selector.moves(tensor))
+            self._alive.append(storage)
+        return tensor
+
+    def by_loss(self, tensor: Tensor) -> Tensor:
+        """The loss saves ``tensor``."""
+        storage = tensor.untyped_storage()
+        self._loss[address(storage)] = storage.nbytes()
+        self._alive.append(storage)
+        return tensor
+
+    def sums(self, entering: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[int, int, int, int]:
+        """Bytes that may move, that stay, that the loss saves (it runs after the block, so they are neither offloaded
+        nor recomputed), and all that a forward newly leaves behind."""
+        block = {key: found for key, found in self._block.items() if key not in self._loss}
+        before = {address(tensor.untyped_storage()) for tensor in entering}
+        left = {key: size for key, (size, _) in block.items() if key not in before} | self._loss
+        left |= {address(t.untyped_storage()): t.untyped_storage().nbytes() for t in results}
+        moved = sum(size for size, moves in block.values() if moves)
+        stays = sum(size for size, moves in block.values() if not moves)
+        return moved, stays, sum(self._loss.values()), sum(left.values())

@@ -19,6 +19,7 @@ from parallax.events import Span
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.cost import StageLoad, load_stage
+from parallax.plan.passes import Passes
 from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count

@@ -6,8 +6,9 @@ import contextlib
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +17,19 @@ import torch
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
 from parallax.events import EventLog, Span, bubble_fraction, read_events
 from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
+from parallax.plan.calibrate import seconds_by_term
+from parallax.plan.plan import Plan
 from parallax.report import timeline_png
 from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_partial
 from parallax.runtime.engine import Engine, StepResult
 from parallax.train.data import Source
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
+MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
 WARM_UP = 2  # steps left out of the median: first touches of memory, first connections
-RECENT = 25  # steps whose spans are remembered, to draw the one of median length
+RECENT = 25  # steps whose spans are remembered, to find the one of median length
+JUDGED = 5  # steps after the warm-up from which a prediction is judged
+DRIFT = 0.2  # a prediction this far off is worth another plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,15 @@ class TrainerConfig:
         check_count("trainer.microbatch", self.microbatch)
 
 
+class OnDrift(StrEnum):
+    """What to do, at the next checkpoint, when steps take a fifth more or less than the plan says: go on, say so, or
+    end the loop with that checkpoint, for another plan to continue from."""
+
+    IGNORE = "ignore"
+    NOTE = "note"
+    STOP = "stop"
+
+
 def train(
     engine: Engine,
     source: Source,
@@ -62,10 +77,25 @@ def train(
     directory: Path,
     *,
     tokens_per_row: int,
+    on_drift: OnDrift = OnDrift.IGNORE,
 ) -> dict[str, Any]:
-    """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there."""
-    run = _Run(engine, source, trainer, logger, directory, tokens_per_row)
+    """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
+
+    Its ``ended`` is "steps", or "drift" where the loop ended early at a checkpoint; ``drift`` then says why.
+    """
+    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift)
     return run.run()
+
+
+def drift(seconds: Sequence[float], predicted: float) -> str:
+    """Why steps of ``seconds``, in order, show a prediction to be wrong; empty where they do not, or not yet."""
+    timed = seconds[WARM_UP:]
+    if len(timed) < JUDGED or predicted <= 0:
+        return ""
+    measured = statistics.median(timed)
+    if abs(measured / predicted - 1) <= DRIFT:
+        return ""
+    return f"a step takes {measured:.3f} s, {measured / predicted:.2f} times the {predicted:.3f} s that were predicted"
 
 
 class _Run:
@@ -79,8 +109,10 @@ class _Run:
         logger: LoggerConfig,
         directory: Path,
         tokens_per_row: int,
+        on_drift: OnDrift,
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
+        self._on_drift, self._drift = on_drift, ""
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
@@ -104,7 +136,7 @@ class _Run:
                 voice.note(f"skipped: {refused}")
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
-            while self._engine.completed_steps < total:
+            while self._engine.completed_steps < total and not self._stopped:
                 result = self._engine.step(self._source.batch(self._trainer.global_batch))
                 self._remember(result)
                 if self._logger.events:
@@ -116,6 +148,10 @@ class _Run:
         if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
             self._write(summary)
         return summary
+
+    @property
+    def _stopped(self) -> bool:
+        return self._on_drift is OnDrift.STOP and bool(self._drift)
 
     def _resume(self) -> Path | None:
         """Load the last good checkpoint of the run directory; the one loaded."""
@@ -136,6 +172,8 @@ class _Run:
         return None
 
     def _remember(self, result: StepResult) -> None:
+        if len(self._seconds) == WARM_UP:
+            self._recent.clear()  # from now on there is better to choose from
         self._recent.append(result)
         self._seconds.append(result.seconds)
         self._losses.append(result.loss)
@@ -186,11 +224,22 @@ class _Run:
             if self._rank == 0:
                 remove_old(self._checkpoints, self._trainer.keep_checkpoints)
             voice.note(f"step {step}: checkpoint {path}")
+            if step < total and self._on_drift is not OnDrift.IGNORE and not self._drift:
+                self._judge(voice, step)
+
+    def _judge(self, voice: _Voice, step: int) -> None:
+        """Hold the prediction against the steps so far; rank 0's clock decides for all."""
+        mine = drift(self._seconds, self._engine.plan.prediction.step_seconds)
+        self._drift = str(self._mesh.gather_objects(mine)[0])
+        if self._drift:
+            ending = "; another plan continues from here" if self._stopped else ""
+            voice.note(f"step {step}: {self._drift}{ending}")
 
     def _summary(self) -> dict[str, Any]:
         """Predicted against measured; the same on every rank."""
         plan, steps = self._engine.plan, max(1, len(self._seconds))
-        measured = self._typical_spans()
+        measured, predicted_spans = self._typical_spans(), self._predicted_spans()
+        spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
         mine = (self._peak, self._swapped[0] / steps, self._swapped[1] / steps)
         ranks = []
         for rank, found in enumerate(self._mesh.gather_objects(mine)):
@@ -209,12 +258,17 @@ class _Run:
                     "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,
                     "stall_seconds_per_step": stalled,
                     "predicted_stall_seconds_per_step": predicted.stall_seconds,
+                    "seconds": spent.get(rank, {}),
+                    "predicted_seconds": planned.get(rank, {}),
+                    "predicted_memory": _terms(plan, stage),
                 }
             )
         timed = self._seconds[WARM_UP:] or self._seconds
         median = statistics.median(timed) if timed else None
         return {
             "steps": self._engine.completed_steps,
+            "ended": "drift" if self._stopped else "steps",
+            "drift": self._drift,
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
             "validation_loss": self._validation,
@@ -226,6 +280,11 @@ class _Run:
             "tokens_per_second": self._trainer.global_batch * self._tokens / median if median else None,
             "ranks": ranks,
         }
+
+    def _predicted_spans(self) -> list[Span]:
+        """What the plan said of each action; none where there is no such file."""
+        path = self._directory / PREDICTED_EVENTS
+        return list(read_events(path)) if path.is_file() else []
 
     def _typical_spans(self) -> list[Span]:
         """The spans of all ranks for the recent step of median length, as rank 0 measured it."""
@@ -241,9 +300,17 @@ class _Run:
     def _write(self, summary: dict[str, Any]) -> None:
         path = self._directory / "summary.json"
         path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        predicted = self._directory / PREDICTED_EVENTS
-        if predicted.is_file():
-            timeline_png(list(read_events(predicted)), self._measured, self._directory / "timeline.png")
+        (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
+        with EventLog(self._directory / MEASURED_EVENTS) as events:
+            events.extend(self._measured)
+        if predicted := self._predicted_spans():
+            timeline_png(predicted, self._measured, self._directory / "timeline.png")
+
+
+def _terms(plan: Plan, stage: int) -> dict[str, int]:
+    """Predicted bytes by term of the fullest rank of a stage; none where the plan does not say."""
+    found = plan.prediction.stages
+    return dict(found[stage].memory) if stage < len(found) else {}
 
 
 class _Voice(Protocol):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from parallax import host
+from parallax import probes as module
 from parallax.errors import ConfigError
 from parallax.files import disk_free_bytes, existing_parent, replacing
 from parallax.host import (
@@ -27,9 +28,9 @@ from parallax.host import (
     resident_bytes,
     usable_cores,
 )
-from parallax.machine import ClusterConfig, build_cluster, choose_devices
+from parallax.machine import ClusterConfig, build_cluster, choose_devices, probe_speeds
 from parallax.plan.cluster import Cluster
-from parallax.probes import Probes, measure_probes, probe_disk
+from parallax.probes import Probes, measure_probes, probe_disk, probe_together, shared_speeds
 
 MIB = 2**20
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA answers")
@@ -184,6 +185,51 @@ def test_probes_refuse_nonsense(probes: Probes) -> None:
         dataclasses.replace(probes, local=0.0)
 
 
+def test_speeds_follow_cores_and_shared_memory() -> None:
+    assert shared_speeds([1.0, 1.0, 1.0], 2.0) == pytest.approx((1.0, 1.0, 2 / 3))
+    assert shared_speeds([1.0, 1.25, 1.25, 1.6], 4.0) == pytest.approx((1.0, 0.8, 0.8, 0.625))
+    assert shared_speeds([1.0, 1.1, 0.9], 8.0) == pytest.approx((1.0, 1 / 1.1, 1 / 1.1))  # more are never faster
+    assert shared_speeds([1.0], 0.5) == (0.5,)
+
+
+def test_processes_that_compute_together_are_timed_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TURNS", 1)
+    alone, together = probe_together(2, 1, exact=True)
+    assert 0 < alone < 60
+    assert 0 < together < 60
+
+
+def test_a_process_that_cannot_compute_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="measure the cores ended with 1: is there memory"):
+        probe_together(1, 1, exact=False)
+
+
+@no_cuda
+def test_speeds_are_measured_once_and_only_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def probe(count: int, threads: int, *, exact: bool) -> list[float]:
+        asked.append((count, threads, exact))
+        return [1.0, 1.5][:count]
+
+    monkeypatch.setattr(module, "probe_together", probe)
+    config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB")
+    first = probe_speeds(choose_devices(config))
+    assert probe_speeds(choose_devices(config)) == first
+    assert asked == [(2, 1, True)]
+    assert probe_speeds(choose_devices(config), fresh=True) == first
+    assert len(asked) == 2
+    assert probe_speeds(choose_devices(ClusterConfig(kind="cpu", devices=1))) == ()
+
+
+def test_what_the_allocator_loses_depends_on_whether_a_budget_is_kept(probes: Probes) -> None:
+    kept = cluster_of(ClusterConfig(kind="cpu", devices=1, threads=2, device_memory="1GiB"), tier="none", probes=probes)
+    free = cluster_of(ClusterConfig(kind="cpu", devices=1, threads=1), tier="none", probes=probes)
+    assert kept.devices[0].gap_share < 0.05 < free.devices[0].gap_share
+    assert kept.devices[0].reserve_bytes > free.devices[0].reserve_bytes
+
+
 @no_cuda
 def test_auto_shows_a_pipeline_on_any_machine() -> None:
     choice = choose_devices(ClusterConfig())
@@ -210,8 +256,10 @@ def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
     assert (first.kind, first.tier) == ("cpu", "disk")
     assert first.memory_bytes == pytest.approx(available_memory(4) * 0.8, rel=0.3)
     assert first.tier_bytes == pytest.approx(disk_free_bytes(tmp_path) * 0.8 / 4, rel=0.3)
-    assert first.write.bytes_per_second == probes.disk_write
-    assert first.read.bytes_per_second == probes.disk_read
+    share = 1.0 if usable_cores() >= 8 else 0.5  # a thread that copies has a core for itself, or its rank's half
+    assert first.write.bytes_per_second == probes.disk_write * share
+    assert first.read.bytes_per_second == probes.disk_read * share
+    assert first.overlap_loss == 1 - share
     assert cluster.local.bytes_per_second == probes.local
 
 

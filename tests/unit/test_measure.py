@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,33 @@ def test_what_is_predicted_is_what_the_swap_manager_moves(precision: PrecisionCo
     finally:
         engine.close()
     assert statistics.bytes_out + statistics.bytes_cancelled == sum(block.moved.at(4) for block in found.blocks)
+
+
+def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    plain = module._Bench.run
+    monkeypatch.setattr(module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest))
+    found = profile_of(chain_of(linear()), (2, 4, 8, 16))
+    assert runs == [2, 4, 8, 16]
+    assert found.blocks[0].moved.at(3) == 3 * WIDE * FLOAT
+    runs.clear()
+    monkeypatch.setattr(module, "_CHEAP_SECONDS", 0.0)
+    profile_of(chain_of(linear()), (2, 4, 8, 32))
+    assert runs == [2, 4]
+
+
+def test_what_others_do_is_not_counted() -> None:
+    """One thread's work is read from its own processor time: a sleep, like another process, takes none of it."""
+
+    class Sleeper(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02)
+            return super().forward(x)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = profile_of(chain_of(lambda: Sleeper(WIDE, WIDE)))
+    finally:
+        torch.set_num_threads(threads)
+    assert found.blocks[0].forward_seconds.at(4) < 0.01

@@ -1,0 +1,260 @@
+"""Does a run take the time and the memory that its plan said?  ``python -m benchmarks.prediction [--json] [--quick]
+[--output FILE.md]``
+
+Every configuration is planned and trained for a few steps as a user would: ``parallax train`` with the choice of
+stages, replicas, activations and micro-batches forced, in processes of its own. The plan's step is compared with the
+median step after the warm-up; the predicted peak with the measured one, on the rank that came closest to its
+prediction or went furthest beyond it. An evaluation and a checkpoint stand between the steps, as in any training. All
+configurations have a budget: only then does a process give freed memory back, and only then is its peak promised.
+
+The first run of a model measures it, as it does for a user; the others read that profile. Times are those of a
+machine that does nothing else; peaks do not depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from parallax.units import format_bytes
+
+STEPS = 8
+ROOMY = "4GiB"
+COMMON = [
+    f"trainer.steps={STEPS}",
+    f"trainer.eval_every={STEPS // 2}",
+    "trainer.eval_batches=1",
+    f"trainer.checkpoint_every={STEPS // 2}",
+    "logger.tensorboard=false",
+    "data.max_bytes=1MiB",
+    "plan=auto",
+]
+MODELS = {
+    "small": ["model.layers=4", "model.hidden=128", "model.heads=4", "model.sequence=128"],
+    "medium": ["model.layers=6", "model.hidden=256", "model.heads=4", "model.sequence=256"],
+    "wide": ["model.layers=3", "model.hidden=512", "model.heads=8", "model.sequence=128"],
+    "mlp": ["model=mlp", "model.layers=8", "model.hidden=1024"],
+}
+WORDS = {"small": "GPT 4 × 128", "medium": "GPT 6 × 256", "wide": "GPT 3 × 512", "mlp": "MLP 8 × 1024"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration: a model and what the planner is told. ``replicas`` has one number per stage."""
+
+    model: str
+    replicas: tuple[int, ...]
+    activations: str = "keep"
+    schedule: str = "1f1b"
+    batch: int = 16
+    microbatch: int
+    budget: str = ROOMY
+    threads: int = 1
+    quick: bool = False
+
+    def __str__(self) -> str:
+        pipeline = "-".join(map(str, self.replicas))
+        budget = "" if self.budget == ROOMY else f" in {self.budget}"
+        rows = f"{self.batch} rows by {self.microbatch}"
+        threads = "" if self.threads == 1 else f", {self.threads} threads"
+        return f"{WORDS[self.model]}, {pipeline}, {self.schedule}, {rows}, {self.activations}{budget}{threads}"
+
+    def overrides(self) -> list[str]:
+        """The command line of ``parallax train``."""
+        return [
+            *MODELS[self.model],
+            f"plan.stages={len(self.replicas)}",
+            f"plan.replicas=[{','.join(map(str, self.replicas))}]",
+            f"plan.activations={self.activations}",
+            f"plan.schedule={self.schedule}",
+            f"cluster.devices={sum(self.replicas)}",
+            "cluster.kind=cpu",
+            f"cluster.threads={self.threads}",
+            f"cluster.device_memory={self.budget}",
+            f"trainer.global_batch={self.batch}",
+            f"trainer.microbatch={self.microbatch}",
+            *COMMON,
+        ]
+
+
+CASES = (
+    Case(model="small", replicas=(1,), microbatch=4, quick=True),
+    Case(model="medium", replicas=(1,), microbatch=4),
+    Case(model="medium", replicas=(1,), microbatch=4, threads=2),
+    Case(model="medium", replicas=(1,), microbatch=8, activations="recompute"),
+    Case(model="medium", replicas=(1,), microbatch=2, activations="offload"),
+    Case(model="wide", replicas=(1,), microbatch=4),
+    Case(model="mlp", replicas=(1,), batch=512, microbatch=128),
+    Case(model="small", replicas=(2,), batch=32, microbatch=8),
+    Case(model="medium", replicas=(2,), microbatch=4, activations="recompute"),
+    Case(model="wide", replicas=(3,), batch=24, microbatch=6),
+    Case(model="small", replicas=(1, 1), batch=32, microbatch=4),
+    Case(model="medium", replicas=(1, 1), microbatch=2, schedule="gpipe"),
+    Case(model="medium", replicas=(1, 1), microbatch=4, quick=True),
+    Case(model="medium", replicas=(1, 1), microbatch=4, activations="recompute", schedule="gpipe"),
+    Case(model="medium", replicas=(1, 1), microbatch=2, activations="offload", budget="96MiB"),
+    Case(model="wide", replicas=(1, 1), microbatch=2, activations="auto", budget="150MiB"),
+    Case(model="mlp", replicas=(1, 1), batch=512, microbatch=64),
+    Case(model="small", replicas=(1, 1, 1), batch=32, microbatch=4, schedule="gpipe"),
+    Case(model="medium", replicas=(1, 1, 1), microbatch=2),
+    Case(model="wide", replicas=(1, 1, 1), microbatch=4, activations="recompute"),
+    Case(model="medium", replicas=(1, 2), microbatch=4, quick=True),
+    Case(model="medium", replicas=(2, 1), microbatch=2),
+    Case(model="medium", replicas=(1, 2), microbatch=4, activations="auto", budget="80MiB"),
+    Case(model="wide", replicas=(2, 1), microbatch=4, schedule="gpipe", activations="offload"),
+    Case(model="mlp", replicas=(1, 2), batch=512, microbatch=128, schedule="gpipe"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Predicted and measured: seconds of a step; bytes of the rank whose measured peak is nearest to, or furthest
+    beyond, its prediction."""
+
+    case: str
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def seconds_error(self) -> float:
+        """How far the prediction is off, as a share of what was measured; above zero it was too long."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+    @property
+    def bytes_error(self) -> float:
+        """The same for the peak; below zero more was taken than was promised."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def run(cases: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Outcome]:
+    """Plan and train each, one after another."""
+    with tempfile.TemporaryDirectory(prefix="parallax-prediction-") as folder:
+        for number, case in enumerate(cases, 1):
+            begun = time.monotonic()
+            outcome = _outcome(case, _train(case, Path(folder), f"case-{number}"))
+            progress(
+                f"{number}/{len(cases)}  {case}: step {outcome.predicted_seconds:.3f} s predicted, "
+                f"{outcome.measured_seconds:.3f} s measured ({outcome.seconds_error:+.1%}); peak "
+                f"{format_bytes(outcome.predicted_bytes)} and {format_bytes(outcome.measured_bytes)} "
+                f"({outcome.bytes_error:+.1%}); {time.monotonic() - begun:.0f} s"
+            )
+            yield outcome
+
+
+def _train(case: Case, folder: Path, name: str) -> dict[str, Any]:
+    """The run's summary."""
+    command = [sys.executable, "-m", "parallax", "train", f"name={name}", *case.overrides()]
+    path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise SystemExit(f"{case}: {' '.join(command)} ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
+    summary: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _outcome(case: Case, summary: dict[str, Any]) -> Outcome:
+    worst = max(summary["ranks"], key=lambda rank: rank["measured_peak_bytes"] / rank["predicted_peak_bytes"])
+    return Outcome(
+        case=str(case),
+        predicted_seconds=summary["predicted_step_seconds"],
+        measured_seconds=summary["step_seconds_median"],
+        predicted_bytes=worst["predicted_peak_bytes"],
+        measured_bytes=worst["measured_peak_bytes"],
+    )
+
+
+def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What the table comes down to."""
+    return {
+        "configurations": len(outcomes),
+        "median_seconds_error": statistics.median(abs(outcome.seconds_error) for outcome in outcomes),
+        "median_bytes_error": statistics.median(abs(outcome.bytes_error) for outcome in outcomes),
+        "bytes_underestimated": sum(outcome.bytes_error < 0 for outcome in outcomes),
+    }
+
+
+HEADINGS = ("configuration", "step predicted", "measured", "error", "peak predicted", "measured", "error")
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    return [
+        outcome.case,
+        f"{outcome.predicted_seconds:.3f} s",
+        f"{outcome.measured_seconds:.3f} s",
+        f"{outcome.seconds_error:+.1%}",
+        format_bytes(outcome.predicted_bytes),
+        format_bytes(outcome.measured_bytes),
+        f"{outcome.bytes_error:+.1%}",
+    ]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    return (
+        f"{found['configurations']} configurations: median error of the step's time "
+        f"{found['median_seconds_error']:.1%}, of the peak {found['median_bytes_error']:.1%}; "
+        f"{found['bytes_underestimated']} peaks under-estimated."
+    )
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """The table as a page."""
+    rows = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *(_cells(outcome) for outcome in outcomes)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return (
+        "# Predicted and measured\n\n"
+        "Each line is a training run of its own: what the planner said before it began, and what was measured. The "
+        "pipeline is written as the replicas of its stages; the peak is that of the rank nearest to its prediction or "
+        f"furthest beyond it. Written by `python -m benchmarks.prediction --output`.\n\n{_verdict(totals(outcomes))}"
+        f"\n\n{table}\n"
+    )
+
+
+def _print(console: Console, outcomes: Sequence[Outcome]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in HEADINGS:
+        table.add_column(column, justify="left" if column == HEADINGS[0] else "right")
+    for outcome in outcomes:
+        table.add_row(*_cells(outcome))
+    console.print(table)
+    console.print(_verdict(totals(outcomes)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the configurations, print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description="predicted against measured")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="a few configurations only")
+    parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose line contains TEXT")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the table to this file")
+    options = parser.parse_args(arguments)
+    cases = [case for case in CASES if (case.quick or not options.quick) and options.only in str(case)]
+    if not cases:
+        parser.error(f"--only {options.only!r}: no configuration's line contains it")
+    console = Console(soft_wrap=True)
+    outcomes = list(run(cases, lambda text: console.print(text, highlight=False)))
+    _print(console, outcomes)
+    if options.output is not None:
+        options.output.write_text(markdown(outcomes), encoding="utf-8")
+    if options.json:
+        print(json.dumps({**totals(outcomes), "outcomes": [asdict(outcome) for outcome in outcomes]}))
+
+
+if __name__ == "__main__":
+    main()
