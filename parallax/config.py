@@ -34,9 +34,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine import ClusterConfig
-from parallax.model.precision import PrecisionConfig
+from parallax.model.precision import PrecisionConfig, RecipeConfig
 from parallax.model.registry import ModelConfig
 from parallax.monitor import LoggerConfig
+from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.search import PlanConfig
 from parallax.runtime.optimizer import OptimizerConfig
 from parallax.swap.manager import SwapConfig
@@ -52,11 +53,11 @@ class RunConfig:
     seed: int = 1
     model: ModelConfig
     data: TextDataConfig | CustomDataConfig
-    cluster: ClusterConfig
+    cluster: ClusterConfig | CatalogClusterConfig
     plan: PlanConfig
     swap: SwapConfig
     optimizer: OptimizerConfig
-    precision: PrecisionConfig
+    precision: PrecisionConfig | RecipeConfig
     trainer: TrainerConfig
     logger: LoggerConfig
 

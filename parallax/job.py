@@ -1,17 +1,26 @@
-"""From a resolved configuration to the objects of a run: model, loss, rows, plan."""
+"""From a resolved configuration to the objects of a run: model, loss, rows, profile, plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from parallax.config import RunConfig
 from parallax.errors import ConfigError
-from parallax.model.describe import Chain, build_on_meta, describe
-from parallax.model.registry import CustomModelConfig
-from parallax.planning import Loss, Planned, plan_model
+from parallax.machine import ClusterConfig
+from parallax.model.count import Sample, count
+from parallax.model.describe import Chain, as_tuple, build_on_meta, describe
+from parallax.model.precision import PrecisionConfig, RecipeConfig
+from parallax.model.registry import BuiltModelConfig, CustomModelConfig
+from parallax.plan.catalog import CatalogClusterConfig
+from parallax.plan.efficiency import price
+from parallax.plan.profile import ModelProfile
+from parallax.plan.transformer import TransformerConfig
+from parallax.plan.work import ModelWork
+from parallax.planning import Loss, Planned, measure_model, plan_catalog, plan_model, remember_profile, settled
 from parallax.train.data import Source, TextDataConfig, build_source
 
 BYTES = 256  # values that a byte can have: what a model of text must know
@@ -20,13 +29,41 @@ DEFAULT_SEQUENCE = 256
 
 def build_chain(config: RunConfig) -> Chain:
     """The model of ``config`` as a chain of blocks."""
-    names = config.model.blocks if isinstance(config.model, CustomModelConfig) else ()
-    return describe(config.model.build, seed=config.seed, dtype=config.precision.parameter_dtype, blocks=names)
+    model = built_model(config)
+    names = model.blocks if isinstance(model, CustomModelConfig) else ()
+    return describe(model.build, seed=config.seed, dtype=config.precision.parameter_dtype, blocks=names)
+
+
+def built_model(config: RunConfig) -> BuiltModelConfig:
+    """The model of ``config``, which must have code."""
+    if isinstance(config.model, TransformerConfig):
+        raise ConfigError(
+            "model=transformer: it has sizes but no code, so it can be planned for (cluster=dgx_a100) but neither "
+            "measured nor trained; use model=gpt or model=custom"
+        )
+    return config.model
+
+
+def local_cluster(config: RunConfig) -> ClusterConfig:
+    """The cluster of ``config``, which must be this machine."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        raise ConfigError("cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local")
+    return config.cluster
+
+
+def trained_precision(config: RunConfig) -> PrecisionConfig:
+    """The number formats of ``config``, which must be some that a model can be trained in."""
+    if isinstance(config.precision, RecipeConfig):
+        raise ConfigError(
+            f"precision.recipe={config.precision.recipe}: it can be planned for (cluster=dgx_a100), but not trained in "
+            "yet; use precision=fp32, precision=bf16 or precision=fp64"
+        )
+    return config.precision
 
 
 def build_loss(config: RunConfig) -> Loss:
     """The model's own ``loss(outputs, targets)``, or cross-entropy over the last dimension of its outputs."""
-    own = getattr(build_on_meta(config.model.build), "loss", None)
+    own = getattr(build_on_meta(built_model(config).build), "loss", None)
     return own if callable(own) else cross_entropy
 
 
@@ -55,19 +92,108 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
     return build_source(config.data, sequence_length(config), config.seed, quiet=quiet)
 
 
-def plan_run(config: RunConfig, scratch: Path, progress: Callable[[str], None]) -> Planned:
-    """The plan of ``config`` on this machine; ``scratch`` is where swap files would go."""
-    source = open_source(config, quiet=False)
+def plan_run(
+    config: RunConfig, scratch: Path, progress: Callable[[str], None], *, profile: ModelProfile | None = None
+) -> Planned:
+    """The plan of ``config``, on this machine or for its catalog cluster. A given ``profile`` is used instead of
+    measuring, or deriving, one. ``scratch`` is where swap files would go."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        return plan_catalog(
+            profile or profile_run(config, progress),
+            config.cluster,
+            dtype=config.precision.compute,
+            plan=config.plan,
+            swap=config.swap,
+            global_batch=config.trainer.global_batch,
+            microbatch=config.trainer.microbatch,
+            progress=progress,
+        )
+    precision, chain, source = trained_precision(config), build_chain(config), open_source(config, quiet=False)
     return plan_model(
-        build_chain(config),
+        chain,
         build_loss(config),
         source.validation(0, config.trainer.global_batch),
         cluster=config.cluster,
         plan=config.plan,
         swap=config.swap,
-        precision=config.precision,
+        precision=precision,
         microbatch=config.trainer.microbatch,
         name=config.model.name,
+        profile=profile,
         scratch=scratch,
         progress=progress,
     )
+
+
+def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProfile:
+    """The profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog cluster."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        return price(model_work(config, progress), config.cluster.kind)
+    precision, chain, source = trained_precision(config), build_chain(config), open_source(config, quiet=False)
+    return measure_model(
+        chain,
+        build_loss(config),
+        source.validation(0, config.trainer.global_batch),
+        settled(config.cluster, config.plan),
+        precision=precision,
+        swap=config.swap,
+        name=config.model.name,
+        progress=progress,
+    )
+
+
+def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
+    """Put ``profile`` where the next plan of ``config`` on this machine finds it instead of measuring; the file."""
+    return remember_profile(
+        profile,
+        build_chain(config),
+        build_loss(config),
+        open_source(config).validation(0, config.trainer.global_batch),
+        settled(local_cluster(config), config.plan),
+        precision=trained_precision(config),
+        swap=config.swap,
+    )
+
+
+def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text: None) -> ModelWork:
+    """What ``config``'s model asks of any device; nothing is computed and no weight is made."""
+    if isinstance(config.model, TransformerConfig):
+        return config.model.work(str(config.precision))
+    return count(
+        build_chain(config),
+        build_loss(config),
+        _shapes(config),
+        precision=config.precision,
+        minimum_bytes=config.swap.minimum_bytes,
+        name=config.model.name,
+        progress=progress,
+    )
+
+
+def read_profile(config: RunConfig, path: Path) -> ModelProfile:
+    """A profile file, which must be of ``config``'s model."""
+    found, model = ModelProfile.load(path), config.model
+    if isinstance(model, TransformerConfig):
+        wanted = model.work(str(config.precision)).fingerprint
+    else:
+        wanted = build_chain(config).fingerprint()
+    if found.fingerprint != wanted:
+        raise ConfigError(
+            f"--profile {path}: it is of {found.model} ({found.fingerprint}), and model={model.name} with these "
+            f"settings is another ({wanted}); write it with `parallax profile` and the same model.* settings"
+        )
+    return found
+
+
+def _shapes(config: RunConfig) -> Sample:
+    """Rows that need no data to be there: text has whole numbers; rows of one's own are asked for."""
+    if isinstance(config.data, TextDataConfig):
+        length = sequence_length(config)
+
+        def text(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+            return (tokens,), tokens
+
+        return text
+    batch = open_source(config).validation(0, config.trainer.global_batch)
+    return lambda rows: (as_tuple(batch.inputs(0, rows)), batch.targets(0, rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -26,14 +27,26 @@ from parallax.config import RunConfig
 from parallax.device import select_device
 from parallax.errors import ConfigError, ParallaxError, PlanError, UserError
 from parallax.events import EventLog
-from parallax.job import build_chain, build_loss, open_source, plan_run, tokens_per_row
+from parallax.feedback import correct
+from parallax.job import (
+    build_chain,
+    build_loss,
+    local_cluster,
+    open_source,
+    plan_run,
+    tokens_per_row,
+    trained_precision,
+)
 from parallax.machine import choose_devices
 from parallax.mesh import start_processes, stop_processes
+from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
-from parallax.planning import settle
+from parallax.plan.search import AUTO
+from parallax.planning import Planned, settle
 from parallax.report import plan_table, summary_table
 from parallax.runtime.engine import Engine
-from parallax.train.loop import PREDICTED_EVENTS, train
+from parallax.train.loop import PREDICTED_EVENTS, OnDrift, train
+from parallax.units import format_seconds
 
 RUNS = Path("runs")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -70,28 +83,94 @@ def prepare(overrides: Sequence[str], console: Console) -> Run:
     """Compose, plan, and write the run directory. A directory of the same name is continued from its last
     checkpoint, which any plan can load."""
     config = configuration.compose(overrides)
+    cluster = local_cluster(config)
     name = config.name if config.name != "auto" else datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     config, directory = replace(config, name=name), RUNS / name
     if config.trainer.resume == "never" and (directory / "checkpoints").exists():
         raise ConfigError(f"trainer.resume=never: {directory} holds checkpoints; choose another name, or resume=auto")
     with console.status("planning") as status:
         planned = plan_run(config, directory / "swap", status.update)
-    config = replace(config, cluster=replace(config.cluster, devices=planned.plan.world_size))  # the ranks' count
+    config = replace(config, cluster=replace(cluster, devices=planned.plan.world_size))  # the ranks' count
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
-        planned.plan.save(directory / "plan.yaml")
-        (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
-        with EventLog(directory / PREDICTED_EVENTS) as events:
-            events.extend(list(planned.simulation.spans))
+        _write(directory, config, planned)
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory}: {error.filename}: {error.strerror}") from error
     console.print(plan_table(planned.plan, planned.profile))
     return Run(directory, config, planned.plan)
 
 
+def _write(directory: Path, config: RunConfig, planned: Planned) -> None:
+    """What the ranks read, and what `simulate` and `calibrate` need later."""
+    _set_aside(directory, planned.plan)
+    (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
+    (directory / "profile.json").write_text(planned.profile.to_json() + "\n", encoding="utf-8")
+    planned.plan.save(directory / "plan.yaml")
+    Inputs(planned.profile, planned.cluster).save(inputs_path(directory / "plan.yaml"))
+    (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
+    with EventLog(directory / PREDICTED_EVENTS) as events:
+        events.extend(list(planned.simulation.spans))
+
+
+def _set_aside(directory: Path, plan: Plan) -> None:
+    """Where a run goes on under another plan, put the old one and what it measured into a folder of their own: spans
+    of two plans in one file would be taken for one."""
+    try:
+        old = Plan.load(directory / "plan.yaml")
+    except PlanError:
+        return
+    if old.decisions() == plan.decisions():
+        return
+    folder = directory / f"before-{old.hash()}"
+    folder.mkdir(exist_ok=True)
+    for pattern in ("plan.*", "profile*.json", "events-*.jsonl"):
+        for path in directory.glob(pattern):
+            path.replace(folder / path.name)
+
+
 def launch(run: Run) -> int:
-    """Start torchrun's agent with the processes that the plan needs on this machine; the exit code.
+    """Train on this machine; the exit code. With ``plan.replan=auto`` a run whose steps are not as predicted stops at
+    a checkpoint, once, and goes on under a plan that is made with what it measured."""
+    replans = run.config.plan.replan == AUTO
+    code = _start(run, OnDrift.STOP if replans else OnDrift.IGNORE)
+    if code == 0 and replans and (reason := _drifted(run.directory)):
+        code = _start(_replanned(run, reason, Console()), OnDrift.NOTE)
+    return code
+
+
+def _drifted(directory: Path) -> str:
+    """Why the run stopped early; empty where it did not."""
+    try:
+        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(summary["drift"]) if summary.get("ended") == "drift" else ""
+
+
+def _replanned(run: Run, reason: str, console: Console) -> Run:
+    """The run under the plan that is best by its own measurements; the old one where no other can be had."""
+    console.print(f"planning again: {reason}", highlight=False)
+    try:
+        with console.status("planning again") as status:
+            found = correct(run.directory, run.config, run.plan, status.update)
+            planned = plan_run(run.config, run.directory / "swap", status.update, profile=found.profile)
+    except ParallaxError as error:
+        console.print(f"going on with the old plan: {error}", highlight=False, markup=False)
+        return run
+    times = (found.first_seconds, found.measured_seconds, found.second_seconds, planned.plan.prediction.step_seconds)
+    first, measured, second, new = map(format_seconds, times)
+    console.print(
+        f"the old plan was predicted at {first} per step and measured at {measured}; by what was measured it takes "
+        f"{second}, the new one {new}",
+        highlight=False,
+    )
+    _write(run.directory, run.config, planned)
+    console.print(plan_table(planned.plan, planned.profile))
+    return Run(run.directory, run.config, planned.plan)
+
+
+def _start(run: Run, on_drift: OnDrift) -> int:
+    """Start torchrun's agent with the processes that the plan needs; the exit code.
 
     One host: the rendezvous is a file, so no port is opened that others could reach. A rank that fails says why
     itself; the agent's own account of it is left out.
@@ -109,9 +188,9 @@ def launch(run: Run) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
         )
-        rendezvous = {"PARALLAX_RENDEZVOUS": str(Path(folder) / "ranks")}
+        told = {"PARALLAX_RENDEZVOUS": str(Path(folder) / "ranks"), "PARALLAX_ON_DRIFT": on_drift.value}
         command = ["-m", "parallax", "train", "--run-dir", str(run.directory)]
-        with _environment(rank_environment(run) | rendezvous), _no_logging():
+        with _environment(rank_environment(run) | told), _no_logging():
             try:
                 elastic_launch(settings, sys.executable)(*command)
             except ChildFailedError as failed:
@@ -159,7 +238,7 @@ def _no_logging() -> Iterator[None]:
 
 def rank_environment(run: Run) -> dict[str, str]:
     """Environment variables of every rank, unless the user has set them."""
-    wanted = {"OMP_NUM_THREADS": str(choose_devices(run.config.cluster).threads)}
+    wanted = {"OMP_NUM_THREADS": str(choose_devices(local_cluster(run.config)).threads)}
     wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with gloo, restarts find stale keys otherwise
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
@@ -223,7 +302,7 @@ def _compare(run: Run) -> None:
 
 
 def _train(run: Run) -> None:
-    choice = choose_devices(run.config.cluster)
+    choice = choose_devices(local_cluster(run.config))
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     source = open_source(run.config)
@@ -234,16 +313,24 @@ def _train(run: Run) -> None:
         steps=run.config.trainer.steps,
         device=device,
         optimizer=run.config.optimizer,
-        precision=run.config.precision,
+        precision=trained_precision(run.config),
         swap=run.config.swap,
         scratch=run.directory / "swap",
     )
     try:
         trainer, logger = run.config.trainer, run.config.logger
         tokens = tokens_per_row(run.config)
-        summary = train(engine, source, trainer, logger, run.directory, tokens_per_row=tokens)
+        summary = train(
+            engine, source, trainer, logger, run.directory, tokens_per_row=tokens, on_drift=_on_drift(run.config)
+        )
     finally:
         engine.close()
     if dist.get_rank() == 0:
         Console().print(summary_table(summary))
         Console().print(f"results: {run.directory}", soft_wrap=True)
+
+
+def _on_drift(config: RunConfig) -> OnDrift:
+    """What the launcher asked for; ranks that were started by another can only say so."""
+    usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE
+    return OnDrift(os.environ.get("PARALLAX_ON_DRIFT", usual))

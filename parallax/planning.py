@@ -1,4 +1,4 @@
-"""Plans a described model for this machine: measure its blocks, ask the machine, search."""
+"""Plans a described model: for this machine, whose devices measure its blocks, or for machines from the catalog."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torch import Tensor
 from parallax.errors import ParallaxError
 from parallax.files import existing_parent
 from parallax.host import return_freed_memory
-from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices
+from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices, probe_speeds
 from parallax.model.describe import Chain, as_tuple
-from parallax.model.measure import measure
+from parallax.model.measure import measure, profile_path, remember
 from parallax.model.precision import PrecisionConfig
+from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -51,6 +52,13 @@ def settle(choice: DeviceChoice) -> None:
         return_freed_memory()
 
 
+def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
+    """The devices that ``plan`` asks for, with this process computing as their ranks will."""
+    choice = choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
+    settle(choice)
+    return choice
+
+
 def plan_model(
     chain: Chain,
     loss: Loss,
@@ -62,35 +70,24 @@ def plan_model(
     precision: PrecisionConfig | None = None,
     microbatch: int | str = "auto",
     name: str = "model",
+    profile: ModelProfile | None = None,
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Measure ``chain`` on this machine and search the plan for global batches like ``batch``.
 
-    ``scratch`` is where swap files would go. Raises :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
+    ``profile`` is used instead of measuring. ``scratch`` is where swap files would go. Raises
+    :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
-    choice = choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
-    settle(choice)
-    measured = min(MEASURED_ROWS, len(batch))
-
-    def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        return as_tuple(batch.inputs(0, count)), batch.targets(0, count)
-
-    profile = measure(
-        chain,
-        loss,
-        sample,
-        (max(1, measured // 2), measured),
-        device=torch.device(choice.kind),
-        precision=precision or PrecisionConfig(),
-        minimum_bytes=swap.minimum_bytes,
-        name=name,
-        allocator="exact" if choice.exact else "default",
-        progress=progress,
+    choice = settled(cluster, plan)
+    profile = profile or measure_model(
+        chain, loss, batch, choice, precision=precision, swap=swap, name=name, progress=progress
     )
     folder = Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
-    found = build_cluster(cluster, choice, tier=swap.tier, probes=measure_probes(existing_parent(folder)))
+    progress("measuring the machine")
+    probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
+    found = build_cluster(cluster, choice, tier=swap.tier, probes=probes, speeds=speeds)
     progress(f"searching plans for {len(found.devices)} device(s)")
     best, simulation = search(
         profile,
@@ -99,6 +96,85 @@ def plan_model(
         global_batch=len(batch),
         microbatch=microbatch,
         swap=swap.tier != "none",
+    )
+    return Planned(best, simulation, profile, found)
+
+
+def measure_model(
+    chain: Chain,
+    loss: Loss,
+    batch: Rows,
+    choice: DeviceChoice,
+    *,
+    precision: PrecisionConfig | None = None,
+    swap: SwapConfig | None = None,
+    name: str = "model",
+    progress: Callable[[str], None] = lambda text: None,
+) -> ModelProfile:
+    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``."""
+    return measure(chain, loss, **_conditions(batch, choice, precision, swap), name=name, progress=progress)
+
+
+def remember_profile(
+    profile: ModelProfile,
+    chain: Chain,
+    loss: Loss,
+    batch: Rows,
+    choice: DeviceChoice,
+    *,
+    precision: PrecisionConfig,
+    swap: SwapConfig,
+) -> Path:
+    """Put ``profile`` where :func:`measure_model`, asked the same, will find it instead of measuring; the file."""
+    path = profile_path(chain, loss, **_conditions(batch, choice, precision, swap))
+    remember(profile, path)
+    return path
+
+
+def _conditions(
+    batch: Rows, choice: DeviceChoice, precision: PrecisionConfig | None, swap: SwapConfig | None
+) -> dict[str, Any]:
+    """What a measurement depends on besides model and loss: arguments of :func:`~parallax.model.measure.measure`."""
+    measured = min(MEASURED_ROWS, len(batch))
+
+    def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return as_tuple(batch.inputs(0, count)), batch.targets(0, count)
+
+    return {
+        "sample": sample,
+        "rows": (max(1, measured // 2), *(measured << n for n in range((len(batch) // measured).bit_length()))),
+        "device": torch.device(choice.kind),
+        "precision": precision or PrecisionConfig(),
+        "minimum_bytes": (swap or SwapConfig()).minimum_bytes,
+        "allocator": "exact" if choice.exact else "default",
+    }
+
+
+def plan_catalog(
+    profile: ModelProfile,
+    cluster: CatalogClusterConfig,
+    *,
+    dtype: str,
+    plan: PlanConfig,
+    swap: SwapConfig,
+    global_batch: int,
+    microbatch: int | str = "auto",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Planned:
+    """Search the plan of a model for machines that are not at hand; ``dtype`` is the one of its matrix products.
+    Schedules and tiers that the runtime does not know are searched, too."""
+    parameters = sum(block.parameters for block in profile.blocks)
+    weight_bytes = round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
+    found = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
+    progress(f"searching plans for {len(found.devices)} device(s)")
+    best, simulation = search(
+        profile,
+        found,
+        plan,
+        global_batch=global_batch,
+        microbatch=microbatch,
+        swap=swap.tier != "none",
+        runnable=False,
     )
     return Planned(best, simulation, profile, found)
 

@@ -1,6 +1,8 @@
-"""Bytes as people write and read them."""
+"""Bytes and seconds as people write and read them."""
 
 from __future__ import annotations
+
+import math
 
 from parallax.errors import ConfigError, printable
 
@@ -17,6 +19,22 @@ def format_bytes(count: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with three digits that count, in the unit that suits them.
+
+    >>> format_seconds(0.01234), format_seconds(2.5)
+    ('12.3 ms', '2.50 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - int(math.log10(abs(value))))}f}"
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -83,8 +83,8 @@ class Case:
             backward=backward,
             weight=weight,
             send=send,
-            bubbles={s: float(row[f"bub_{c}"]) for s, c in BUBBLES.items() if row.get(f"bub_{c}")},
-            samples_per_second={s: float(row[f"thr_{c}"]) for s, c in SPEEDS.items() if row.get(f"thr_{c}")},
+            bubbles=_figures(row, "bub", BUBBLES),
+            samples_per_second=_figures(row, "thr", SPEEDS),
         )
 
     @property
@@ -178,6 +178,12 @@ def calibrate(others: Sequence[Case], case: Case) -> Overhead:
         slopes = np.stack([(errors(found + step) - now) for step in np.diag(scale)], axis=1)
         found = np.maximum(0.0, found - scale * np.linalg.lstsq(slopes, now, rcond=None)[0])
     return Overhead(float(found[0]), float(found[1]))
+
+
+def _figures(row: Mapping[str, str], kind: str, columns: Mapping[str, str]) -> dict[str, float]:
+    """What a row has of one kind of figure, by schedule; runs that failed have none."""
+    found = {schedule: row.get(f"{kind}_{column}", "") for schedule, column in columns.items()}
+    return {schedule: float(text) for schedule, text in found.items() if text.replace(".", "", 1).isdigit()}
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, float]:

@@ -18,6 +18,10 @@ from parallax.config import RunConfig, compose, differences, dump, fingerprint, 
 from parallax.errors import ConfigError
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
+from parallax.model.precision import PrecisionConfig
+from parallax.plan.catalog import CatalogClusterConfig
+from parallax.plan.search import PlanConfig
+from parallax.plan.transformer import TransformerConfig
 from parallax.train.loop import TrainerConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -46,8 +50,10 @@ def test_every_option_composes_and_comes_back_from_text(file: Path) -> None:
     needs = [text.format(group=group) for text in NEEDS.get(option, [])]
     config = compose([f"{group}={option}", *needs])
     assert load(dump(config)) == config
-    if group in ("model", "data") or option == "adamw":
+    if group in ("model", "data") or option in ("adamw", "local"):
         assert getattr(config, group).name == option
+    if group == "cluster":
+        assert config.cluster.name == ("local" if option == "local" else "catalog")
 
 
 # An experiment may pin a default, so it is not looked at here.
@@ -87,8 +93,31 @@ def test_option_meanings() -> None:
     assert compose(["plan=auto"]).plan.stages == "auto"
     assert compose(["plan=single"]).plan.stages == 1
     bf16, fp64 = compose(["precision=bf16"]).precision, compose(["precision=fp64"]).precision
+    assert isinstance(bf16, PrecisionConfig)
+    assert isinstance(fp64, PrecisionConfig)
     assert (bf16.parameters, bf16.compute) == ("fp32", "bf16")
     assert (fp64.parameters, fp64.compute) == ("fp64", "fp64")
+    mixed = {name: str(compose([f"precision={name}"]).precision) for name in ("mixed_bf16", "mixed_fp16", "tf32")}
+    assert mixed == {"mixed_bf16": "bf16", "mixed_fp16": "fp16", "tf32": "tf32"}
+
+
+def test_a_cluster_to_plan_for_leaves_the_plan_open() -> None:
+    config = compose(["cluster=dgx_a100", "cluster.nodes=2"])
+    assert isinstance(config.cluster, CatalogClusterConfig)
+    assert (config.cluster.nodes, config.cluster.device_memory) == (2, "auto")
+    assert config.plan == PlanConfig()
+    assert len(config.cluster.build().devices) == 16
+    assert compose(["cluster=dgx_a100", "plan=two_stages"]).plan.stages == 2, "what was asked for has the last word"
+    assert compose(["cluster=dgx_a100", "plan.stages=3"]).plan.stages == 3
+    assert compose(["experiment=tiny", "cluster=mixed"]).model.layers == 2  # type: ignore[union-attr]
+    assert isinstance(compose(["model=transformer", "model.layers=3"]).model, TransformerConfig)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "cluster"], ids=str)
+def test_every_cluster_to_plan_for_can_be_built(file: Path) -> None:
+    cluster = compose([f"cluster={file.stem}"]).cluster
+    if isinstance(cluster, CatalogClusterConfig):
+        assert all(device.memory_bytes > device.reserve_bytes for device in cluster.build().devices)
 
 
 def test_configs_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +205,10 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("+trainer.x=1", "trainer.x=1: ", "trainer accepts checkpoint_every, eval_batches", ""),
     ("model.kwargs.x=1", "model.kwargs={x: 1}: ", GPT, ""),
     ("experiment.x=1", "experiment={x: 1}: ", ROOTS, ""),
-    ("model=gptt", "model=gptt: ", "unknown option; accepted are custom, gpt, mlp", "gpt"),
+    ("model=gptt", "model=gptt: ", "unknown option; accepted are custom, gpt, mlp, transformer", "gpt"),
+    ("cluster=dgx", "cluster=dgx: ", "unknown option; accepted are cpu, dgx_a100, dgx_h100, l4_pcie", ""),
+    ("cluster.name=locale", "cluster.name=locale: ", "the option sets it; accepted is cluster=OPTION", "local"),
+    ("cluster.nodes=2", "cluster.nodes=2: ", "unknown key; cluster=local accepts device_memory, devices", ""),
     ("+model=gptt", "model=gptt: ", "unknown option; accepted are custom, gpt, mlp", "gpt"),
     ("model=null", "model=null: ", "accepted are custom, gpt, mlp", ""),
     ("model=[gpt]", "model=[gpt]: ", "accepted are custom, gpt, mlp", "gpt"),
@@ -299,8 +331,12 @@ def test_text_comes_back_exactly() -> None:
         ("steps: 60", "stepz: 60", "trainer.stepz=60: unknown key; trainer accepts"),
         ("seed: 1", "sead: 1", "sead=1: unknown key; groups and keys are name, seed"),
         ("seed: 1", "seed: 2001-01-01", "seed=2001-01-01: accepted is a whole number"),
-        ("name: gpt", "name: gptt", "model.name=gptt: accepted are custom, gpt, mlp (did you mean 'gpt'?)"),
-        ("name: gpt", "name: [gpt]", "model.name=['gpt']: accepted are custom, gpt, mlp"),
+        (
+            "name: gpt",
+            "name: gptt",
+            "model.name=gptt: accepted are custom, gpt, mlp, transformer (did you mean 'gpt'?)",
+        ),
+        ("name: gpt", "name: [gpt]", "model.name=['gpt']: accepted are custom, gpt, mlp, transformer"),
         ("heads: 5", "heads: 7", "model.heads=7: must divide"),
         ("path: auto", "path: ${oc.env:HOME}", ""),
         ("path: auto", "path: !!python/name:os.system", "the stored configuration is not plain YAML: "),

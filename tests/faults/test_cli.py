@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 
 from parallax import cli, config
 from parallax.job import build_chain
+from parallax.plan.calibrate import times
 from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
 from parallax.runtime.checkpoint import list_checkpoints
 from tests.distributed.pool import ROOT
 from tests.plans import make_plan
@@ -167,6 +169,8 @@ def test_train_resume_and_torchrun(here: Path) -> None:
         "checkpoints",
         "timeline.png",
         "tensorboard",
+        "profile.json",
+        "plan.inputs.json",
     }
     assert {"events-rank0.jsonl", "events-rank1.jsonl", "events-predicted.jsonl"} <= names
     summary = json.loads((run / "summary.json").read_text())
@@ -252,15 +256,237 @@ def test_plan_as_json_of_an_own_folder(here: Path) -> None:
     assert (code, err.strip()) == (0, "")
     assert len(out.splitlines()) == 1
     assert json.loads(out)["hash"] == Plan.load(Path("mine.yaml")).hash()
-    assert {path.name for path in here.iterdir()} == {"texts", "mine.yaml"}
+    assert {path.name for path in here.iterdir()} == {"texts", "mine.yaml", "mine.inputs.json"}
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
     assert ended.value.code == 0
     assert f"examples:\n  parallax {command}" in capsys.readouterr().out
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    assert listed >= set(cli.COMMANDS)
+
+
+# ---- planning for machines that are not here
+
+DGX = ["cluster=dgx_a100", "cluster.devices=4", "trainer.global_batch=16", "experiment=tiny"]
+GPT2 = ["model=transformer", "model.layers=4", "model.hidden=128", "model.heads=2"]
+
+
+@pytest.fixture
+def said(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What a command prints with ``--json``; its exit code must be 0 and nothing else may be said."""
+
+    def run(*arguments: str) -> Any:
+        capfd.readouterr()
+        assert cli.main([*arguments, "--json"]) == 0
+        out, _ = capfd.readouterr()
+        (line,) = out.splitlines()
+        return json.loads(line)
+
+    return run
+
+
+def test_plan_simulate_explain_and_diff_without_measuring(here: Path, said: Callable[..., Any]) -> None:
+    planned = said("plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4")
+    plan = Plan.load(Path("plan.yaml"))
+    assert planned["hash"] == plan.hash()
+    assert plan.world_size == 4
+    assert Path("plan.inputs.json").is_file()
+
+    simulated = said("simulate", "plan.yaml", "--trace", "trace.json", "--png", "timeline.png")
+    assert simulated["step_seconds"] == pytest.approx(plan.prediction.step_seconds, abs=1e-6)
+    assert [rank["peak_bytes"] for rank in simulated["ranks"]] == [r.peak_bytes for r in plan.prediction.ranks]
+    assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+
+    explained = said("explain", "plan.yaml")
+    assert explained["lines"] == plan.explain()
+    assert len(explained["stages"]) == 2
+
+    said("plan", *DGX, "plan.stages=1", "--output", "other.yaml")
+    assert said("plan", "--diff", "plan.yaml", "plan.yaml") == {"equal": True, "differences": []}
+    different = said("plan", "--diff", "plan.yaml", "other.yaml")
+    assert not different["equal"]
+    assert any(line.startswith("microbatch: 4 -> ") for line in different["differences"])
+
+
+def test_people_get_tables(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *DGX, "plan.stages=2", "cluster.price_per_hour=2.5"]) == 0
+    out, err = capfd.readouterr()
+    assert "peak of budget" in out
+    assert " per step, 10 per hour" in out
+    assert "parameters" in out
+    assert "candidates compared" in out
+    assert "plan: plan.yaml" in out
+    for command in (["simulate", "plan.yaml"], ["explain", "plan.yaml"], ["estimate", *DGX], ["profile", *DGX]):
+        assert cli.main(command) == 0
+        out, err = capfd.readouterr()
+        assert out.strip()
+        assert not err.strip()
+
+
+def test_a_profile_is_used_instead_of_measuring(here: Path, said: Callable[..., Any]) -> None:
+    profile = said("profile", *DGX, "--output", "mine.json")
+    assert profile["source"] == "analytic"
+    assert json.loads(Path("mine.json").read_text()) == profile
+    slow = dict(
+        profile, blocks=[dict(b, forward_seconds={**b["forward_seconds"], "fixed": 7.0}) for b in profile["blocks"]]
+    )
+    Path("slow.json").write_text(json.dumps(slow))
+    quick = said("plan", *DGX, "--profile", "mine.json")["prediction"]["step_seconds"]
+    assert said("plan", *DGX)["prediction"]["step_seconds"] == quick
+    assert said("plan", *DGX, "--profile", "slow.json")["prediction"]["step_seconds"] > 7
+
+
+def test_what_if(said: Callable[..., Any]) -> None:
+    found = said(
+        *("plan", *GPT2, "cluster=dgx_a100", "cluster.price_per_hour=3", "plan.activations=keep"),
+        *("--what-if", "devices=1,2", "trainer.global_batch=8,16", "plan.replicas=1,[2]"),
+    )
+    assert len(found) == 8
+    assert [o["settings"]["cluster.devices"] for o in found] == ["1"] * 4 + ["2"] * 4
+    assert [o["settings"]["plan.replicas"] for o in found] == ["1", "[2]"] * 4
+    one, _, _, refused, *_ = found
+    assert one["fits"]
+    assert one["tokens_per_second"] == pytest.approx(8 * 1024 / one["step_seconds"])
+    assert (one["cost_per_hour"], one["replicas"]) == (3, [1])
+    assert one["cost_per_step"] == pytest.approx(3 * one["step_seconds"] / 3600)
+    assert not refused["fits"]
+    assert "does not use 1 device(s)" in refused["reason"]
+
+
+def test_what_cannot_be_combined_is_a_row(said: Callable[..., Any]) -> None:
+    found = said("plan", *DGX, "plan.optimizer=host", "--what-if", "swap=off,auto")
+    assert [outcome["fits"] for outcome in found] == [False, True]
+    assert "plan.optimizer=host needs a host" in found[0]["reason"]
+
+
+def test_estimate(said: Callable[..., Any]) -> None:
+    found = said("estimate", *GPT2, "precision=bf16", "trainer.global_batch=8", "trainer.microbatch=2")
+    assert (found["rows"], found["micro_batches"], found["precision"]) == (2, 4, "fp32+bf16 autocast")
+    assert found["keep"]["optimizer"] == 8 * found["parameters"]
+    assert found["recompute"]["activations"] < found["keep"]["activations"]
+    assert [need["stages"] for need in found["pipelines"]] == [1, 2, 4, 6]
+    mixed = said("estimate", *GPT2, "precision=mixed_bf16")
+    assert mixed["keep"]["master"] == 2 * mixed["keep"]["gradients"] == 4 * mixed["parameters"]
+    counted = said("estimate", "experiment=tiny")
+    assert counted["keep"]["parameters"] == 4 * counted["parameters"]
+
+
+WRONG_ELSEWHERE = [
+    (["train", "cluster=dgx_a100"], "it is a cluster to plan for; train on this machine with cluster=local"),
+    (["train", *GPT2], "it has sizes but no code"),
+    (["plan", *GPT2], "so it can be planned for (cluster=dgx_a100)"),
+    (["profile", *GPT2], "it has sizes but no code"),
+    (["train", "precision=mixed_bf16"], "precision.recipe=bf16: it can be planned for"),
+    (["profile", "precision=tf32"], "precision.recipe=tf32: it can be planned for"),
+    (["plan", "cluster=dgx"], "did you mean"),
+    (["plan", "cluster=dgx_a100", "cluster.nodes=0"], "cluster.nodes=0"),
+    (["plan", *DGX, "--profile", "nowhere.json"], "cannot read profile nowhere.json"),
+    (["plan", *DGX, "--output", "no/folder/plan.yaml"], "--output no/folder/plan.yaml: cannot be written"),
+    (["plan", "cluster=dgx_a100", "--what-if", "devices"], "accepted is key=VALUE,VALUE"),
+    (["plan", "cluster=dgx_a100", "--what-if", "devices=2,"], "accepted is key=VALUE,VALUE"),
+    (["plan", "cluster=dgx_a100", "--what-if", "devics=2,4"], "devics=2"),
+    (["plan", *GPT2, "--what-if", "cluster.devices=1,2"], "it has sizes but no code"),
+    (["plan", "trainer.steps=3", "--diff", "a.yaml", "b.yaml"], "--diff compares two plan files and nothing else"),
+    (["plan", "--diff", "a.yaml", "b.yaml"], "cannot read plan a.yaml"),
+    (["simulate", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
+    (["explain", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
+    (["estimate", "model.layrs=3"], "did you mean 'layers'"),
+    (["calibrate", "nowhere"], "runs/nowhere is no run directory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), WRONG_ELSEWHERE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_wrong_input_of_planning_is_one_line(
+    here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert expected in one_line(err)
+    assert out.strip() == ""
+
+
+def test_files_that_do_not_belong_together(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", *DGX]) == 0
+    assert cli.main(["plan", *DGX]) == 0
+    for arguments, expected in (
+        (["plan", *DGX, "model.layers=3", "--profile", "profile.json"], "--profile profile.json: it is of gpt"),
+        (["simulate", "plan.yaml"], "cannot read plan.inputs.json"),
+    ):
+        Path("plan.inputs.json").unlink(missing_ok=True)
+        capfd.readouterr()
+        assert cli.main(arguments) == 2
+        assert expected in one_line(capfd.readouterr().err)
+
+
+def test_a_run_that_measured_nothing_cannot_be_calibrated(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *DGX]) == 0
+    run = prepared("experiment=tiny")
+    for name in ("plan.yaml", "plan.inputs.json"):
+        Path(name).rename(run / name)
+    capfd.readouterr()
+    assert cli.main(["calibrate", "run"]) == 2
+    assert "runs/run has measured no steps" in one_line(capfd.readouterr().err)
+
+
+def test_a_thousand_devices_are_planned_for_in_time(here: Path) -> None:
+    """Start-up included. The limit is for a machine that does other things as well."""
+    model = ["model=transformer", "model.layers=998", "model.hidden=8192", "model.heads=64", "precision=bf16"]
+    begun = time.monotonic()
+    code, out, err = call(
+        "plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=4096", "--json"
+    )
+    assert (code, err.strip()) == (0, "")
+    assert sum(stage["replicas"] for stage in json.loads(out)["stages"]) >= 1024
+    assert time.monotonic() - begun < 30
+
+
+# ---- from a run back to the planner
+
+
+def test_a_wrong_prediction_is_planned_again_and_corrected(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile in the cache says fifty times less than is true; a run finds out, stops, and goes on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = [*TINY, "cluster.devices=2", "plan.schedule=1f1b", "trainer.microbatch=2"]
+    code, _, err = call("plan", *settings)
+    assert (code, err.strip()) == (0, "")
+    (cached,) = (tmp_path / "cache" / "parallax").glob("profile-*.json")
+    cached.write_text(times(ModelProfile.load(cached), 0.02).to_json())
+
+    training = ["trainer.steps=16", "trainer.checkpoint_every=8", "trainer.eval_every=0", "name=a"]
+    code, out, err = call("train", *settings, *training, "plan.replan=auto")
+    assert (code, err.strip()) == (0, "")
+    assert out.count("another plan continues from here") == 1
+    assert "planning again: a step takes" in out
+    assert "continuing after step 8" in out
+    run = Path("runs/a")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["ended"]) == (16, "steps")
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, 17))
+
+    code, out, err = call("calibrate", "a", "--json")
+    assert (code, err.strip()) == (0, "")
+    found = json.loads(out)
+    assert abs(found["second_error"]) <= max(0.05, abs(found["first_error"]))
+    assert found["profile"] == str(cached)
+    corrected = ModelProfile.load(cached)
+    assert corrected == replace(ModelProfile.load(run / "profile-calibrated.json"), model=corrected.model)
+    assert temporary() == []
 
 
 # ---- a rank that fails

@@ -18,7 +18,8 @@ LONGEST_FILE_LINES = 450
 
 # Private names of torch may change with any release, so each stands in one small file and has a reason.
 PRIVATE = {
-    "runtime/replicate.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward"
+    "model/count.py": "fake tensors and dispatch modes are documented, but only under private names",
+    "runtime/replicate.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward",
 }
 
 

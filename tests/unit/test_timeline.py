@@ -126,11 +126,17 @@ def test_orders_of_ones_own() -> None:
     assert time_orders(same, times, 24).step_seconds == time_schedule("1f1b", times, 24).step_seconds
 
 
-def test_lists_that_wait_for_each_other_are_refused() -> None:
-    first = Order.of([Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)])
-    second = Order.of([Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)])
-    with pytest.raises(DeadlockError, match="2 stages with 1 micro-batches: positions 0, 1 wait for each other"):
-        time_orders([first, second], [StageTimes(1, 1)] * 2, 1)
+@pytest.mark.parametrize(
+    ("first", "second", "waiting"), [("BFW", "FBW", "0, 1"), ("FBW", "BFW", "0, 1"), ("FBW", "FWB", "0, 1")]
+)
+def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, waiting: str) -> None:
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.BACKWARD_WEIGHT}
+    orders = [
+        Order.of([Action(kinds[letter], position, 0) for letter in letters])
+        for position, letters in enumerate((first, second))
+    ]
+    with pytest.raises(DeadlockError, match=f"2 stages with 1 micro-batches: positions {waiting} wait for each other"):
+        time_orders(orders, [StageTimes(1, 1)] * 2, 1)
 
 
 @pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])

@@ -1,0 +1,48 @@
+"""``parallax calibrate``: what a run measured corrects the profile that it was planned with.
+
+The corrected profile goes into the run's directory, and where the profiler looks before it measures: the next plan of
+the same model on this machine is made with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parallax.commands.options import RUNS, add_json, console_of, print_json
+from parallax.feedback import CALIBRATED, correct
+from parallax.launch import Run
+from parallax.units import format_seconds
+
+EXAMPLES = """examples:
+  parallax calibrate runs/deeper                        after `parallax train name=deeper`
+  parallax calibrate deeper --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
+    add_json(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Correct, write, print; the exit code."""
+    console = console_of(parsed)
+    found = Run.read(parsed.run if parsed.run.is_dir() else RUNS / parsed.run)
+    with console.status("calibrating") as status:
+        corrected = correct(found.directory, found.config, found.plan, status.update)
+    if parsed.json:
+        names = ("measured_seconds", "first_seconds", "first_error", "second_seconds", "second_error")
+        print_json({**{name: getattr(corrected, name) for name in names}, "profile": str(corrected.path)})
+        return 0
+    console.print(f"measured: {format_seconds(corrected.measured_seconds)} per step", highlight=False)
+    for name, seconds, error in (
+        ("first", corrected.first_seconds, corrected.first_error),
+        ("second", corrected.second_seconds, corrected.second_error),
+    ):
+        console.print(f"{name} prediction: {format_seconds(seconds)} ({error:+.1%})", highlight=False)
+    console.print(
+        f"profile: {found.directory / CALIBRATED}; the next plan finds it in {corrected.path}", soft_wrap=True
+    )
+    return 0

@@ -1,0 +1,38 @@
+"""``parallax estimate``: the memory that training a model needs, before there is any device."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from parallax.commands.options import add_json, add_overrides, console_of, print_json
+from parallax.config import compose
+from parallax.job import model_work
+from parallax.plan.estimate import estimate
+from parallax.report import estimate_table
+
+EXAMPLES = """examples:
+  parallax estimate                                     the main job's model
+  parallax estimate model=transformer model.layers=96 model.hidden=12288 model.heads=96 \\
+      precision=mixed_bf16 trainer.global_batch=64 trainer.microbatch=1
+  parallax estimate model=custom model.target=mymodel:build --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    add_json(parser)
+    add_overrides(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Count, print; the exit code."""
+    console, config = console_of(parsed), compose(parsed.overrides)
+    with console.status("counting") as status:
+        work = model_work(config, status.update)
+        found = estimate(work, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch)
+    if parsed.json:
+        print_json(asdict(found))
+        return 0
+    console.print(estimate_table(found))
+    return 0

@@ -1,0 +1,95 @@
+"""``parallax plan``: the best plan, why it is the best, and what other machines or batches would give."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from parallax.commands.options import HOUR, add_json, add_overrides, console_of, price_per_hour, print_json, writing
+from parallax.commands.what_if import what_if
+from parallax.config import compose
+from parallax.errors import ConfigError
+from parallax.job import plan_run, read_profile
+from parallax.plan.inputs import Inputs, inputs_path
+from parallax.plan.plan import Plan
+from parallax.report import memory_table, plan_table
+
+if TYPE_CHECKING:
+    from parallax.planning import Planned
+
+EXAMPLES = """examples:
+  parallax plan                                         what `parallax train` would do here
+  parallax plan cluster.devices=4 plan.stages=auto
+  parallax plan cluster.device_memory=80MiB --json | jq .prediction
+  parallax plan plan.activations=recompute --output recompute.yaml
+  parallax plan --profile profile.json                  with blocks that were measured before
+  parallax plan model=transformer model.layers=96 model.hidden=12288 model.heads=96 \\
+      precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=16 trainer.global_batch=1536
+  parallax plan cluster=dgx_h100 cluster.price_per_hour=2.5 --what-if nodes=1,2,4 trainer.global_batch=256,512
+  parallax plan --diff plan.yaml recompute.yaml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    add_json(parser)
+    parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="where to write it (default: plan.yaml)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="a profile of the model, instead of measuring it")
+    parser.add_argument(
+        "--what-if",
+        nargs="+",
+        metavar="key=a,b",
+        help="plan every combination of these values and compare; devices and nodes are short for cluster.*",
+    )
+    parser.add_argument("--diff", nargs=2, type=Path, metavar="PLAN", help="what differs between two plan files")
+    add_overrides(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Plan, compare or tell apart; the exit code."""
+    console = console_of(parsed)
+    if parsed.diff is not None:
+        return _diff(parsed, console)
+    if parsed.what_if is not None:
+        return what_if(parsed, console)
+    config = compose(parsed.overrides)
+    profile = read_profile(config, parsed.profile) if parsed.profile is not None else None
+    with console.status("planning") as status:
+        planned = plan_run(config, Path.cwd(), status.update, profile=profile)
+    with writing("--output", parsed.output) as path:
+        planned.plan.save(path)
+        Inputs(planned.profile, planned.cluster).save(inputs_path(path))
+    if parsed.json:
+        print_json({**planned.plan.to_dict(), "hash": planned.plan.hash()})
+        return 0
+    _show(console, planned)
+    console.print(f"plan: {parsed.output}", soft_wrap=True)
+    return 0
+
+
+def _show(console: Console, planned: Planned) -> None:
+    plan = planned.plan
+    console.print(plan_table(plan, planned.profile))
+    if plan.prediction.stages:
+        console.print(memory_table(plan))
+    for line in plan.explain_choice():
+        console.print(line, highlight=False, markup=False)
+    if hourly := price_per_hour(planned.cluster):
+        step = hourly * plan.prediction.step_seconds / HOUR
+        console.print(f"cost: {step:.4g} per step, {hourly:.4g} per hour", highlight=False)
+
+
+def _diff(parsed: argparse.Namespace, console: Console) -> int:
+    if parsed.overrides or parsed.what_if is not None or parsed.profile is not None:
+        raise ConfigError("--diff compares two plan files and nothing else: leave out settings and other options")
+    first, second = (Plan.load(path) for path in parsed.diff)
+    lines = first.diff(second)
+    if parsed.json:
+        print_json({"equal": not lines, "differences": lines})
+        return 0
+    for line in lines or ["the plans are equal"]:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return 0

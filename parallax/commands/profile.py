@@ -1,0 +1,43 @@
+"""``parallax profile``: what each block of a model costs, measured here or derived from shapes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from parallax.commands.options import add_json, add_overrides, console_of, print_json, writing
+from parallax.config import compose
+from parallax.job import profile_run
+from parallax.planning import MEASURED_ROWS
+from parallax.report import profile_table
+
+EXAMPLES = """examples:
+  parallax profile                                      measures the main job's blocks on this machine
+  parallax profile model.layers=12 precision=bf16 --output deeper.json
+  parallax profile cluster=dgx_a100 --json              derived from shapes, nothing runs
+  parallax profile model=transformer model.hidden=8192 model.heads=64 cluster=dgx_h100
+  parallax plan --profile profile.json                  plans with it
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    add_json(parser)
+    parser.add_argument("--output", type=Path, default=Path("profile.json"), help="where to write it (profile.json)")
+    add_overrides(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure or derive, write, print; the exit code."""
+    console, config = console_of(parsed), compose(parsed.overrides)
+    with console.status("profiling") as status:
+        profile = profile_run(config, status.update)
+    with writing("--output", parsed.output) as path:
+        path.write_text(profile.to_json() + "\n", encoding="utf-8")
+    if parsed.json:
+        print_json(json.loads(profile.to_json()))
+        return 0
+    console.print(profile_table(profile, min(MEASURED_ROWS, config.trainer.global_batch)))
+    console.print(f"profile: {parsed.output}", soft_wrap=True)
+    return 0

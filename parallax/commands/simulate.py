@@ -1,0 +1,72 @@
+"""``parallax simulate``: run a plan's action lists on predicted costs again, and show what every rank does when."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from parallax.commands.options import (
+    add_json,
+    add_plan,
+    console_of,
+    plan_file,
+    print_json,
+    read_plan,
+    writing,
+)
+from parallax.errors import PlanError
+from parallax.events import Span
+from parallax.feedback import measured_spans, typical_step
+from parallax.plan.plan import Plan
+from parallax.plan.predict import Forecast, Pipeline, predict
+from parallax.report import chrome_trace, timeline_png
+from parallax.report.simulation import simulation_table
+from parallax.units import format_seconds
+
+EXAMPLES = """examples:
+  parallax simulate plan.yaml                           what every rank does in a step, and where its time goes
+  parallax simulate plan.yaml --trace trace.json        for https://ui.perfetto.dev or chrome://tracing
+  parallax simulate plan.yaml --png timeline.png
+  parallax simulate runs/deeper --png timeline.png      beside what the run measured
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    add_plan(parser)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace (Perfetto)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
+    add_json(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Simulate, write, print; the exit code."""
+    console = console_of(parsed)
+    plan, inputs = read_plan(parsed.plan)
+    with console.status(f"simulating {plan.world_size} rank(s)"):
+        forecast = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
+    if parsed.trace is not None:
+        with writing("--trace", parsed.trace) as path:
+            path.write_text(json.dumps(chrome_trace(_spans(forecast, plan))), encoding="utf-8")
+    if parsed.png is not None:
+        measured = measured_spans(plan_file(parsed.plan).parent, plan.world_size)
+        with writing("--png", parsed.png) as path, console.status("drawing"):
+            timeline_png(_spans(forecast, plan), typical_step(measured), path)
+    if parsed.json:
+        print_json({"hash": plan.hash(), **{k: v for k, v in asdict(forecast).items() if k != "spans"}})
+        return 0
+    console.print(simulation_table(plan, forecast.ranks, forecast.stages))
+    console.print(f"step {format_seconds(forecast.step_seconds)}, bubble {forecast.bubble:.1%}", highlight=False)
+    return 0
+
+
+def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
+    """Every action; only plans that are small enough have them."""
+    if not forecast.spans:
+        raise PlanError(
+            f"{plan.world_size} ranks with {plan.micro_batches(plan.global_batch)} micro-batches are timed without "
+            "simulating every action, so there is no timeline: leave out --trace and --png, or plan for fewer devices"
+        )
+    return list(forecast.spans)

@@ -1,0 +1,39 @@
+"""``parallax train``: plan, start the processes, train; under torchrun, one rank of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from parallax import launch
+from parallax.commands.options import add_overrides
+from parallax.errors import ConfigError
+
+EXAMPLES = """examples:
+  parallax train                                        the main job on this machine's devices
+  parallax train model.layers=12 trainer.steps=200 name=deeper
+  parallax train data.path=~/texts cluster.devices=2 cluster.device_memory=400MiB
+  parallax train model=custom model.target=mymodel:build plan.stages=3
+  parallax train plan.replan=auto                       plans again, once, where steps are not as predicted
+  parallax train name=deeper                            continues runs/deeper from its last checkpoint
+  torchrun --nproc-per-node=4 -m parallax train trainer.global_batch=32
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--run-dir", type=Path, help="a prepared run directory: its config.yaml and plan.yaml are used")
+    add_overrides(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Train; the exit code."""
+    if parsed.run_dir is not None and parsed.overrides:
+        raise ConfigError(f"{parsed.overrides[0]}: --run-dir is prepared already; leave out one of them")
+    if launch.under_torchrun():
+        return launch.work(parsed.overrides, parsed.run_dir)
+    if parsed.run_dir is not None:
+        return launch.launch(launch.Run.read(parsed.run_dir))
+    return launch.launch(launch.prepare(parsed.overrides, Console()))

@@ -1,0 +1,99 @@
+"""``parallax plan --what-if``: one plan for each combination of some settings, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from parallax.commands.options import HOUR, price_per_hour, print_json
+from parallax.config import RunConfig, compose
+from parallax.errors import ConfigError, InfeasiblePlan
+from parallax.job import plan_run, read_profile, tokens_per_row
+from parallax.plan.cluster import Cluster
+from parallax.plan.plan import Plan
+from parallax.report.what_if import Outcome, what_if_table
+
+SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
+
+
+def what_if(parsed: argparse.Namespace, console: Console) -> int:
+    """Plan every combination; the exit code. All of them are read before the first is planned."""
+    alternatives = [_alternative(text) for text in parsed.what_if]
+    combinations = [dict(chosen) for chosen in itertools.product(*alternatives)]
+    configs = [compose([*parsed.overrides, *_overrides(settings)]) for settings in combinations]
+    outcomes: list[Outcome] = []
+    mistakes: list[ConfigError] = []
+    with console.status("planning") as status:
+        for number, (settings, config) in enumerate(zip(combinations, configs), start=1):
+            progress = f"plan {number} of {len(configs)} ({' '.join(_overrides(settings))})"
+            status.update(progress)
+            try:
+                outcomes.append(_plan(settings, config, parsed.profile))
+            except ConfigError as error:  # of this combination, unless it is of all
+                mistakes.append(error)
+                outcomes.append(Outcome(settings=settings, fits=False, reason=str(error)))
+    if len(mistakes) == len(outcomes):
+        raise mistakes[0]
+    if parsed.json:
+        print_json([asdict(outcome) for outcome in outcomes])
+        return 0
+    console.print(what_if_table(outcomes))
+    for outcome in outcomes:
+        if not outcome.fits:
+            console.print(f"{' '.join(_overrides(outcome.settings))}: {outcome.reason}", highlight=False, markup=False)
+    return 0
+
+
+def _alternative(text: str) -> list[tuple[str, str]]:
+    """``key=a,b`` as the pairs to choose one from."""
+    key, equals, values = text.partition("=")
+    found = list(_split(values))
+    if not equals or not key or not all(found):
+        raise ConfigError(f"--what-if {text}: accepted is key=VALUE,VALUE such as devices=2,4 or model.layers=12,24")
+    return [(SHORT.get(key, key), value) for value in found]
+
+
+def _split(values: str) -> Iterator[str]:
+    """The values between commas; those inside brackets separate nothing."""
+    depth, start = 0, 0
+    for index, sign in enumerate(values):
+        depth += (sign in "[{(") - (sign in ")}]")
+        if sign == "," and depth == 0:
+            yield values[start:index]
+            start = index + 1
+    yield values[start:]
+
+
+def _overrides(settings: dict[str, str]) -> Sequence[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _plan(settings: dict[str, str], config: RunConfig, profile: Path | None) -> Outcome:
+    known = read_profile(config, profile) if profile is not None else None
+    try:
+        planned = plan_run(config, Path.cwd(), lambda text: None, profile=known)
+    except InfeasiblePlan as error:
+        return Outcome(settings=settings, fits=False, reason=str(error))
+    return _outcome(settings, config, planned.plan, planned.cluster)
+
+
+def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: Cluster) -> Outcome:
+    seconds = plan.prediction.step_seconds
+    price = price_per_hour(cluster)
+    return Outcome(
+        settings=settings,
+        fits=True,
+        devices=plan.world_size,
+        replicas=tuple(stage.replicas for stage in plan.stages[: plan.positions]),
+        schedule=plan.schedule,
+        microbatch=plan.microbatch,
+        step_seconds=seconds,
+        tokens_per_second=plan.global_batch * tokens_per_row(config) / seconds if seconds > 0 else 0.0,
+        cost_per_step=price * seconds / HOUR,
+        cost_per_hour=price,
+    )

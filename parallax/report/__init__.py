@@ -1,0 +1,19 @@
+"""What a run, or a plan, says when it is asked: tables for people, pictures and traces for their eyes."""
+
+from parallax.report.estimate import estimate_table
+from parallax.report.plan import memory_table, plan_table
+from parallax.report.profile import profile_table
+from parallax.report.run import summary_table
+from parallax.report.timeline import COLOURS, timeline_png
+from parallax.report.trace import chrome_trace
+
+__all__ = [
+    "COLOURS",
+    "chrome_trace",
+    "estimate_table",
+    "memory_table",
+    "plan_table",
+    "profile_table",
+    "summary_table",
+    "timeline_png",
+]

@@ -1,0 +1,39 @@
+"""What a model needs in training, for people."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parallax.plan.estimate import Estimate
+from parallax.units import format_bytes
+
+
+def estimate_table(found: Estimate) -> RenderableType:
+    """Terms on one device, and the fullest stage of pipelines; with everything kept and everything recomputed."""
+    about = Text(
+        f"{found.model}: {found.parameters:,} parameters in {found.precision}, {found.micro_batches} micro-batches of "
+        f"{found.rows} row(s); bytes on one device:"
+    )
+    terms = _table("")
+    for term in found.keep:
+        if found.keep[term] or found.recompute[term]:
+            terms.add_row(term, format_bytes(found.keep[term]), format_bytes(found.recompute[term]))
+    sums = (sum(found.keep.values()), sum(found.recompute.values()))
+    terms.add_row("sum", *map(format_bytes, sums), style="bold")
+    pipelines = Text("bytes of the fullest stage under 1f1b, blocks cut so that it needs the least:")
+    stages = _table("stages")
+    for need in found.pipelines:
+        stages.add_row(str(need.stages), format_bytes(need.keep_bytes), format_bytes(need.recompute_bytes))
+    besides = Text("without what a device's context, libraries and allocator take besides")
+    return Group(about, terms, pipelines, stages, besides)
+
+
+def _table(first: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column(first, justify="right" if first else "left")
+    table.add_column("activations kept", justify="right")
+    table.add_column("recomputed", justify="right")
+    return table

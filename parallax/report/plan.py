@@ -1,0 +1,130 @@
+"""A plan for people: its stages, where their bytes and seconds go, and why it is this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+
+from parallax.plan.plan import Directive, Plan, Prediction
+from parallax.plan.profile import ModelProfile
+from parallax.units import format_bytes, format_seconds
+
+MOST_COLUMNS = 8  # positions whose terms stand side by side
+
+
+def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
+    """A row for each run of alike stages, the prediction in the caption."""
+    prediction = plan.prediction
+    parameters = f"{sum(block.parameters for block in profile.blocks):,} parameters in " if profile else ""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{plan.model}: {parameters}{plan.blocks} blocks",
+        caption=(
+            f"{plan.schedule}, {plan.micro_batches(plan.global_batch)} micro-batches of {plan.microbatch} row(s); "
+            f"predicted: {format_seconds(prediction.step_seconds)} per step, bubble {prediction.bubble:.0%}, "
+            f"budget {format_bytes(min(rank.budget_bytes for rank in prediction.ranks))} per device"
+        ),
+        collapse_padding=True,
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("stage", "blocks", "replicas", "activations", "peak of budget", f"to {plan.tier}/step"):
+        table.add_column(heading, justify="left" if heading == "activations" else "right")
+    for first, last in _alike(plan):
+        ranks = [plan.prediction.ranks[rank] for index in range(first, last + 1) for rank in plan.ranks(index)]
+        fullest = max(ranks, key=lambda rank: rank.peak_bytes / rank.budget_bytes)
+        stage = plan.stages[first]
+        each = f" ({stage.stop - stage.start} each)" if last > first else ""
+        table.add_row(
+            _span(first, last),
+            _span(stage.start, plan.stages[last].stop - 1) + each,
+            str(stage.replicas),
+            _doing(plan, first),
+            f"{format_bytes(fullest.peak_bytes)} ({fullest.peak_bytes / fullest.budget_bytes:.0%})",
+            format_bytes(sum(rank.offloaded_bytes for rank in ranks)),
+        )
+    return table
+
+
+def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
+    """First and last of each run of stages that are the same but for where they begin."""
+
+    def look(index: int) -> tuple[object, ...]:
+        stage = plan.stages[index]
+        return stage.stop - stage.start, stage.replicas, _doing(plan, index)
+
+    for _, indices in groupby(range(len(plan.stages)), key=look):
+        run = list(indices)
+        yield run[0], run[-1]
+
+
+def _doing(plan: Plan, index: int) -> str:
+    stage = plan.stages[index]
+    counts = [f"{d} {stage.directives.count(d)}" for d in Directive if d in stage.directives]
+    shares = (("optimizer states", stage.optimizer_offload), ("parameters", stage.parameter_offload))
+    return ", ".join(counts + [f"{share:.0%} of {what} below" for what, share in shares if share])
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}–{last}" if last > first else str(first)
+
+
+def memory_table(plan: Plan) -> Table:
+    """A row per term: bytes of the fullest rank of each position at its peak, and its seconds of a step."""
+    columns = _columns(plan.prediction)
+    left_out = len(plan.prediction.stages) - sum(last - first + 1 for first, last in columns)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=f"{left_out} more stages are in the plan file" if left_out else None,
+        collapse_padding=True,
+        pad_edge=False,
+        caption_justify="left",
+    )
+    table.add_column("fullest rank of")
+    for first, last in columns:
+        table.add_column(f"stage {_span(first, last)}", justify="right")
+    shown = [plan.prediction.stages[first] for first, _ in columns]
+    _add_terms(table, [stage.memory for stage in shown], format_bytes, "peak")
+    tiers = [_tier_peak(plan, first) for first, _ in columns]
+    if any(tiers):
+        table.add_row(f"in {plan.tier}", *map(format_bytes, tiers))
+    table.add_section()
+    _add_terms(table, [stage.seconds for stage in shown], format_seconds, "step")
+    return table
+
+
+def _tier_peak(plan: Plan, position: int) -> int:
+    return max(plan.prediction.ranks[rank].tier_peak_bytes for rank in plan.ranks(position))
+
+
+def _columns(prediction: Prediction) -> list[tuple[int, int]]:
+    """Runs of positions with the same bytes and, to a hundredth of the step, the same seconds. Of too many runs the
+    first and the last, and between them those with the largest peaks."""
+    stages = prediction.stages
+
+    def look(index: int) -> tuple[object, ...]:
+        seconds = (round(value / (prediction.step_seconds or 1), 2) for value in stages[index].seconds.values())
+        return stages[index].memory, tuple(seconds)
+
+    runs = []
+    for _, indices in groupby(range(len(stages)), key=look):
+        run = list(indices)
+        runs.append((run[0], run[-1]))
+    if len(runs) <= MOST_COLUMNS:
+        return runs
+    fullest = sorted(runs[1:-1], key=lambda run: -sum(stages[run[0]].memory.values()))
+    return sorted([runs[0], runs[-1], *fullest[: MOST_COLUMNS - 2]])
+
+
+def _add_terms(
+    table: Table, columns: Sequence[dict[str, int] | dict[str, float]], form: Callable[[float], str], total: str
+) -> None:
+    """A row for each term that is not zero everywhere, and their sum."""
+    for term in dict.fromkeys(term for column in columns for term in column):
+        if any(column.get(term) for column in columns):
+            table.add_row(term, *(form(column.get(term, 0)) for column in columns))
+    table.add_row(total, *(form(sum(column.values())) for column in columns), style="bold")

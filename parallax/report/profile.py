@@ -1,0 +1,54 @@
+"""A profile for people: what each block costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+
+from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.units import format_bytes, format_seconds
+
+
+def profile_table(profile: ModelProfile, rows: int) -> Table:
+    """A row for each run of alike blocks, for a micro-batch of ``rows`` rows."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{profile.model} on {profile.device}, {profile.precision}, {profile.source}; for {rows} row(s)",
+        caption=(
+            f"{sum(block.parameters for block in profile.blocks):,} parameters; for each byte of them "
+            f"{profile.gradient_bytes:g} of gradients, {profile.optimizer_bytes:g} of optimizer states, "
+            f"{profile.master_bytes:g} of full-precision copies"
+        ),
+        collapse_padding=True,
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("block")
+    for heading in ("parameters", "forward", "backward", "saved", "of it moves", "by loss", "work", "output"):
+        table.add_column(heading, justify="right")
+    for _, run in groupby(profile.blocks, key=lambda block: replace(block, name="")):
+        blocks = list(run)
+        block = blocks[0]
+        table.add_row(
+            _names(blocks),
+            f"{block.parameters:,}",
+            format_seconds(block.forward_seconds.at(rows)),
+            format_seconds(block.backward_seconds.at(rows)),
+            format_bytes(block.moved.at(rows) + block.stays.at(rows)),
+            format_bytes(block.moved.at(rows)),
+            format_bytes(block.by_loss.at(rows)),
+            format_bytes(max(block.forward_work.at(rows), block.backward_work.at(rows))),
+            format_bytes(block.output.at(rows)),
+        )
+    return table
+
+
+def _names(blocks: Sequence[BlockCost]) -> str:
+    if len(blocks) == 1:
+        return blocks[0].name or "(model)"
+    return f"{blocks[0].name} … {blocks[-1].name} ({len(blocks)} alike)"

@@ -1,0 +1,64 @@
+"""The end of a run: what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parallax.units import format_bytes
+
+
+def summary_table(summary: Mapping[str, Any]) -> RenderableType:
+    """The end of a run for people: what was predicted beside what was measured. Print it with rich.
+
+    ``summary`` is the content of ``summary.json``; a value that is missing or null is shown as a dash.
+    """
+    run = Table(title="predicted and measured", box=box.SIMPLE, title_justify="left", title_style="bold")
+    for column in ("", "predicted", "measured", "measured / predicted"):
+        run.add_column(column, justify="left" if not column else "right")
+    step = (summary.get("predicted_step_seconds"), summary.get("step_seconds_median"))
+    run.add_row("step seconds", _cell(step[0], "{:.3f}"), _cell(step[1], "{:.3f}"), _ratio(*step))
+    bubble = (summary.get("bubble_predicted"), summary.get("bubble_measured"))
+    run.add_row("bubble", _cell(bubble[0], "{:.1%}"), _cell(bubble[1], "{:.1%}"), _ratio(*bubble))
+    ranks = Table(title="ranks", box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", title_style="bold")
+    for column in ("rank", "stage", "replica", "budget", "predicted\npeak", "measured\npeak"):
+        ranks.add_column(column, justify="right")
+    for column in ("offloaded\nper step", "stall\nper step"):
+        ranks.add_column(column, justify="right")
+    for rank in summary.get("ranks") or []:
+        ranks.add_row(
+            *(_cell(rank.get(key), "{}") for key in ("rank", "stage", "replica")),
+            *(_size(rank.get(key)) for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")),
+            _size(rank.get("offloaded_bytes_per_step")),
+            _cell(rank.get("stall_seconds_per_step"), "{:.3f} s"),
+        )
+    return Group(Text(_outcome(summary)), run, ranks)
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    """One sentence: steps, loss from and to, validation beside the unigram entropy, speed."""
+    first, last, validation, entropy = (
+        _cell(summary.get(key), "{:.4f}") for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
+    )
+    speed = _cell(summary.get("tokens_per_second"), "{:,.0f}")
+    return (
+        f"{_cell(summary.get('steps'), '{}')} steps: loss {first} to {last}, validation {validation} "
+        f"(unigram entropy {entropy}), {speed} tokens/s"
+    )
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _size(value: Any) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _ratio(predicted: float | None, measured: float | None) -> str:
+    return f"{measured / predicted:.2f}" if predicted and measured is not None else "-"

@@ -1,0 +1,36 @@
+"""A simulated step for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from parallax.plan.plan import Plan, RankPrediction, StagePrediction
+from parallax.units import format_bytes, format_seconds
+
+MOST_RANKS = 32
+
+
+def simulation_table(plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]) -> Table:
+    """A row per rank: its memory, and the seconds of the fullest rank of its position by term."""
+    terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
+    shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=f"{len(ranks) - MOST_RANKS} more ranks with --json" if len(ranks) > MOST_RANKS else None,
+        collapse_padding=True,
+        pad_edge=False,
+        caption_justify="left",
+    )
+    for heading in ("rank", "stage", "replica", "peak", f"in {plan.tier}", "offloaded", *shown):
+        table.add_column(heading, justify="right")
+    for rank, found in enumerate(ranks[:MOST_RANKS]):
+        position, replica = plan.locate(rank)
+        table.add_row(
+            *map(str, (rank, position, replica)),
+            *map(format_bytes, (found.peak_bytes, found.tier_peak_bytes, found.offloaded_bytes)),
+            *(format_seconds(stages[position].seconds.get(term, 0.0)) for term in shown),
+        )
+    return table

@@ -1,0 +1,106 @@
+"""Timelines as pictures: one row per rank, predicted and measured alike, because both are the same record."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from parallax.events import Span, bubble_fraction
+
+COLOURS = {
+    "forward": "#4c86c6",
+    "backward": "#57a773",
+    "backward_weight": "#9fd3b0",
+    "wait": "#e5e5e5",
+    "receive": "#c9b3de",
+    "send": "#e3d5f0",
+    "reduce": "#d16ba5",
+    "update": "#4d4d4d",
+    "offload": "#f7d08a",
+    "fetch": "#e8a33d",
+}
+LAYERS = {
+    "forward": 4,
+    "backward": 4,
+    "backward_weight": 4,
+    "update": 4,
+    "wait": 5,
+}  # above what overlaps them: transfers, at 3
+DIGIT_SHARE = 0.007  # width of a digit as a share of the axis: boxes too narrow for their number have none
+
+
+def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> None:
+    """Draw both timelines to ``path`` (1600 × 900), predicted above measured, one axis in seconds. Without a measured
+    one the predicted has all the room.
+
+    One row per rank; boxes carry their micro-batch; the grey start of a box is what the rank only waited.
+    Each timeline begins at its first span; ranks of several hosts are only as aligned as their clocks.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(16, 9), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    shown = [("predicted", predicted), ("measured", measured)][: 2 if measured or not predicted else 1]
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    length = max(_length(predicted), _length(measured)) or 1.0
+    kinds: set[str] = set()
+    for axes, (name, spans) in zip(panels, shown, strict=True):
+        kinds |= _draw(axes, spans, length)
+        title = f"{name}: {_length(spans):.3g} s, bubble {bubble_fraction(spans):.1%}" if spans else f"{name}: no spans"
+        axes.set_title(title, loc="left", fontsize=15)
+        axes.set_ylabel("rank", fontsize=13)
+        axes.tick_params(labelsize=12, labelbottom=True)
+    panels[-1].set_xlabel("seconds", fontsize=13)
+    panels[-1].set_xlim(0, length * 1.005)
+    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(COLOURS), fontsize=13, frameon=False)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+
+
+def _length(spans: list[Span]) -> float:
+    return max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
+
+
+def _kind(span: Span) -> str:
+    """What the span is drawn as: sends and receives of both directions look alike."""
+    return span.kind if span.kind in COLOURS else span.kind.split("_")[0]
+
+
+def _draw(axes: Any, spans: list[Span], length: float) -> set[str]:
+    """Draw one panel; returns the kinds that it shows."""
+    origin = min((span.start for span in spans), default=0.0)
+    ranks = sorted({span.rank for span in spans})
+    axes.set_yticks(range(len(ranks)), ranks)
+    axes.set_ylim(max(len(ranks), 1) - 0.5, -0.5)
+    for spine in axes.spines.values():
+        spine.set_zorder(30)
+    boxes: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for span in spans:
+        row, start, kind = ranks.index(span.rank), span.start - origin, _kind(span)
+        waited = span.end - span.start if kind == "wait" else min(span.wait, span.end - span.start)
+        boxes.setdefault(("wait", row), []).append((start, waited))
+        boxes.setdefault((kind, row), []).append((start + waited, span.end - span.start - waited))
+        wide = span.end - span.start - waited > DIGIT_SHARE * (len(str(span.micro)) + 1) * length
+        if kind in ("forward", "backward", "backward_weight") and wide:
+            middle = start + (waited + span.end - span.start) / 2
+            style = {
+                "ha": "center",
+                "va": "center",
+                "color": "white",
+                "fontsize": 12,
+                "clip_on": True,
+                "zorder": 20,
+            }
+            axes.text(middle, row, str(span.micro), **style)
+    shown = set()
+    for (kind, row), pieces in boxes.items():
+        if pieces := [piece for piece in pieces if piece[1] > 0]:
+            shown.add(kind)
+            style = {"facecolors": COLOURS.get(kind, "#999999"), "edgecolors": "white", "linewidth": 0.6}
+            axes.broken_barh(pieces, (row - 0.4, 0.8), zorder=LAYERS.get(kind, 3), **style)
+    return shown
