@@ -41,9 +41,10 @@ format: $(INSTALLED_DEV)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, then what swap costs
+bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, what swap costs, how right predictions are
 	@$(BIN)/python -m benchmarks.pipeline
 	@$(BIN)/python -m benchmarks.swap
+	@$(BIN)/python -m benchmarks.prediction
 
 clean:  ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,16 +16,16 @@ EVICTING_BYTES = 16 * 2**20  # more than the private caches of a core; shared on
 
 
 class Clock:
-    """Reads the seconds of work on one device."""
+    """Reads the seconds of work on one device; ``undisturbed`` by whoever else uses the machine, or not."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self.undisturbed = device.type == "cpu" and torch.get_num_threads() == 1
         self._other = torch.zeros(EVICTING_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
 
     def now(self) -> float:
         """Seconds since some moment, with all work on the device done."""
-        if self._alone:
+        if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

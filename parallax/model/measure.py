@@ -247,7 +247,8 @@ class _Bench:
         return saved.sums(entering, results)
 
     def _time(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[float, float]:
-        """Lower quartiles: what disturbs a measurement only ever adds to it. The first run warms up."""
+        """Medians of processor time. What disturbs a wall clock only ever adds to it: there lower quartiles count. The
+        first run warms up."""
         backward(forward())
         clock = self._clock
         times: list[tuple[float, float]] = []
@@ -263,7 +264,8 @@ class _Bench:
             resumed = clock.now()
             backward(results)
             times.append((middle - start, clock.now() - resumed))
-        return _quartile([t[0] for t in times]), _quartile([t[1] for t in times])
+        typical = statistics.median if clock.undisturbed else _quartile
+        return typical([t[0] for t in times]), typical([t[1] for t in times])
 
     def _peaks(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[int, int]:
         """The most that forward, and backward, allocate beyond what was there when each began."""

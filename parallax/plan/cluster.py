@@ -93,6 +93,8 @@ class Cluster:
                 seen.add(device)
                 _check_device(f"device {i}", device)
         for node in self.nodes:
+            if not node.devices:
+                raise PlanError(f"node {node.name} has no devices: leave it out, or give it one or more")
             if not 0 < node.concurrent < float("inf"):
                 raise PlanError(f"node {node.name}: concurrent={node.concurrent} must be above zero and finite")
             if not all(0 < speed <= 1 for speed in node.speeds):
@@ -125,7 +127,7 @@ class Cluster:
 
 
 def _check_device(name: str, device: Device) -> None:
-    if device.memory_bytes <= 0 or device.tier_bytes < 0:
+    if not 0 < device.memory_bytes < float("inf") or not 0 <= device.tier_bytes < float("inf"):
         raise PlanError(
             f"{name}: memory {format_bytes(device.memory_bytes)} and {device.tier} "
             f"{format_bytes(device.tier_bytes)} must be above zero"

@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device
-from parallax.plan.cost import Below, gap_bytes, load_block, load_states
+from parallax.plan.cost import Below, StateLoad, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.plan.stages import OFFERED, TIER_FLOOR, TIER_SLACK, buffer_bytes, copying_seconds
 
 Floats = NDArray[np.float64]
 Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
+Content = tuple[object, ...]
+_Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,27 @@ class Lane:
             found.append(tuple(flat[first : first + stop - start]))
             first += stop - start
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of one position's blocks: ``order`` is the one of recomputation. Arrays by numbers of blocks: of recomputed ones
+    the bytes freed and the seconds; of ``offloaded`` ones the bytes ``moved`` per micro-batch and ``gone`` of all in
+    flight, the ``largest``, the ``places`` in the tier, what is needed besides workspace (``base``), and the workspace
+    without and with recomputation (``plain``, ``both``)."""
+
+    order: NDArray[np.int64]
+    offloaded: NDArray[np.int64]
+    compute: float
+    recompute_freed: Floats
+    recompute_seconds: Floats
+    moved: Floats
+    gone: Floats
+    largest: Floats
+    places: Floats
+    base: Floats
+    plain: Floats
+    both: Floats
 
 
 class Lanes:
@@ -83,97 +106,144 @@ class Lanes:
         self._block_parameters = np.array([block.parameter_bytes for block in profile.blocks])
         self._parameters = np.concatenate([[0], np.cumsum(self._block_parameters)])
         self._buffers = np.cumsum([0, *(block.buffer_bytes for block in profile.blocks)])
-        self._known: dict[tuple[object, ...], Lane | None] = {}
+        self._known: dict[Content, Lane | None] = {}
+        self._least: dict[Content, float] = {}
+        self.looks = 0
 
     def _column(self, directive: Directive, of) -> Floats:  # type: ignore[no-untyped-def]
         return np.array([of(load) for load in self._loads[directive]], dtype=np.float64)[self._kinds]
 
     def find(self, parts: tuple[Part, ...]) -> Lane | None:
         """The fastest answer for a position that holds ``parts``; None where nothing fits."""
-        parameters = sum(self._parameter_bytes(start, stop) for start, stop, _ in parts)
-        buffers = sum(int(self._buffers[stop] - self._buffers[start]) for start, stop, _ in parts)
-        ends = tuple((start == 0, stop == len(self._kinds)) for start, stop, _ in parts)
-        content = tuple((self._kinds[start:stop].tobytes(), flight) for start, stop, flight in parts)
-        key = (content, ends, parameters, buffers)
-        if key not in self._known:
-            self._known[key] = self._find(parts, parameters, buffers)
-        return self._known[key]
+        content = self._content(parts)
+        if content not in self._known:
+            self.looks += 1
+            self._known[content] = self._fastest(parts)
+        return self._known[content]
 
-    def _find(self, parts: tuple[Part, ...], parameters: int, buffers: int) -> Lane | None:
-        gaps = gap_bytes(self._device, max(float(self._inputs[start:stop].max()) for start, stop, _ in parts))
-        largest = max(int(self._block_parameters[start:stop].max()) for start, stop, _ in parts)
+    def least_bytes(self, parts: tuple[Part, ...]) -> float:
+        """The smallest memory in which a position that holds ``parts`` runs at all; infinite where the tier has too
+        little room."""
+        content = self._content(parts)
+        if content not in self._least:
+            self._least[content] = self._fewest(parts)
+        return self._least[content]
+
+    def _content(self, parts: tuple[Part, ...]) -> Content:
+        """Equal for parts that cost the same."""
+        blocks = tuple((self._kinds[start:stop].tobytes(), flight) for start, stop, flight in parts)
+        ends = tuple((start == 0, stop == len(self._kinds)) for start, stop, _ in parts)
+        return blocks, ends, self._parameter_bytes(parts), self._buffer_bytes(parts), self._largest(parts)
+
+    def _fastest(self, parts: tuple[Part, ...]) -> Lane | None:
+        """The first share of states below with which anything fits: the least, which streams and steps least."""
+        sums = self._sums(parts)
         for below in self._host_states:
-            states = load_states(self._profile, parameters, largest, self._device, below)
-            static = states.device_bytes + buffers + self._device.reserve_bytes + gaps
+            states, static = self._states(parts, below)
             room = (self._device.memory_bytes - static) / (1 + self._device.gap_share) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
-            found = self._fill(parts, room, tier, states.streaming_seconds) if room > 0 and tier >= 0 else None
+            found = self._fill(sums, room, tier, states.streaming_seconds) if room > 0 and tier >= 0 else None
             if found is not None:
                 return Lane(found[0], states.update_seconds, below, found[1], found[2])
         return None
 
-    def _parameter_bytes(self, start: int, stop: int) -> int:
-        total = int(self._parameters[stop] - self._parameters[start])
-        for size, users in self._profile.ties:
-            total -= size * max(0, sum(start <= user < stop for user in users) - 1)
+    def _fewest(self, parts: tuple[Part, ...]) -> float:
+        sums, least = self._sums(parts), math.inf
+        rest = sums.offloaded[::-1]  # all that is not offloaded is recomputed
+        plain = np.where(self._permitted(0 * rest, sums.offloaded), sums.base + sums.plain, np.inf)
+        again = np.where(
+            self._permitted(rest, sums.offloaded), sums.base + sums.both - sums.recompute_freed[rest], np.inf
+        )
+        passing = np.minimum(plain, again) + sums.largest + self._boundary(parts)
+        for below in self._host_states:
+            states, static = self._states(parts, below)
+            able = passing[sums.places <= self._device.tier_bytes - states.host_bytes].min(initial=np.inf)
+            if able < math.inf:
+                least = min(least, static + able + math.ceil(able * self._device.gap_share))
+        return least
+
+    def _states(self, parts: tuple[Part, ...], below: Below) -> tuple[StateLoad, int]:
+        """Parameters and what training adds to them, and all bytes that do not depend on directives."""
+        gaps = gap_bytes(self._device, max(float(self._inputs[start:stop].max()) for start, stop, _ in parts))
+        states = load_states(self._profile, self._parameter_bytes(parts), self._largest(parts), self._device, below)
+        return states, states.device_bytes + self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
+
+    def _largest(self, parts: tuple[Part, ...]) -> int:
+        return max(int(self._block_parameters[start:stop].max()) for start, stop, _ in parts)
+
+    def _parameter_bytes(self, parts: tuple[Part, ...]) -> int:
+        total = 0
+        for start, stop, _ in parts:
+            total += int(self._parameters[stop] - self._parameters[start])
+            for size, users in self._profile.ties:
+                total -= size * max(0, sum(start <= user < stop for user in users) - 1)
         return total
+
+    def _buffer_bytes(self, parts: tuple[Part, ...]) -> int:
+        return sum(int(self._buffers[stop] - self._buffers[start]) for start, stop, _ in parts)
 
     def _boundary(self, parts: tuple[Part, ...]) -> int:
         entering = sum(int(self._entering[start]) for start, _, _ in parts if start > 0)
         return entering + sum(int(self._leaving[stop - 1]) for _, stop, _ in parts if stop < len(self._kinds))
 
-    def _fill(
-        self, parts: tuple[Part, ...], room: float, tier: int, streaming: float
-    ) -> tuple[float, tuple[int, ...], tuple[int, ...]] | None:
-        """Seconds per micro-batch, and the blocks recomputed and offloaded, within ``room`` bytes of the device, while
-        ``streaming`` seconds of the way to the tier are taken."""
+    def _sums(self, parts: tuple[Part, ...]) -> _Sums:
+        """Sums over prefixes of the blocks in the order in which they are recomputed, and offloaded from its end."""
         blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
         flights = np.concatenate([np.full(stop - start, flight, dtype=np.float64) for start, stop, flight in parts])
-        compute = float(self.seconds[blocks].sum())
-        keep, work = self._kept[Directive.KEEP][blocks], {d: float(self._work[d][blocks].max()) for d in OFFERED}
-        needed = float((flights * keep).sum())
-        if Directive.KEEP in self._allowed and needed + work[Directive.KEEP] <= room:
-            return max(compute, streaming), (), ()
-        again, moved = self._again[blocks], self._moved[blocks]
+        keep, again, moved = self._kept[Directive.KEEP][blocks], self._again[blocks], self._moved[blocks]
         freed = np.maximum(0.0, flights * (keep - self._kept[Directive.RECOMPUTE][blocks]))
-        gone = flights * moved
         # Of equal blocks the first are offloaded: their backward comes last, which leaves most time to read them.
-        count = len(blocks)
-        order = np.lexsort((-np.arange(count), again / np.maximum(freed, 1e-9)))
-        recompute_freed = np.concatenate([[0.0], np.cumsum(freed[order])])
-        recompute_seconds = np.concatenate([[0.0], np.cumsum(again[order])])
-        offload_freed = np.concatenate([[0.0], np.cumsum(gone[order][::-1])])
-        offload_moved = np.concatenate([[0.0], np.cumsum(moved[order][::-1])])
-        offloaded = np.arange(count + 1)
-        # What the position needs with so many offloaded, before anything is recomputed.
-        base = needed - offload_freed
-        plain = np.where(offloaded > 0, max(work[Directive.KEEP], work[Directive.OFFLOAD]), work[Directive.KEEP])
-        both = np.maximum(plain, work[Directive.RECOMPUTE])
-        places = np.ceil(offload_freed * TIER_SLACK) + TIER_FLOOR
-        roomy = (offloaded == 0) | (places <= tier)
+        order = np.lexsort((-np.arange(len(blocks)), again / np.maximum(freed, 1e-9)))
+        offloaded = np.arange(len(blocks) + 1)
+        gone = _prefixes((flights * moved)[order][::-1])
+        work = {directive: float(self._work[directive][blocks].max()) for directive in OFFERED}
+        offloading = max(work[Directive.KEEP], work[Directive.OFFLOAD])
+        plain = np.where(offloaded > 0, offloading, work[Directive.KEEP])
+        return _Sums(
+            order=order,
+            offloaded=offloaded,
+            compute=float(self.seconds[blocks].sum()),
+            recompute_freed=_prefixes(freed[order]),
+            recompute_seconds=_prefixes(again[order]),
+            moved=_prefixes(moved[order][::-1]),
+            gone=gone,
+            largest=np.where(offloaded > 0, moved.max(), 0.0),
+            places=np.where(offloaded > 0, np.ceil(gone * TIER_SLACK) + TIER_FLOOR, 0.0),
+            base=float((flights * keep).sum()) - gone,
+            plain=plain,
+            both=np.maximum(plain, work[Directive.RECOMPUTE]),
+        )
+
+    def _fill(self, sums: _Sums, room: float, tier: int, streaming: float) -> _Answer | None:
+        """Seconds per micro-batch, and the blocks recomputed and offloaded, within ``room`` bytes of the device, while
+        ``streaming`` seconds of the way to the tier are taken."""
+        count = len(sums.order)
+        if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= room:
+            return max(sums.compute, streaming), (), ()
+        copying = streaming + copying_seconds(self._device, sums.moved)
         best, answer = math.inf, None
-        for limit, read in self._buffers_of(moved, offload_freed, offload_moved):
-            least = np.maximum(1, np.searchsorted(recompute_freed, base + limit + both - room - 1e-6))
-            recomputed = np.where(base + limit + plain <= room, 0, least)
+        for limit, waiting in self._buffers_of(sums):
+            least = np.maximum(1, np.searchsorted(sums.recompute_freed, sums.base + limit + sums.both - room - 1e-6))
+            recomputed = np.where(sums.base + limit + sums.plain <= room, 0, least)
             if Directive.KEEP not in self._allowed:
-                recomputed = np.maximum(recomputed, count - offloaded)
-            possible = roomy & (recomputed + offloaded <= count) & self._permitted(recomputed, offloaded)
-            again_seconds = recompute_seconds[np.minimum(recomputed, count)]
-            copying = streaming + copying_seconds(self._device, offload_moved)
-            seconds = np.where(possible, np.maximum(compute + again_seconds + read, copying), np.inf)
+                recomputed = np.maximum(recomputed, count - sums.offloaded)
+            possible = (sums.places <= tier) & (recomputed + sums.offloaded <= count)
+            possible &= self._permitted(recomputed, sums.offloaded)
+            computing = sums.compute + sums.recompute_seconds[np.minimum(recomputed, count)] + waiting
+            seconds = np.where(possible, np.maximum(computing, copying), np.inf)
             chosen = int(seconds.argmin())
             if seconds[chosen] < best:
                 best = float(seconds[chosen])
-                answer = best, tuple(order[: int(recomputed[chosen])].tolist()), tuple(order[count - chosen :].tolist())
+                first, last = int(recomputed[chosen]), count - chosen
+                answer = best, tuple(sums.order[:first].tolist()), tuple(sums.order[last:].tolist())
         return answer
 
-    def _buffers_of(self, moved: Floats, in_flight: Floats, each: Floats) -> list[tuple[Floats, Floats]]:
+    def _buffers_of(self, sums: _Sums) -> list[tuple[Floats, Floats]]:
         """Swap limits for each number of offloaded blocks, and what a backward then waits for: with room for two blocks
         reading overlaps, with room for one it does not."""
-        largest = np.where(in_flight > 0, moved.max(), 0.0)
         read = self._device.read
-        waiting = np.where(each > 0, read.latency_seconds + each / read.bytes_per_second, 0.0)
-        return [(buffer_bytes(largest, in_flight), np.zeros_like(each)), (largest, waiting)]
+        waiting = np.where(sums.moved > 0, read.latency_seconds + sums.moved / read.bytes_per_second, 0.0)
+        return [(buffer_bytes(sums.largest, sums.gone), np.zeros_like(waiting)), (sums.largest, waiting)]
 
     def _permitted(self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which numbers of recomputed and offloaded blocks the allowed directives permit."""
@@ -182,4 +252,11 @@ class Lanes:
             permitted &= recomputed == 0
         if Directive.OFFLOAD not in self._allowed:
             permitted &= offloaded == 0
+        if Directive.KEEP not in self._allowed:
+            permitted &= recomputed + offloaded == len(offloaded) - 1
         return permitted
+
+
+def _prefixes(values: Floats) -> Floats:
+    """Sums of the first 0, 1, … values."""
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -32,9 +32,9 @@ def peak_memory(
                 most = Bytes(kept + rise.most.kept, loss + rise.most.loss, rise.most.work)
             kept, loss = kept + rise.left.kept, loss + rise.left.loss
     terms: dict[str, int] = {}
-    for index, (largest, limit) in enumerate(stages):
+    for largest, limit in stages:
         for term, size in largest.memory(0, limit).items():
-            terms[term] = terms.get(term, 0) + (0 if term == "reserve" and index else size)
+            terms[term] = max(terms.get(term, 0), size) if term == "reserve" else terms.get(term, 0) + size
     terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
     passing = sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))
     terms["allocator"] = math.ceil(stages[0][0].gap_share * passing)

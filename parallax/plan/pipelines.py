@@ -20,6 +20,9 @@ from parallax.plan.request import WORST, Candidate, Request, Score, Shape, worst
 from parallax.plan.schedule import in_flight
 from parallax.plan.stages import Flight, StageChoice, StageFitter
 
+EFFORT = 400_000  # looks at partial pipelines, and choices kept, after which a search ends: about ten seconds
+ROW_EFFORT = 5  # what a choice kept costs in looks
+
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
@@ -41,19 +44,23 @@ class _Partial:
 
 
 class PipelineSearch:
-    """All shapes of one request. ``compared`` counts whole pipelines, ``exact`` turns false once a stage's choices were
-    too many to look at."""
+    """All shapes of one request. ``compared`` counts whole pipelines, ``exact`` turns false once there was too much to
+    look at."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.compared = 0
+    def __init__(self, request: Request, effort: float = EFFORT) -> None:
+        self.request, self._effort = request, effort
+        self.compared = self._looks = 0
         self._fitters: dict[tuple[Device, bool], StageFitter] = {}
         self._reduce = lru_cache(maxsize=None)(self._find_reduce)
 
     @property
     def exact(self) -> bool:
         """Whether every choice was looked at."""
-        return all(fitter.exact for fitter in self._fitters.values())
+        return not self._exhausted and all(fitter.exact for fitter in self._fitters.values())
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._looks + ROW_EFFORT * sum(fitter.effort for fitter in self._fitters.values()) > self._effort
 
     def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
         """The ``most`` best pipelines of ``shapes`` below ``limit`` by the formula, best first. A first look at
@@ -67,7 +74,7 @@ class PipelineSearch:
         best: list[Candidate] = []
         for shape in sorted(shapes, key=lambda shape: shape.bound):
             limit = min(limit, worst(best, most))
-            if shape.bound >= limit:
+            if shape.bound >= limit or self._exhausted:
                 break
             for partial in self._pipelines(shape, limit, plain):
                 plans = tuple(choice.plan for choice in partial.stages)
@@ -79,9 +86,13 @@ class PipelineSearch:
 
     def least_memory(self, shapes: Sequence[Shape]) -> float:
         """The smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
-        return min((self._least_peak(shape) for shape in shapes), default=math.inf)
+        least = math.inf
+        for shape in sorted(shapes, key=lambda shape: (shape.microbatch, -shape.positions)):  # the leanest first
+            least = min(least, self._least_peak(shape, least))
+        return least
 
-    def _least_peak(self, shape: Shape) -> float:
+    def _least_peak(self, shape: Shape, limit: float) -> float:
+        """The smallest budget for one shape; infinite where it is ``limit`` or more."""
         request = self.request
         best = {(len(request.profile.blocks), len(request.devices)): 0.0}
         for stage in reversed(range(shape.positions)):
@@ -94,7 +105,8 @@ class PipelineSearch:
                     for start in [0] if stage == 0 else range(stage, stop):
                         needed = max(peak, fitter.least_bytes(start, stop, where))
                         place = start, left - replicas
-                        grown[place] = min(grown.get(place, math.inf), needed)
+                        if needed < min(limit, grown.get(place, math.inf)):
+                            grown[place] = needed
             best = grown
         return best.get((0, 0), math.inf)
 
@@ -107,12 +119,15 @@ class PipelineSearch:
             grown: dict[tuple[int, int], list[_Partial]] = {}
             for (stop, left), partials in fronts.items():
                 for replicas in request.replica_choices(shape, stage, left):
+                    if self._exhausted:
+                        return []
                     where = Flight(replicas, -(-shape.microbatch // replicas), flight)
                     fitter = self._fitter(left - replicas, left, plain)
                     speed = request.device(left - replicas, left).speed
                     for start in [0] if stage == 0 else range(stage, stop):
                         place = start, left - replicas
                         least = request.seconds(where.rows, start, stop) / speed
+                        self._looks += len(partials)
                         hopeful = [p for p in partials if self._hope(shape, stage, place, p, least, replicas) < limit]
                         for choice in fitter.fit(start, stop, where) if hopeful else ():
                             front = grown.setdefault(place, [])

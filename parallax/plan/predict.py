@@ -26,9 +26,11 @@ from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import in_flight
 from parallax.plan.simulate import simulate
 from parallax.plan.stages import copying_seconds
-from parallax.plan.timeline import StageTimes, time_schedule
+from parallax.plan.timeline import StageTimes, Timeline, time_schedule
 from parallax.units import format_bytes
 
+MANY_MICRO_BATCHES = 8192  # up to which all are timed
+SETTLED_ROUNDS = 8  # rounds through all stages after which a round is like the one before
 SIMULATED_BLOCKS = 60_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
 
 
@@ -154,7 +156,7 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
     positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
     loads = _loads(profile, cluster, pipeline)
     times = [_stage_times(cluster, pipeline, stage, load) for stage, load in enumerate(loads)]
-    timeline = time_schedule(pipeline.schedule, times, micro_batches, interleave=pipeline.interleave)
+    timeline = _timeline(pipeline, times)
     mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
     ties = _tie_seconds(profile, cluster, pipeline)
     exposed = [_exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0) for p in positions]
@@ -185,6 +187,26 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
         bubble=timeline.bubble,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         stages=tuple(stages),
+    )
+
+
+def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
+    """The timeline of the whole step. Once the pipeline is full every round of as many micro-batches as there are
+    positions takes as long as the one before, so of very many only some are timed."""
+
+    def timed(micro_batches: int) -> Timeline:
+        return time_schedule(pipeline.schedule, times, micro_batches, interleave=pipeline.interleave)
+
+    count, stages = pipeline.micro_batches, len(pipeline.stages)
+    settled = SETTLED_ROUNDS * stages + count % stages
+    if count <= max(MANY_MICRO_BATCHES, settled + stages):
+        return timed(count)
+    before, after = timed(settled), timed(settled + stages)
+    rounds = (count - settled) // stages
+    return Timeline(
+        before.begin,
+        before.end + rounds * (after.end - before.end),
+        before.busy + rounds * (after.busy - before.busy),
     )
 
 
@@ -271,8 +293,9 @@ def _memory(pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> di
     total: dict[str, int] = {}
     for index, load in enumerate(loads):
         stage = position + index * pipeline.positions
-        for term, size in load.memory(_flight(pipeline, stage), pipeline.stages[stage].swap_limit_bytes).items():
-            total[term] = total.get(term, 0) + (0 if term == "reserve" and index else size)
+        limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0
+        for term, size in load.memory(_flight(pipeline, stage), limit).items():
+            total[term] = max(total.get(term, 0), size) if term == "reserve" else total.get(term, 0) + size
     return total
 
 

@@ -112,9 +112,21 @@ class ModelProfile:
         for name in scalars:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0")
-        for bytes_, users in self.ties:
-            if bytes_ <= 0 or len(set(users)) < 2 or not all(0 <= u < len(self.blocks) for u in users):
-                raise PlanError(f"profile of {self.model}: tie {users} of {bytes_} bytes must name two or more blocks")
+        tied = [0] * len(self.blocks)
+        for size, users in self.ties:
+            named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(set(users))
+            if size <= 0 or len(users) < 2 or not named:
+                raise PlanError(
+                    f"profile of {self.model}: tie {users} of {size} bytes must name two or more of its "
+                    f"{len(self.blocks)} blocks, each once and in order"
+                )
+            for user in users:
+                tied[user] += size
+                if tied[user] > self.blocks[user].parameter_bytes:
+                    raise PlanError(
+                        f"profile of {self.model}, block {self.blocks[user].name}: it shares {tied[user]} bytes of "
+                        f"parameters and has {self.blocks[user].parameter_bytes}"
+                    )
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
         """Bytes of parameters that a stage of ``blocks`` holds: a shared parameter counts once within the stage."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from parallax.plan.cluster import Device
 from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.lanes import Lane, Lanes
+from parallax.plan.lanes import Lane, Lanes, Part
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.request import AUTO, WORST, Candidate, Request, Score, Shape, merge, worst
 from parallax.plan.schedule import in_flight
 from parallax.plan.stages import Flight, StageChoice, block_kinds, judge_stage
 
+MOST_MEMORY = 2**60  # no device will have as much
 TOLERANCE = 1.002  # of the slowest position's seconds, where bisection stops
 ROUNDS = 14  # of bisection
+EFFORT = 60_000  # positions solved after which no more shapes are tried, once one has been found
 MOVES = 12  # devices moved between positions of the best candidates
 
 
@@ -30,15 +32,15 @@ MOVES = 12  # devices moved between positions of the best candidates
 class _Place:
     """One position: its parts, their blocks per stage of the pipeline, and what was found for it."""
 
-    parts: tuple[tuple[int, int, int], ...]
+    parts: tuple[Part, ...]
     lane: Lane
 
 
 class QuickSearch:
     """All shapes of one request by the greedy rule."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, effort: float = EFFORT) -> None:
+        self.request, self._effort = request, effort
         self.compared = 0
         self._kinds = block_kinds(request.profile)
         self._lanes: dict[tuple[Device, int, bool], Lanes] = {}
@@ -49,7 +51,7 @@ class QuickSearch:
         best: list[Candidate] = []
         for shape in sorted(shapes, key=lambda shape: shape.bound):
             now = min(limit, worst(best, most))
-            if shape.bound >= now:
+            if shape.bound >= now or (best and self._looks > self._effort):
                 break
             replicas = self._even(shape) if shape.positions >= self.request.least_positions else ()
             found = self._solve(shape, replicas, now) if replicas else None
@@ -60,6 +62,49 @@ class QuickSearch:
             few = [c for c in best[: max(1, most // 3)] if c.shape.interleave == 1 and c.shape.positions > 1]
             best = merge(best, [self._rebalance(candidate) for candidate in few], most)
         return best
+
+    @property
+    def _looks(self) -> int:
+        return sum(lanes.looks for lanes in self._lanes.values())
+
+    def least_memory(self, shapes: Sequence[Shape]) -> int | None:
+        """The fewest bytes with which devices that have less could hold a pipeline, by the greedy rule; None where no
+        memory helps. Only shapes that do with less than the best so far are looked at closely."""
+        best = MOST_MEMORY
+        for shape in shapes:
+            replicas = self._even(shape)
+            if not replicas or not self._holds(shape, replicas, best - 1):
+                continue
+            low, best = 0, best - 1
+            while best - low > 1:
+                middle = (low + best) // 2
+                if self._holds(shape, replicas, middle):
+                    best = middle
+                else:
+                    low = middle
+        return best if best < MOST_MEMORY else None
+
+    def _holds(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
+        """Whether a pipeline with these replicas can be held where every device has ``memory`` bytes or more."""
+        if shape.interleave > 1:
+            return self._holds_dealt(shape, replicas, memory)
+        flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        stop, length = len(self.request.profile.blocks), 1
+        for position in reversed(range(shape.positions)):
+            lanes = self._lanes_of(shape, firsts[position], replicas[position])
+            device = self.request.device(firsts[position], firsts[position + 1])
+            flight, budget = flights[position], max(memory, device.memory_bytes)
+
+            def fits(
+                start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight, budget: int = budget
+            ) -> bool:
+                return lanes.least_bytes(((start, stop, flight),)) <= budget
+
+            start = 0 if position == 0 else _furthest(fits, position, stop - 1, stop - length)
+            if not fits(start):
+                return False
+            stop, length = start, stop - start
+        return True
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
         """Replicas of each position; none where that leaves ranks without rows, or the numbers are not worth trying."""
@@ -126,7 +171,10 @@ class QuickSearch:
                 lane = lanes.find(((start, stop, flight),))
                 return lane if lane is not None and lane.seconds <= ceiling else None
 
-            start = 0 if position == 0 else _furthest(lane_from, position, stop - 1, stop - length)
+            def works(start: int, lane_from: Callable[[int], Lane | None] = lane_from) -> bool:
+                return lane_from(start) is not None
+
+            start = 0 if position == 0 else _furthest(works, position, stop - 1, stop - length)
             lane = lane_from(start)
             if lane is None:
                 return None
@@ -136,24 +184,35 @@ class QuickSearch:
 
     def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float) -> list[_Place] | None:
         """Stages of nearly equal seconds, dealt out to the positions in turn."""
+        places = []
+        for parts, lanes, _ in self._dealt(shape, replicas):
+            lane = lanes.find(parts)
+            if lane is None or lane.seconds > ceiling:
+                return None
+            places.append(_Place(parts, lane))
+        return places
+
+    def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
+        return all(
+            lanes.least_bytes(parts) <= max(memory, device.memory_bytes)
+            for parts, lanes, device in self._dealt(shape, replicas)
+        )
+
+    def _dealt(self, shape: Shape, replicas: tuple[int, ...]) -> Iterator[tuple[tuple[Part, ...], Lanes, Device]]:
+        """What each position holds, and where."""
         stages, blocks = shape.positions * shape.interleave, len(self.request.profile.blocks)
-        lanes = self._lanes_of(shape, 0, replicas[0])
-        sums = [0.0, *accumulate(lanes.seconds.tolist())]
+        sums = [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0]).seconds.tolist())]
         cuts = [0]
         for stage in range(1, stages):
             ideal = bisect_left(sums, sums[-1] * stage / stages)
             cuts.append(min(max(ideal, cuts[-1] + 1), blocks - (stages - stage)))
         cuts.append(blocks)
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        places = []
         for position in range(shape.positions):
             mine = range(position, stages, shape.positions)
             parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
-            lane = self._lanes_of(shape, firsts[position], replicas[position]).find(parts)
-            if lane is None or lane.seconds > ceiling:
-                return None
-            places.append(_Place(parts, lane))
-        return places
+            first, stop = firsts[position], firsts[position + 1]
+            yield parts, self._lanes_of(shape, first, replicas[position]), self.request.device(first, stop)
 
     def _in_flight(self, shape: Shape) -> list[int]:
         """Micro-batches in flight of every stage."""
@@ -230,23 +289,23 @@ def _slowest(places: Sequence[_Place]) -> float:
     return max(place.lane.seconds for place in places)
 
 
-def _furthest(lane_from, low: int, high: int, guess: int) -> int:  # type: ignore[no-untyped-def]
+def _furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
     """The smallest start in ``low`` to ``high`` that works, looked for around ``guess``; ``high`` where none does."""
     start = min(max(guess, low), high)
     step = 1
-    if lane_from(start) is not None:
-        while start > low and lane_from(max(low, start - step)) is not None:
+    if works(start):
+        while start > low and works(max(low, start - step)):
             start, step = max(low, start - step), step * 2
-        works, fails = start, max(low - 1, start - step)
+        found, fails = start, max(low - 1, start - step)
     else:
         fails = start
-        while start < high and lane_from(start) is None:
+        while start < high and not works(start):
             fails, start, step = start, min(high, start + step), step * 2
-        works = start
-    while works - fails > 1:
-        middle = (works + fails) // 2
-        if lane_from(middle) is not None:
-            works = middle
+        found = start
+    while found - fails > 1:
+        middle = (found + fails) // 2
+        if works(middle):
+            found = middle
         else:
             fails = middle
-    return works
+    return found

@@ -9,11 +9,12 @@ from dataclasses import replace
 from parallax.errors import InfeasiblePlan
 from parallax.plan.pipelines import PipelineSearch
 from parallax.plan.plan import Directive
+from parallax.plan.quick import QuickSearch
 from parallax.plan.request import AUTO, PlanConfig, Request, sizes
 from parallax.units import format_bytes
 
 MIB = 2**20
-MOST_MEMORY = 2**50  # no device will have as much
+SMALL = 256  # blocks × devices up to which every pipeline is looked at
 
 Fits = Callable[[Request], bool]
 
@@ -27,8 +28,15 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
             f"set cluster.devices{_devices_asked(config)}, or leave plan.replicas=auto"
         )
+    if next(request.shapes(), None) is None:
+        return InfeasiblePlan(
+            f"plan.schedule={config.schedule} with plan.interleave={config.interleave} has no shape for {blocks} "
+            f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two positions or more, "
+            "a block for each of their stages, and a number of micro-batches that the positions divide; leave "
+            "plan.schedule=auto"
+        )
     device = min(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
-    needed = _least_memory(request, fits)
+    needed = _least_memory(request)
     if needed is None:
         tier = min(device.tier_bytes for device in request.devices)
         return InfeasiblePlan(
@@ -36,6 +44,8 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             "be offloaded: use plan.activations=auto, a smaller trainer.microbatch, or a larger tier"
         )
     more = needed - device.memory_bytes
+    if more <= 0 and refused:
+        return InfeasiblePlan(f"no plan fits {format_bytes(device.memory_bytes)} per device: {refused[0]}")
     fixes = [f"cluster.device_memory={math.ceil(needed / MIB)}MiB ({more:,} bytes more)", *_other_fixes(request, fits)]
     detail = f" ({refused[0]})" if refused else ""
     return InfeasiblePlan(
@@ -55,7 +65,7 @@ def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
         most = min(len(request.devices), len(request.profile.blocks))
         for stages in range(config.stages + 1, most + 1):
             if fits(request.changed(config=replace(config, stages=stages, replicas=AUTO))):
-                yield f"plan.stages={stages}"
+                yield f"plan.stages={stages}" + ("" if config.replicas == AUTO else " plan.replicas=auto")
                 break
     if len(request.allowed) < len(Directive):
         if not request.swap and fits(request.changed(swap=True)):
@@ -64,34 +74,16 @@ def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
             yield "plan=auto swap=auto"
 
 
-def _least_memory(request: Request, fits: Fits) -> int | None:
+def _least_memory(request: Request) -> int | None:
     """The fewest bytes per device with which a plan exists; None where no memory helps."""
-    if len(request.profile.blocks) * len(request.devices) <= 256 and len(set(request.devices)) == 1:
-        plain = [shape for shape in request.shapes() if shape.interleave == 1]
+    plain = [shape for shape in request.shapes() if shape.interleave == 1]
+    small = len(request.profile.blocks) * len(request.devices) <= SMALL
+    if plain and small and len(set(request.devices)) == 1:
         needed = PipelineSearch(request).least_memory(plain)
         return None if math.isinf(needed) else math.ceil(needed)
-    low, high = max(device.memory_bytes for device in request.devices), MOST_MEMORY
-    if not fits(_with_memory(request, high)):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(_with_memory(request, middle)):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _with_memory(request: Request, memory: int) -> Request:
-    """The same question with devices of at least ``memory`` bytes."""
-    nodes = tuple(
-        replace(
-            node,
-            devices=tuple(replace(device, memory_bytes=max(device.memory_bytes, memory)) for device in node.devices),
-        )
-        for node in request.cluster.nodes
-    )
-    return request.changed(cluster=replace(request.cluster, nodes=nodes))
+    found = [QuickSearch(ordered).least_memory(list(ordered.shapes())) for ordered in request.orders()]
+    able = [needed for needed in found if needed is not None]
+    return min(able) if able else None
 
 
 def _devices_asked(config: PlanConfig) -> str:

@@ -121,6 +121,10 @@ class Request:
         runnable: bool = True,
         order: tuple[int, ...] | None = None,
     ) -> None:
+        check_count("trainer.microbatch", microbatch)
+        if global_batch == AUTO:
+            raise ConfigError("trainer.global_batch=auto: accepted are whole numbers above 0")
+        check_count("trainer.global_batch", global_batch)
         self.profile, self.cluster, self.config = profile, cluster, config
         self.global_batch, self.microbatch, self.swap, self.runnable = global_batch, microbatch, swap, runnable
         self.microbatches = sizes(global_batch, microbatch)

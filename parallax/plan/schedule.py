@@ -244,8 +244,12 @@ def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interl
     """
     if stages % interleave or not 0 <= stage < stages:
         raise PlanError(f"stage {stage} of {stages}, {interleave} per position: there is no such stage")
+    if schedule == "gpipe":
+        return micro_batches
     positions = stages // interleave
-    found = order(schedule, positions, stage % positions, micro_batches, interleave=interleave)
+    # A full pipeline stays as full as it is: of very many micro-batches the first few rounds say it.
+    few = min(micro_batches, 8 * stages + micro_batches % stages)
+    found = order(schedule, positions, stage % positions, few, interleave=interleave)
     kinds = found.kinds[found.stages == stage]
     return int(np.cumsum((kinds == FORWARD).astype(int) - (kinds == kinds.max())).max())
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.cluster import Cluster
+from parallax.plan.pipelines import EFFORT as EXACT_EFFORT
 from parallax.plan.pipelines import PipelineSearch
 from parallax.plan.plan import Alternative, Directive, Plan, Prediction
 from parallax.plan.predict import Forecast, Pipeline, best_placement
 from parallax.plan.profile import ModelProfile
+from parallax.plan.quick import EFFORT as QUICK_EFFORT
 from parallax.plan.quick import QuickSearch
 from parallax.plan.refusal import refusal
 from parallax.plan.request import AUTO, Candidate, PlanConfig, Request, merge, worst
@@ -74,7 +76,7 @@ def search(
         raise refusal(request, [other.reason for other in refused], _fits)
     predicted.sort(key=lambda pair: pair[1].step_seconds)
     (pipeline, forecast), others = predicted[0], predicted[1:]
-    plan = _plan(request, pipeline, forecast, found, [*_runners_up(forecast, others), *refused][:NAMED])
+    plan = _plan(request, pipeline, forecast, found, [*_runners_up(predicted[0], others), *refused][:NAMED])
     simulation = Simulation(step_seconds=forecast.step_seconds, bubble=forecast.bubble, ranks=(), spans=forecast.spans)
     return plan, simulation
 
@@ -84,19 +86,22 @@ def find_candidates(request: Request, most: int) -> _Found:
     best: list[Candidate] = []
     compared, exact, bound = 0, True, math.inf
     small = len(request.profile.blocks) * len(request.devices) <= EXACT_PLACES
-    for ordered in request.orders():
+    orders, several = request.orders(), len(set(request.devices)) > 1
+    for ordered in orders:
         shapes = list(ordered.shapes())
-        quick = QuickSearch(ordered)
+        quick = QuickSearch(ordered, QUICK_EFFORT / len(orders))
         best = merge(best, quick.best(shapes, most, worst(best, most)), most)
         compared += quick.compared
+        thorough = PipelineSearch(ordered, EXACT_EFFORT / len(orders))
         if small:  # only what beats the greedy rule's best is looked for
-            thorough = PipelineSearch(ordered)
             plain = [shape for shape in shapes if shape.interleave == 1]
             whole, alone = worst(best, 1)
             best = merge(best, thorough.best(plain, most, (whole * (1 - TIE), alone * (1 - TIE))), most)
-            compared, exact = compared + thorough.compared, exact and thorough.exact
+            compared, exact = compared + thorough.compared, exact and thorough.exact and not several
         possible = [shape for shape in shapes if shape.positions >= ordered.least_positions]
-        unseen = [shape for shape in possible if not small or shape.interleave > 1]
+        # Kinds of devices are taken in turn, never mixed, and interleaved stages are cut one way only.
+        seen = small and thorough.exact and not several
+        unseen = [shape for shape in possible if not seen or shape.interleave > 1]
         bound = min(bound, min((shape.bound[0] for shape in unseen), default=math.inf))
     first = best[0].score[0] if best else math.inf
     return _Found(best, compared, exact and first * (1 - TIE) <= bound, min(first, bound))
@@ -140,23 +145,21 @@ def describe(pipeline: Pipeline) -> str:
     return ", ".join(parts + ([f"up to {below:.0%} of optimizer states below"] if below else []))
 
 
-def _runners_up(chosen: Forecast, others: Sequence[tuple[Pipeline, Forecast]]) -> list[Alternative]:
-    """Why each was not chosen: by how much it is slower, and which term of its slowest position grew most."""
-    found = []
+def _runners_up(chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]) -> list[Alternative]:
+    """Why each was not chosen: by how much it is slower, and which term grew most, over all positions. Those that read
+    the same are named once."""
+    found: dict[str, Alternative] = {}
+    mine, best = _mean_terms(chosen[1]), chosen[1].step_seconds
     for pipeline, forecast in others:
-        terms = _mean_terms(forecast)
-        mine = _mean_terms(chosen)
+        text, terms = describe(pipeline), _mean_terms(forecast)
+        if text == describe(chosen[0]) or text in found:
+            continue
         grown = max(terms, key=lambda term: terms[term] - mine.get(term, 0.0), default="idle")
-        slower = forecast.step_seconds / chosen.step_seconds - 1 if chosen.step_seconds else 0.0
+        slower = forecast.step_seconds / best - 1 if best else 0.0
         more = terms.get(grown, 0.0) - mine.get(grown, 0.0)
-        found.append(
-            Alternative(
-                description=describe(pipeline),
-                step_seconds=round(forecast.step_seconds, 6),
-                reason=f"{slower:.1%} slower: {more:+.3g} s of {grown}",
-            )
-        )
-    return found
+        reason = f"{slower:.1%} slower: {more:+.3g} s of {grown}" if slower >= 5e-4 else "no faster"
+        found[text] = Alternative(description=text, step_seconds=round(forecast.step_seconds, 6), reason=reason)
+    return list(found.values())
 
 
 def _mean_terms(forecast: Forecast) -> dict[str, float]:

@@ -21,7 +21,9 @@ from parallax.plan.cost import ALL_ON_DEVICE, Below, BlockLoad, load_block, load
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import BlockCost, ModelProfile
 
-FRONT = 60_000  # choices kept for all blocks together; beyond it the search is no longer exact and says so
+FRONT = 480_000  # choices kept, times blocks squared; beyond it the search is no longer exact and says so
+MOST_BOUNDS = 40  # bounds on a block's workspace, and on what it moves, that are tried
+LEAST_FRONT = 100  # choices kept at any rate
 TIER_SLACK = 1.25  # places in a tier are rounded up, and rows of uneven micro-batches differ by one
 TIER_FLOOR = 2**20
 
@@ -74,6 +76,10 @@ def judge_stage(
         return None
     spare = budget - load.peak_bytes(where.in_flight, least)
     limit = min(least + math.floor(spare / (1 + load.gap_share)), where.in_flight * moved)
+    while limit > least and load.peak_bytes(where.in_flight, limit) > budget:  # gaps are rounded up
+        limit -= 1
+    while limit < where.in_flight * moved and load.peak_bytes(where.in_flight, limit + 1) <= budget:
+        limit += 1
     stage = StagePlan(
         start=start,
         stop=start + len(directives),
@@ -155,7 +161,8 @@ class StageFitter:
         self._allowed = [directive for directive in OFFERED if directive in allowed]
         self._kinds, self._costs = block_kinds(profile)
         self.exact = True
-        self._most = max(100, FRONT // len(self._kinds))
+        self._most = max(LEAST_FRONT, FRONT // len(self._kinds) ** 2)
+        self.effort = 0
         self.fit = lru_cache(maxsize=None)(self._fit)
         self._base = lru_cache(maxsize=None)(self._find_base)
         self._options = lru_cache(maxsize=None)(self._find_options)
@@ -170,9 +177,18 @@ class StageFitter:
             choice = self._fastest(start, stop, where, below)
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]
-                if below == ALL_ON_DEVICE and set(choice.plan.directives) == {Directive.KEEP}:
+                if (
+                    below == ALL_ON_DEVICE
+                    and set(choice.plan.directives) == {Directive.KEEP}
+                    and not self._host_is_fast
+                ):
                     break  # nothing is faster
         return tuple(found)
+
+    @property
+    def _host_is_fast(self) -> bool:
+        """Whether the host steps faster than the device."""
+        return self._profile.optimizer_seconds > self._device.host_update_seconds * self._device.speed
 
     def _fastest(self, start: int, stop: int, where: Flight, below: Below) -> StageChoice | None:
         """The fewest seconds per micro-batch."""
@@ -291,6 +307,7 @@ class StageFitter:
         )
         front = _Front(np.vstack(grown), directives, before.exact)
         front = front.pick(_undominated(front.columns))
+        self.effort += len(front.columns)
         if len(front.columns) > self._most:  # keep some of all sizes
             spread = np.argsort(front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable")
             chosen = spread[np.linspace(0, len(spread) - 1, self._most).astype(np.intp)]
@@ -302,14 +319,22 @@ class StageFitter:
         least: among them is the smallest choice for any number of micro-batches in flight."""
         options = np.array([self._options(kind, rows) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
-        for work in np.unique(options[:, :, _WORK]):
-            for largest in np.unique(options[:, :, _LARGEST]):
+        for work in self._bounds(options[:, :, _WORK]):
+            for largest in self._bounds(options[:, :, _LARGEST]):
                 allowed = (options[:, :, _WORK] <= work) & (options[:, :, _LARGEST] <= largest)
                 if allowed.any(axis=1).all():
                     best = np.where(allowed, options[:, :, _KEPT], np.inf).argmin(axis=1)
                     chosen = options[np.arange(len(kinds)), best]
                     found[tuple(best)] = np.hstack([chosen[:, : _MOVED + 1].sum(0), chosen[:, _LARGEST:].max(0)])
         return _Front(np.array(list(found.values())), np.array(list(found), np.int8), True)
+
+    def _bounds(self, values: Floats) -> Floats:
+        """The bounds to try: all values, or, where they are too many, some of all sizes and the largest."""
+        found = np.unique(values)
+        if len(found) > MOST_BOUNDS:
+            self.exact = False
+            found = found[np.linspace(0, len(found) - 1, MOST_BOUNDS).astype(np.intp)]
+        return found
 
 
 def _columns(load: BlockLoad) -> tuple[float, ...]:

@@ -422,11 +422,49 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
         PlanConfig(parameters="host", optimizer="device")
 
 
+def test_a_swap_limit_fills_its_budget_to_the_byte() -> None:
+    """Once a byte over, and refused, or a byte short, and without room to read ahead: gaps are rounded up."""
+    model = profile([block(moved=1000)])
+    for memory in range(2990, 3020):
+        machines = cluster(1, memory, gap_share=0.07)
+        plan, _ = search(
+            model, machines, PlanConfig(activations="offload", schedule="gpipe"), global_batch=3, microbatch=1
+        )
+        check(plan, machines)
+        assert memory - plan.prediction.ranks[0].peak_bytes <= 1 or plan.stages[0].swap_limit_bytes == 3000
+
+
+def test_kinds_of_devices_are_not_mixed_and_the_plan_says_so() -> None:
+    """Once called exact: an order such as fast, slow, fast is never tried."""
+    plan, _ = search(layers(5), two_kinds(1, 2), PlanConfig(), global_batch=8)
+    assert not plan.exact
+    assert plan.bound_seconds <= plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize(
+    "options", [{"global_batch": 0}, {"global_batch": 1.5}, {"microbatch": 0}, {"microbatch": "8"}]
+)
+def test_rows_that_are_no_count_are_one_line(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.(global_batch|microbatch)=.*accepted"):
+        search(layers(2), cluster(1), PlanConfig(), **{"global_batch": 4, **options})
+
+
+def test_a_shape_that_cannot_be_is_named() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"plan.interleave=3 has no shape for 4 block\(s\)"):
+        search(layers(4), cluster(2), PlanConfig(interleave=3), global_batch=8, runnable=False)
+
+
+def test_the_stages_that_fit_come_with_their_replicas() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"plan.stages=\d plan.replicas=auto"):
+        search(layers(8), cluster(4, 42 * 10**6), PlanConfig(stages=2, replicas=2), global_batch=8)
+
+
 def test_a_search_that_was_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallax.plan.stages.FRONT", 0)
     model, machines = layers(6, 5, parameter_bytes=10**6), cluster(1, 38 * 10**6, write=Link(bytes_per_second=1e8))
     plan, _ = search(model, machines, PlanConfig(), global_batch=8, microbatch=4)
     assert not plan.exact
+    assert plan.bound_seconds < plan.prediction.step_seconds
     check(plan, machines)
 
 

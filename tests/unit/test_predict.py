@@ -1,0 +1,89 @@
+"""Forecasts where not every action is simulated."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from parallax.plan import predict as predicting
+from parallax.plan.cluster import Cluster, Link
+from parallax.plan.predict import Pipeline, best_placement, predict
+from parallax.plan.schedule import ORDERS
+from tests.unit.plan_fakes import block, cluster, profile, stages
+
+MODEL = [block(f"b{i}", 1.0 + i % 3, 2.0 + i % 2, weight_seconds=1.0, input=4, output=4) for i in range(8)]
+
+
+def pipeline(schedule: str, positions: int, rows: int, interleave: int = 1, replicas: int = 1) -> Pipeline:
+    count = positions * interleave
+    cuts = [8 * s // count for s in range(count + 1)]
+    return Pipeline(
+        schedule=schedule,
+        stages=tuple(stages(cuts, [replicas] * count)),
+        global_batch=rows,
+        microbatch=replicas,
+        interleave=interleave,
+        order=tuple(range(positions * replicas)),
+    )
+
+
+@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize("positions", [2, 4])
+def test_very_many_micro_batches_take_what_all_of_them_would(
+    schedule: str, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)
+    asked = pipeline(schedule, positions, 100 * positions, 2 if schedule == "interleaved" else 1)
+    whole = predict(profile(MODEL), cluster(positions), asked)
+    monkeypatch.setattr(predicting, "MANY_MICRO_BATCHES", 10)
+    short = predict(profile(MODEL), cluster(positions), asked)
+    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+    assert short.bubble == pytest.approx(whole.bubble, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_timed_and_simulated_agree_where_nothing_is_shared(
+    schedule: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = pipeline(schedule, 4, 8 * replicas, 2 if schedule == "interleaved" else 1, replicas)
+    machines = cluster(4 * replicas, link=Link(bytes_per_second=100.0))
+    simulated = predict(profile(MODEL), machines, asked)
+    monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)
+    timed = predict(profile(MODEL), machines, asked)
+    assert simulated.spans
+    assert not timed.spans
+    assert timed.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-6)
+    assert [rank.budget_bytes for rank in timed.ranks] == [rank.budget_bytes for rank in simulated.ranks]
+    for ours, theirs in zip(timed.ranks, simulated.ranks):
+        assert ours.peak_bytes >= theirs.peak_bytes
+    for terms in timed.stages:
+        assert math.isclose(sum(terms.seconds.values()), timed.step_seconds, rel_tol=1e-4)
+
+
+def test_replicas_that_reduce_much_stand_on_one_node() -> None:
+    """Two nodes of two: with large parameters the replicas of a stage share a node, with large activations the stages
+    of a replica do."""
+    node = cluster(2).nodes[0]
+    machines = Cluster(
+        nodes=(node, replace(node, name="other")), local=Link(bytes_per_second=1e4), remote=Link(bytes_per_second=1e2)
+    )
+    asked = pipeline("1f1b", 2, 8, replicas=2)
+    heavy = profile([replace(cost, parameter_bytes=10**5) for cost in MODEL])
+    chatty = profile([replace(cost, input=replace(cost.input, per_row=5e3), output=cost.input) for cost in MODEL])
+    chatty = profile([replace(cost, output=replace(cost.output, per_row=5e3)) for cost in chatty.blocks])
+    assert best_placement(heavy, machines, asked)[0].order == (0, 1, 2, 3)
+    assert best_placement(chatty, machines, asked)[0].order == (0, 2, 1, 3)
+
+
+def test_random_orders_of_devices_predict_every_rank_once() -> None:
+    order = list(range(8))
+    random.Random(3).shuffle(order)
+    asked = replace(pipeline("1f1b", 4, 16, replicas=2), order=tuple(order))
+    machines = cluster(8)
+    found = predict(profile(MODEL), machines, asked)
+    assert len(found.ranks) == 8
+    assert len(found.stages) == 4
