@@ -39,6 +39,7 @@ from parallax.job import (
 )
 from parallax.machine import choose_devices
 from parallax.mesh import start_processes, stop_processes
+from parallax.monitor import load_curves
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.search import AUTO
@@ -306,6 +307,8 @@ def _train(run: Run) -> None:
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     source = open_source(run.config)
+    if dist.get_rank() == 0:
+        load_curves(run.config.logger)
     engine = Engine.build(
         build_chain(run.config),
         run.plan,

@@ -17,7 +17,7 @@ from parallax.units import parse_bytes
 
 AUTO = "auto"
 RANKS_PER_GPU = 8
-CPU_RESERVE = 11 * 2**19  # small blocks of malloc, buffers of libraries: with one thread, up to 6 MiB measured
+CPU_RESERVE = 13 * 2**19  # small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured
 THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
 EXACT_GAPS = 0.015  # whole pages for each tensor: up to 1 % measured
 HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to 41 % measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -60,6 +61,16 @@ def _tensorboard(directory: Path) -> Curves:
             "pip install tensorboard, or set logger.tensorboard=false"
         ) from error
     return Writer(str(directory))
+
+
+def load_curves(logger: LoggerConfig) -> None:
+    """Load what a :class:`MetricsLog` will need and use it once: its code and tables belong to the process, not to the
+    stage whose memory is watched from then on."""
+    if logger.tensorboard:
+        with tempfile.TemporaryDirectory() as folder:
+            curves = _tensorboard(Path(folder))
+            curves.add_scalar("nothing", 0.0, 0)
+            curves.close()
 
 
 class MetricsLog:
