@@ -26,7 +26,7 @@ from parallax.errors import SwapError
 from parallax.swap.manager import SwapConfig, SwapManager
 from parallax.swap.slots import Slot, SlotMap
 from parallax.swap.store import DiskStore, HostStore, Store
-from tests.unit.swap_fakes import MIB, save
+from tests.unit.swap_fakes import MIB, save, settle
 
 PAGE = 4096
 
@@ -240,18 +240,18 @@ def test_a_damaged_file_is_never_stale_data(scratch: Path, size: int, damage: st
 
 def fails_and_recovers(folder: Path) -> str:
     """The message of a step on a disk that is full; then everything is let go of, and a small step works."""
-    manager = SwapManager(disk(folder), limit_bytes=8 * MIB)
     message = ""
-    try:
-        kept = [save(manager, torch.ones(MIB)) for _ in range(8)]
-    except SwapError as error:
-        message = str(error)
-    kept = []
-    assert kept == []
-    assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
-    root = save(manager, torch.full((1000,), 3.0))
-    root.backward()
-    manager.close()
+    with contextlib.closing(SwapManager(disk(folder), limit_bytes=8 * MIB)) as manager:
+        try:
+            kept = [save(manager, torch.ones(MIB)) for _ in range(8)]
+        except SwapError as error:
+            message = str(error)
+        kept = []
+        assert kept == []
+        settle(manager)  # the other thread's write, which had begun, is let end
+        assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
+        root = save(manager, torch.full((1000,), 3.0))
+        root.backward()
     return message
 
 
