@@ -5,7 +5,7 @@ from parallax.machine import ClusterConfig
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Plan
-from parallax.plan.search import PlanConfig
+from parallax.plan.request import PlanConfig
 from parallax.planning import plan_model, plan_together
 from parallax.runtime.batch import Rows, TensorRows
 from parallax.runtime.engine import Engine

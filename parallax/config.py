@@ -38,7 +38,7 @@ from parallax.model.precision import PrecisionConfig, RecipeConfig
 from parallax.model.registry import ModelConfig
 from parallax.monitor import LoggerConfig
 from parallax.plan.catalog import CatalogClusterConfig
-from parallax.plan.search import PlanConfig
+from parallax.plan.request import PlanConfig
 from parallax.runtime.optimizer import OptimizerConfig
 from parallax.swap.manager import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig

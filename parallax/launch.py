@@ -42,7 +42,7 @@ from parallax.mesh import start_processes, stop_processes
 from parallax.monitor import load_curves
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
-from parallax.plan.search import AUTO
+from parallax.plan.request import AUTO
 from parallax.planning import Planned, settle
 from parallax.report import plan_table, summary_table
 from parallax.runtime.engine import Engine
@@ -110,7 +110,7 @@ def _write(directory: Path, config: RunConfig, planned: Planned) -> None:
     Inputs(planned.profile, planned.cluster).save(inputs_path(directory / "plan.yaml"))
     (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
     with EventLog(directory / PREDICTED_EVENTS) as events:
-        events.extend(list(planned.simulation.spans))
+        events.extend(list(planned.forecast.spans))
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:

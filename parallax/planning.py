@@ -23,9 +23,10 @@ from parallax.model.precision import PrecisionConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Plan
+from parallax.plan.predict import Forecast
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search import PlanConfig, search
-from parallax.plan.simulate import Simulation
+from parallax.plan.request import PlanConfig
+from parallax.plan.search import search
 from parallax.probes import measure_probes
 from parallax.runtime.batch import Rows
 from parallax.swap.manager import SwapConfig
@@ -40,7 +41,7 @@ class Planned:
     """A plan with everything it was made from."""
 
     plan: Plan
-    simulation: Simulation
+    forecast: Forecast
     profile: ModelProfile
     cluster: Cluster
 
@@ -89,7 +90,7 @@ def plan_model(
     probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
     found = build_cluster(cluster, choice, tier=swap.tier, probes=probes, speeds=speeds)
     progress(f"searching plans for {len(found.devices)} device(s)")
-    best, simulation = search(
+    best, forecast = search(
         profile,
         found,
         plan,
@@ -97,7 +98,7 @@ def plan_model(
         microbatch=microbatch,
         swap=swap.tier != "none",
     )
-    return Planned(best, simulation, profile, found)
+    return Planned(best, forecast, profile, found)
 
 
 def measure_model(
@@ -167,7 +168,7 @@ def plan_catalog(
     weight_bytes = round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
     found = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
     progress(f"searching plans for {len(found.devices)} device(s)")
-    best, simulation = search(
+    best, forecast = search(
         profile,
         found,
         plan,
@@ -176,7 +177,7 @@ def plan_catalog(
         swap=swap.tier != "none",
         runnable=False,
     )
-    return Planned(best, simulation, profile, found)
+    return Planned(best, forecast, profile, found)
 
 
 def plan_together(

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
-from parallax.model.describe import Chain, as_tuple, look, tie_costs
+from parallax.model.describe import Chain, as_tuple, block_by_block, tie_costs
 from parallax.model.precision import AnyPrecision
 from parallax.model.saved import Saved, address
 from parallax.plan.profile import Affine
@@ -155,7 +155,7 @@ class _Meter(TorchDispatchMode):
         if formula is not None:
             self._add(_Pass(float(formula(*args, **kwargs, out_val=out)), 0.0, 1.0))
         elif fresh or func._schema.is_mutable:  # views and questions about shapes run no kernel
-            self._add(_Pass(0.0, float(_distinct_bytes([*read, *written])), 1.0))
+            self._add(_Pass(0.0, float(_traffic_bytes([*read, *written])), 1.0))
         return out
 
     def _add(self, more: _Pass) -> None:
@@ -177,8 +177,8 @@ class _Meter(TorchDispatchMode):
         self._level -= size
 
 
-def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the tensors; one that is read and written in place counts once for each."""
+def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes read and written; a tensor that is both, in place, is there twice."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -201,19 +201,15 @@ class _Counter:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
         with self._mode:
             entering, aims = tuple(_fake(tensor) for tensor in inputs), _fake(targets)
-        known: dict[str, _Counted] = {}
-        found = []
-        for index, block in enumerate(self._chain.blocks):
-            last = index == len(self._chain.blocks) - 1
-            seen = look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
-            if seen not in known:
-                self._progress(f"counting block {index + 1} of {len(self._chain.blocks)} ({block.name}), {rows} row(s)")
-                copied = copy.deepcopy(block.module)
-                with self._mode:
-                    known[seen] = self._count(index, copied, rows, entering, aims if last else None)
-            found.append(known[seen])
-            entering = known[seen].outputs
-        return found
+
+        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Counted:
+            block, count = self._chain.blocks[index], len(self._chain.blocks)
+            self._progress(f"counting block {index + 1} of {count} ({block.name}), {rows} row(s)")
+            copied = copy.deepcopy(block.module)
+            with self._mode:
+                return self._count(index, copied, rows, entering, aims if last else None)
+
+        return block_by_block(self._chain, entering, find)
 
     def _count(
         self, index: int, block: nn.Module, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None
@@ -302,10 +298,10 @@ class _Counter:
         behind; as the profiler counts them."""
         held = [*block.parameters(), *block.buffers()]
         saved = Saved(held, self._minimum, plain=FakeTensor)
-        with torch.autograd.graph.saved_tensors_hooks(saved.by_block, lambda tensor: tensor):
+        with saved.by_block():
             results = self._forward(block, entering, None)
         if targets is not None:
-            with torch.autograd.graph.saved_tensors_hooks(saved.by_loss, lambda tensor: tensor):
+            with saved.by_loss():
                 results = self._add_loss(results, targets)
         return saved.sums(entering, results)
 

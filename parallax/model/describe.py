@@ -15,6 +15,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -268,6 +269,34 @@ def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
         if len(blocks) > 1:
             first, name = users[0]
             yield chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize, blocks
+
+
+class Found(Protocol):
+    """What is known of a block, its outputs among it."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the next block takes."""
+
+
+_Found = TypeVar("_Found", bound=Found)
+
+
+def block_by_block(
+    chain: Chain, entering: tuple[Tensor, ...], find: Callable[[int, tuple[Tensor, ...], bool], _Found]
+) -> list[_Found]:
+    """What ``find(index, entering, last)`` says of every block; the outputs of each are the inputs of the next. It is
+    asked once for blocks that look the same."""
+    known: dict[str, _Found] = {}
+    found = []
+    for index, block in enumerate(chain.blocks):
+        last = index == len(chain.blocks) - 1
+        seen = look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
+        if seen not in known:
+            known[seen] = find(index, entering, last)
+        found.append(known[seen])
+        entering = known[seen].outputs
+    return found
 
 
 def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:

@@ -1,8 +1,7 @@
 """Measures what each block costs on the real device: seconds, saved bytes by storage, working memory.
 
 Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at two numbers
-of rows or more. The result is cached by model,
-device and library versions, so only the first run of a model pays.
+of rows or more. The result is cached by model, device and library versions, so only the first run of a model pays.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from parallax.errors import DescribeError, PlanError
 from parallax.files import cache_directory, replacing
 from parallax.host import cpu_model
 from parallax.model.clock import Clock
-from parallax.model.describe import Chain, as_tuple, look, materialise, tie_costs
+from parallax.model.describe import Chain, as_tuple, block_by_block, materialise, tie_costs
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Saved
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
@@ -163,20 +162,13 @@ class _Bench:
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Tensor) -> list[_Measured]:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
-        entering = tuple(tensor.to(self._device) for tensor in inputs)
-        known: dict[str, _Measured] = {}
-        found = []
-        for index, block in enumerate(self._chain.blocks):
-            last = index == len(self._chain.blocks) - 1
-            seen = look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
-            if seen not in known:
-                self._progress(
-                    f"measuring block {index + 1} of {len(self._chain.blocks)} ({block.name}), {rows} row(s)"
-                )
-                known[seen] = self._measure(index, rows, entering, targets.to(self._device) if last else None)
-            found.append(known[seen])
-            entering = known[seen].outputs
-        return found
+
+        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
+            name, count = self._chain.blocks[index].name, len(self._chain.blocks)
+            self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
+            return self._measure(index, rows, entering, targets.to(self._device) if last else None)
+
+        return block_by_block(self._chain, tuple(tensor.to(self._device) for tensor in inputs), find)
 
     def _measure(self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None) -> _Measured:
         (block,) = materialise(self._chain, index, index + 1, self._device)
@@ -239,10 +231,10 @@ class _Bench:
         """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
         behind."""
         saved = Saved([*block.parameters(), *block.buffers()], self._minimum)
-        with torch.autograd.graph.saved_tensors_hooks(saved.by_block, lambda tensor: tensor):
+        with saved.by_block():
             results = self._forward(block, entering, None)
         if targets is not None:
-            with torch.autograd.graph.saved_tensors_hooks(saved.by_loss, lambda tensor: tensor):
+            with saved.by_loss():
                 results = self._add_loss(results, targets)
         return saved.sums(entering, results)
 

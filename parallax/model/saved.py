@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
 
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
@@ -67,7 +68,7 @@ class Selector:
 
 
 class Saved:
-    """The bytes that autograd saves for backward, told apart by storage; its methods are pack hooks."""
+    """The bytes that autograd saves for backward, told apart by storage."""
 
     def __init__(self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor) -> None:
         self._held = {address(tensor.untyped_storage()) for tensor in held}
@@ -76,20 +77,28 @@ class Saved:
         self._loss: dict[int, int] = {}
         self._alive: list[UntypedStorage] = []  # so that no address is used twice
 
-    def by_block(self, tensor: Tensor) -> Tensor:
-        """The block saves ``tensor``."""
-        storage = tensor.untyped_storage()
-        if address(storage) not in self._held:
-            self._block[address(storage)] = (storage.nbytes(), self._selector.moves(tensor))
-            self._alive.append(storage)
-        return tensor
+    def by_block(self) -> saved_tensors_hooks:
+        """What is saved inside, the block saves."""
 
-    def by_loss(self, tensor: Tensor) -> Tensor:
-        """The loss saves ``tensor``."""
-        storage = tensor.untyped_storage()
-        self._loss[address(storage)] = storage.nbytes()
-        self._alive.append(storage)
-        return tensor
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if address(storage) not in self._held:
+                self._block[address(storage)] = (storage.nbytes(), self._selector.moves(tensor))
+                self._alive.append(storage)
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def by_loss(self) -> saved_tensors_hooks:
+        """What is saved inside, the loss saves."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            self._loss[address(storage)] = storage.nbytes()
+            self._alive.append(storage)
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def sums(self, entering: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[int, int, int, int]:
         """Bytes that may move, that stay, that the loss saves (it runs after the block, so they are neither offloaded

@@ -262,8 +262,3 @@ def gap_bytes(device: Device, tensor_bytes: float) -> int:
 
 def _share(part: float, other: float) -> float:
     return part / (part + other) if part > 0 else 0.0
-
-
-def ring_bytes(count: float, members: int) -> float:
-    """Bytes that each member of a ring all-reduce sends (Patarasuk and Yuan 2009): 2·(n−1)/n of the data."""
-    return 2 * (members - 1) / members * count

@@ -57,7 +57,7 @@ def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "aut
     """The memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows; auto is
     one micro-batch."""
     rows = global_batch if microbatch == "auto" else min(global_batch, int(microbatch))
-    micro_batches = min(global_batch, micro_batch_count(global_batch, rows))
+    micro_batches = micro_batch_count(global_batch, rows)
     profile = without_seconds(work)
     keep, recompute = (_terms(profile, directive, rows) for directive in DIRECTIVES)
     return Estimate(

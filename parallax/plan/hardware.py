@@ -59,11 +59,6 @@ class DeviceKind:
         check_choice("dtype", dtype, DTYPES)
         return self.flops[dtype]
 
-    @property
-    def peer_to_peer(self) -> bool:
-        """Whether its neighbours are reached without the link to the host."""
-        return self.device_link != self.host_link
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinkKind:

@@ -8,14 +8,14 @@ prefixes make one answer a matter of microseconds, and answers are kept by conte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device
-from parallax.plan.cost import Below, StateLoad, gap_bytes, load_block, load_states
+from parallax.plan.cost import Below, BlockLoad, StateLoad, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.plan.stages import OFFERED, TIER_FLOOR, TIER_SLACK, buffer_bytes, copying_seconds
@@ -110,7 +110,7 @@ class Lanes:
         self._least: dict[Content, float] = {}
         self.looks = 0
 
-    def _column(self, directive: Directive, of) -> Floats:  # type: ignore[no-untyped-def]
+    def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
         return np.array([of(load) for load in self._loads[directive]], dtype=np.float64)[self._kinds]
 
     def find(self, parts: tuple[Part, ...]) -> Lane | None:

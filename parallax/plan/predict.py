@@ -65,7 +65,7 @@ class Pipeline:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
-        return min(self.global_batch, micro_batch_count(self.global_batch, self.microbatch))
+        return micro_batch_count(self.global_batch, self.microbatch)
 
     @cached_property
     def _firsts(self) -> list[int]:

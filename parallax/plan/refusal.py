@@ -14,7 +14,6 @@ from parallax.plan.request import AUTO, PlanConfig, Request, sizes
 from parallax.units import format_bytes
 
 MIB = 2**20
-SMALL = 256  # blocks × devices up to which every pipeline is looked at
 
 Fits = Callable[[Request], bool]
 
@@ -77,8 +76,7 @@ def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
 def _least_memory(request: Request) -> int | None:
     """The fewest bytes per device with which a plan exists; None where no memory helps."""
     plain = [shape for shape in request.shapes() if shape.interleave == 1]
-    small = len(request.profile.blocks) * len(request.devices) <= SMALL
-    if plain and small and len(set(request.devices)) == 1:
+    if plain and request.small and not request.mixed:
         needed = PipelineSearch(request).least_memory(plain)
         return None if math.isinf(needed) else math.ceil(needed)
     found = [QuickSearch(ordered).least_memory(list(ordered.shapes())) for ordered in request.orders()]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -27,6 +27,7 @@ from parallax.plan.schedule import ORDERS, RUNNABLE
 AUTO = "auto"
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
 ORDERS_TRIED = 24  # permutations of the kinds of devices
+EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 MANY = 24  # positions up to which every number is tried
 INTERLEAVES = (2, 4)  # stages per position that are tried
 OPTIMIZER_BELOW = (Below(0.25), Below(0.5), Below(0.75), Below(1.0))  # shares below the device that are tried
@@ -85,7 +86,7 @@ class Shape:
     microbatch: int
     positions: int
     interleave: int = 1
-    bound: Score = (0.0, 0.0)
+    bound: Score = field(default=(0.0, 0.0), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,7 @@ class Candidate:
 
     def same(self, other: Candidate) -> bool:
         """Whether both are one plan."""
-        mine, theirs = replace(self.shape, bound=WORST), replace(other.shape, bound=WORST)
-        return (mine, self.stages, self.order) == (theirs, other.stages, other.order)
+        return (self.shape, self.stages, self.order) == (other.shape, other.stages, other.order)
 
 
 class Request:
@@ -208,9 +208,19 @@ class Request:
             return (Below(1.0), *streamed)
         return (ALL_ON_DEVICE, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
 
+    @property
+    def small(self) -> bool:
+        """Whether every pipeline is looked at."""
+        return len(self.profile.blocks) * len(self.devices) <= EXACT_PLACES
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are several kinds of devices."""
+        return len(set(self.devices)) > 1
+
     def count(self, shape: Shape) -> int:
         """Micro-batches of a step."""
-        return count(self.global_batch, shape.microbatch)
+        return micro_batch_count(self.global_batch, shape.microbatch)
 
     def shapes(self) -> Iterator[Shape]:
         """Every shape that uses every device, with its bound."""
@@ -347,11 +357,6 @@ class Request:
         return math.ceil(
             (states.device_bytes - states.staging_bytes) / max(1, largest.memory_bytes - largest.reserve_bytes)
         )
-
-
-def count(rows: int, microbatch: int) -> int:
-    """Micro-batches of a step."""
-    return min(rows, micro_batch_count(rows, microbatch))
 
 
 def sizes(global_batch: int, microbatch: int | str) -> list[int]:

@@ -22,14 +22,10 @@ from parallax.plan.quick import EFFORT as QUICK_EFFORT
 from parallax.plan.quick import QuickSearch
 from parallax.plan.refusal import refusal
 from parallax.plan.request import AUTO, Candidate, PlanConfig, Request, merge, worst
-from parallax.plan.simulate import Simulation
 
 PREDICTED = 12  # candidates that are predicted in full, best formula first
 NAMED = 4  # runners-up that the plan names
-EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 TIE = 1e-6  # of the step: a gain that is none
-
-__all__ = ["AUTO", "PREDICTED", "PlanConfig", "search"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +47,8 @@ def search(
     microbatch: int | str = AUTO,
     swap: bool = True,
     runnable: bool = True,
-) -> tuple[Plan, Simulation]:
-    """The best plan that uses every device of ``cluster``, and its simulated step (without spans where the cluster is
-    too large to simulate every action).
+) -> tuple[Plan, Forecast]:
+    """The best plan that uses every device of ``cluster``, and the forecast of its step.
 
     ``microbatch`` is in rows; auto tries the halvings of the batch. ``runnable`` asks for a plan that the runtime can
     execute. Raises :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
@@ -77,30 +72,28 @@ def search(
     predicted.sort(key=lambda pair: pair[1].step_seconds)
     (pipeline, forecast), others = predicted[0], predicted[1:]
     plan = _plan(request, pipeline, forecast, found, [*_runners_up(predicted[0], others), *refused][:NAMED])
-    simulation = Simulation(step_seconds=forecast.step_seconds, bubble=forecast.bubble, ranks=(), spans=forecast.spans)
-    return plan, simulation
+    return plan, forecast
 
 
 def find_candidates(request: Request, most: int) -> _Found:
     """The ``most`` best pipelines by the formula over all orders of the devices, best first."""
     best: list[Candidate] = []
     compared, exact, bound = 0, True, math.inf
-    small = len(request.profile.blocks) * len(request.devices) <= EXACT_PLACES
-    orders, several = request.orders(), len(set(request.devices)) > 1
+    orders = request.orders()
     for ordered in orders:
         shapes = list(ordered.shapes())
         quick = QuickSearch(ordered, QUICK_EFFORT / len(orders))
         best = merge(best, quick.best(shapes, most, worst(best, most)), most)
         compared += quick.compared
         thorough = PipelineSearch(ordered, EXACT_EFFORT / len(orders))
-        if small:  # only what beats the greedy rule's best is looked for
+        if request.small:  # only what beats the greedy rule's best is looked for
             plain = [shape for shape in shapes if shape.interleave == 1]
             whole, alone = worst(best, 1)
             best = merge(best, thorough.best(plain, most, (whole * (1 - TIE), alone * (1 - TIE))), most)
-            compared, exact = compared + thorough.compared, exact and thorough.exact and not several
+            compared, exact = compared + thorough.compared, exact and thorough.exact and not request.mixed
         possible = [shape for shape in shapes if shape.positions >= ordered.least_positions]
         # Kinds of devices are taken in turn, never mixed, and interleaved stages are cut one way only.
-        seen = small and thorough.exact and not several
+        seen = request.small and thorough.exact and not request.mixed
         unseen = [shape for shape in possible if not seen or shape.interleave > 1]
         bound = min(bound, min((shape.bound[0] for shape in unseen), default=math.inf))
     first = best[0].score[0] if best else math.inf

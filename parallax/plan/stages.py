@@ -124,13 +124,9 @@ def copying_seconds(device: Device, moved: NDArray[Any]) -> Floats:
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
     """A number for each block, the same for those that cost the same, and the cost behind each number."""
     numbers: dict[BlockCost, int] = {}
-    for block in profile.blocks:
-        numbers.setdefault(replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0), len(numbers))
-    costs = list(numbers)
-    kinds = [
-        numbers[replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0)] for block in profile.blocks
-    ]
-    return tuple(kinds), costs
+    nameless = [replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0) for block in profile.blocks]
+    kinds = tuple(numbers.setdefault(cost, len(numbers)) for cost in nameless)
+    return kinds, list(numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.catalog import CatalogClusterConfig
-from parallax.plan.search import PlanConfig
+from parallax.plan.request import PlanConfig
 from parallax.plan.transformer import TransformerConfig
 from parallax.train.loop import TrainerConfig
 

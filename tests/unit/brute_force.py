@@ -12,7 +12,8 @@ import numpy as np
 from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.cost import load_block, load_stage
 from parallax.plan.plan import Directive
-from parallax.plan.request import Request, Shape, count
+from parallax.plan.request import Request, Shape
+from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import in_flight
 from parallax.plan.stages import TIER_FLOOR, TIER_SLACK
 
@@ -94,7 +95,7 @@ def brute_force(request: Request) -> float:
                         continue
                     found = []
                     for s, r in enumerate(replicas):
-                        rows, flight = -(-micro // r), in_flight(schedule, parts, s, count(batch, micro))
+                        rows, flight = -(-micro // r), in_flight(schedule, parts, s, micro_batch_count(batch, micro))
                         key = bounds[s], bounds[s + 1], r, rows, flight
                         if key not in known:
                             known[key] = every_stage(request, *key)

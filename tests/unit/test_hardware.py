@@ -50,7 +50,7 @@ def test_published_figures() -> None:
 
 
 def test_devices_without_nvlink_talk_over_the_host() -> None:
-    assert {name for name, kind in DEVICE_KINDS.items() if not kind.peer_to_peer} == {"l4", "rtx4090"}
+    assert {name for name, kind in DEVICE_KINDS.items() if kind.device_link == kind.host_link} == {"l4", "rtx4090"}
 
 
 def test_unknown_names_are_told_the_nearest() -> None:

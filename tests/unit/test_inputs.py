@@ -13,7 +13,8 @@ from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.efficiency import price
 from parallax.plan.hardware import DEVICE_KINDS
 from parallax.plan.inputs import Inputs, inputs_path
-from parallax.plan.search import PlanConfig, search
+from parallax.plan.request import PlanConfig
+from parallax.plan.search import search
 from parallax.plan.transformer import TransformerConfig
 
 MODEL = TransformerConfig(layers=4, hidden=64, heads=2, vocabulary=128, sequence=32)

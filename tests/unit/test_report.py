@@ -17,7 +17,8 @@ from parallax.plan.estimate import estimate
 from parallax.plan.hardware import DEVICE_KINDS
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search import PlanConfig, search
+from parallax.plan.request import PlanConfig
+from parallax.plan.search import search
 from parallax.plan.transformer import TransformerConfig
 from parallax.report import chrome_trace, estimate_table, memory_table, plan_table, profile_table
 from parallax.report.simulation import simulation_table
