@@ -5,7 +5,7 @@ The profiler counts with this rule and the swap manager moves by it, so what was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
+NOT_PLAIN = "not plain strided memory"
 _LOOKUPS = ("Embedding", "Index", "Gather", "Take")  # read a parameter at places that the data chose
 
 
@@ -24,23 +25,42 @@ def address(storage: UntypedStorage) -> int:
 class Selector:
     """Decides by storage. Stay: parameters and buffers, copies made from a parameter alone (autocast's
     casts), what the caller holds anyway (tensors that collect a gradient, small slices of a batch), small
-    tensors, and anything that is not plain strided memory of the class ``plain``."""
+    tensors, and anything that is not plain strided memory of the class ``plain``. ``streams`` knows parameters whose
+    memory comes and goes, so that their addresses change."""
 
-    def __init__(self, held: Iterable[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor) -> None:
+    def __init__(
+        self,
+        held: Iterable[Tensor],
+        minimum_bytes: int,
+        *,
+        plain: type[Tensor] = Tensor,
+        streams: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
+        self._streams = streams
         self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}  # 0: no bytes at all
         self._plain = plain
         self._minimum = max(1, minimum_bytes)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether the storage of a saved ``tensor`` may be moved."""
+        return self.why_kept(tensor) is None
+
+    def why_kept(self, tensor: Tensor) -> str | None:
+        """Why the storage of a saved ``tensor`` may not be moved; None: it may."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
-            return False
+            return NOT_PLAIN
         if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-            return False
+            return NOT_PLAIN
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._minimum or address(storage) in self._held:
-            return False
-        return not self._slice_of_input(tensor) and not self._from_leaf(tensor)
+        if storage.nbytes() < self._minimum:
+            return "smaller than swap.minimum_bytes"
+        if address(storage) in self._held or self._streams(tensor):
+            return "parameter or buffer"
+        if self._slice_of_input(tensor):
+            return "small part of a batch"
+        if self._from_leaf(tensor):
+            return "view or cast of a parameter"
+        return None
 
     def _slice_of_input(self, tensor: Tensor) -> bool:
         """Rows of a batch or of a whole data set: the storage belongs to the caller, who still holds it."""

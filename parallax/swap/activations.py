@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from parallax.model.saved import Selector
+from parallax.model.saved import NOT_PLAIN, Selector
 from parallax.swap.manager import SwapManager
 from parallax.swap.records import Entry
 
@@ -58,7 +58,9 @@ def offloading(manager: SwapManager, selector: Selector, micro: int) -> torch.au
     leave."""
 
     def pack(tensor: Tensor) -> _Kept | _Moved:
-        if not selector.moves(tensor):
+        reason = selector.why_kept(tensor)
+        if reason is not None:
+            manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
             return _Kept(tensor)
         return _Moved(tensor, manager.add(tensor, micro), manager)
 

@@ -1,4 +1,4 @@
-"""The swap manager: saved activations leave the device as soon as they are saved, and come back just in time.
+"""The swap manager: saved activations leave the device early or when room is needed, and come back just in time.
 
 Records are of storages, not tensors: views and aliases share one, so nothing is copied twice and every stride
 comes back as it was. A record lives exactly as long as autograd keeps the :class:`Entry` that claims it, so a
@@ -8,96 +8,69 @@ second unpack finds it, and a graph that never sees its backward leaves nothing 
 
                  pack                      written                fetch, unpack
     (computed) ───────▶ QUEUED on device ───────────▶ STORED below ──────────────▶ LOADED ──▶ (freed with
-                            └──── fetch before the write began: cancelled ───────────▲         the graph)
+        │                  ▲ └──── fetch before the write began: cancelled ──────────▲ ▲       the graph)
+        └─────▶ KEPT ──────┘ room is needed                                            │
+                  └──────────────────────── fetch, unpack ─────────────────────────────┘
 
 ``limit_bytes`` bounds what records hold on the device. Where the next one would not fit, the manager first
-drops what is already written, then waits for writes (back-pressure), then gives up copies fetched too early,
-then those that were used and may be used again (a shared storage, a retained graph); and raises
-:class:`BudgetExceeded` with the arithmetic when none of these is left.
+drops what is already written, then lets the oldest of what was kept leave, then waits for writes (back-pressure),
+then gives up what stayed by preference, copies fetched too early, and those that were used and may be used again
+(a shared storage, a retained graph); and raises :class:`BudgetExceeded` with the arithmetic when none of these is
+left. :class:`~parallax.swap.policy.Policy` says what is kept, what stays by preference and how early it comes back.
+
+Whoever knows the next micro-batch calls ``fetch``; otherwise the first use of what a micro-batch saved does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from parallax.device import CopyEngine
-from parallax.errors import BudgetExceeded, SwapError, check_choice, check_positive
-from parallax.swap.records import Entry, Record, State
-from parallax.swap.store import DiskStore, HostStore, Pending, Store
+from parallax.errors import BudgetExceeded, SwapError
+from parallax.swap.policy import Policy, Preferences
+from parallax.swap.records import Batch, Entry, Record, State
+from parallax.swap.statistics import Ledger, SwapStatistics
+from parallax.swap.store import Store
+from parallax.swap.verify import NoChecks, SumChecks
 from parallax.units import format_bytes
 
-
-@dataclass(frozen=True, kw_only=True)
-class SwapConfig:
-    """Where offloaded activations go.
-
-    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), or auto: host
-    under CUDA, disk on a CPU. ``directory``: folder for disk tiers, of its own; auto is inside the run
-    directory. ``threads``: threads per rank that write files, and as many that read. ``minimum_bytes``:
-    smaller tensors are never moved.
-    """
-
-    tier: str = "auto"
-    directory: str = "auto"
-    threads: int = 2
-    minimum_bytes: int = 65536
-
-    def __post_init__(self) -> None:
-        check_choice("swap.tier", self.tier, ["auto", "host", "disk", "none"])
-        check_positive("swap.threads", self.threads)
-        check_positive("swap.minimum_bytes", self.minimum_bytes, zero=True)
-
-    def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
-        """The store of one rank. ``directory`` is used where the configuration says auto."""
-        if tier == "host":
-            return HostStore(capacity, copies)
-        folder = directory if self.directory == "auto" else Path(self.directory)
-        return DiskStore(folder, capacity, copies, threads=self.threads)
-
-
-@dataclass
-class SwapStatistics:
-    """What happened since the last :meth:`SwapManager.take_statistics`; bytes and seconds.
-
-    ``bytes_out`` and ``bytes_in`` count transfers that ended, ``bytes_cancelled`` writes that were spared.
-    """
-
-    bytes_out: int = 0
-    bytes_in: int = 0
-    bytes_cancelled: int = 0
-    stall_seconds: float = 0.0
-    high_water: int = 0
-    tier_high_water: int = 0
+_DEFAULT_POLICY = Policy()
+_LEAD = 8  # once room is needed, this part of the limit leaves ahead of need, beside the computing
 
 
 class SwapManager:
     """Moves the storages of micro-batches between the device and one store."""
 
-    def __init__(self, store: Store, *, limit_bytes: int) -> None:
-        self._store, self._limit = store, limit_bytes
+    def __init__(
+        self, store: Store, *, limit_bytes: int, policy: Policy = _DEFAULT_POLICY, verify: bool = False
+    ) -> None:
+        self._store, self._ledger = store, Ledger(store, limit_bytes)
+        self._policy, self._preferences = policy, Preferences(policy)
+        self._checks = SumChecks() if verify else NoChecks()
         self._lock = threading.RLock()
         self._closed = False
-        self._resident = 0
+        self._clock = 0
         self._writing: deque[Record] = deque()
-        self._fetching: deque[Record] = deque()
         self._unclaimed: deque[Record] = deque()  # filled without the lock, by claims that end
         self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
         self._lingering: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # given up while in use
-        self._early: dict[Record, None] = {}  # loaded and not used yet, in the order of need
+        self._kept: dict[Record, None] = {}  # until room is needed, oldest first
+        self._preferred: dict[Record, None] = {}  # by the policy, while there is room, oldest first
+        self._early: dict[Record, None] = {}  # to be used next and not used yet, in the order of need
         self._used: dict[Record, None] = {}  # loaded and used, the longest ago first
-        self._added: dict[int, dict[Record, None]] = {}
+        self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
+        self._returning: list[Batch] = []  # on their way back, in the order of need
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Record]] = {}
-        self._statistics = SwapStatistics()
-        self.stall_seconds = 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long anyone has waited for transfers since the manager was made."""
+        return self._ledger.stall_seconds
 
     @property
     def resident_bytes(self) -> int:
@@ -105,7 +78,7 @@ class SwapManager:
         with self._lock:
             with contextlib.suppress(SwapError):  # for add, fetch and load to report
                 self._reap()
-            return self._resident
+            return self._ledger.resident
 
     @property
     def stored_bytes(self) -> int:
@@ -116,7 +89,7 @@ class SwapManager:
             return self._store.slots.used_bytes
 
     def add(self, tensor: Tensor, micro: int) -> Entry:
-        """The entry of a saved tensor's storage; a new one begins to leave at once."""
+        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says."""
         with self._lock:
             self._check_open()
             self._reap()
@@ -125,13 +98,17 @@ class SwapManager:
             if known is not None and record is not None and known() is storage:
                 entry = record.claim()
                 if entry is not None and record.version == tensor._version:
+                    self._ledger.decide("shares memory with another", 0)
                     return entry
-            self._make_room(storage.nbytes())
-            record = Record(tensor, micro)
+            self._make_room(storage.nbytes(), micro)
+            self._clock += 1
+            batch = self._open.setdefault(micro, Batch(micro))
+            record = Record(tensor, batch, self._clock)
             entry = Entry(record, self._unclaimed)
-            self._grow(record.size)
-            self._write(record)
-            self._added.setdefault(micro, {})[record] = None
+            self._ledger.resize(record.size)
+            self._checks.saved(record)
+            batch.enter(record)
+            self._place(record)
             self._known[record.address] = (weakref.ref(storage), record)
             return entry
 
@@ -140,11 +117,8 @@ class SwapManager:
         with self._lock:
             self._check_open()
             self._reap()
-            for record in reversed(self._added.pop(micro, {})):
-                if record.state is State.QUEUED:
-                    self._spare(record)
-                elif record.state is State.STORED:
-                    self._fetching.append(record)
+            if micro in self._open:
+                self._begin(self._open[micro])
             self._pump()
 
     def load(self, entry: Entry) -> torch.UntypedStorage:
@@ -152,30 +126,34 @@ class SwapManager:
         with self._lock:
             record = entry.record
             self._reap()
-            if record.state is State.QUEUED:
+            if record.state in (State.KEPT, State.QUEUED):
                 self._spare(record)
             elif record.state is State.STORED:
                 self._check_open()
-                self._make_room(record.size)
+                self._make_room(record.size, record.batch.micro)
                 self._read(record)
             if record.state is State.LOADED:
                 self._arrive(record)
                 self._early.pop(record, None)
                 self._used.pop(record, None)
                 self._used[record] = None
-            record.used = True
+            self._use(record)
             assert record.storage is not None
             storage = record.storage
-            self._pump()
+            if not self._closed:
+                self._pump()
             return storage
+
+    def decide(self, reason: str, size: int) -> None:
+        """Count a saved tensor that is not given to :meth:`add`, and why."""
+        with self._lock:
+            self._ledger.decide(reason, size)
 
     def take_statistics(self) -> SwapStatistics:
         """What happened since the last call."""
         with self._lock:
             self._reap()
-            taken, self._statistics = self._statistics, SwapStatistics(high_water=self._resident)
-            taken.tier_high_water = self._store.slots.take_high_water()
-            return taken
+            return self._ledger.take()
 
     def close(self) -> None:
         """End all transfers and give the store back. What is on the device stays usable, the rest is lost."""
@@ -188,11 +166,22 @@ class SwapManager:
                 if record.state is State.QUEUED:
                     record.state, record.transfer = State.LOADED, None
             self._writing.clear()
-            self._fetching.clear()
+            for batch in self._returning:
+                batch.waiting.clear()
+            self._returning.clear()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SwapError("the swap tier is closed: what was offloaded is gone; run backward before Engine.close()")
+            raise SwapError("the swap tier is closed: what was offloaded is gone; run backward before closing it")
+
+    def _place(self, record: Record) -> None:
+        """Decide about a new record."""
+        if self._preferences.stays(record):
+            self._preferred[record], record.undecided = None, "kept by policy"
+        elif not self._policy.eager:
+            self._kept[record], record.undecided = None, "kept while there was room"
+        else:
+            self._write(record)
 
     def _write(self, record: Record) -> None:
         assert record.storage is not None
@@ -200,70 +189,148 @@ class SwapManager:
         record.slot, record.transfer = self._store.write(flat)
         record.state, record.wanted = State.QUEUED, False
         self._writing.append(record)
+        self._decide(record, "moved")
+        self._ledger.sample()
 
     def _spare(self, record: Record) -> None:
         """Keep what is needed again before its write began; what is being written stays as well."""
-        assert record.transfer is not None
-        record.wanted = True
-        if not record.transfer.cancel():
-            return
-        assert record.slot is not None
-        self._store.free(record.slot)
-        record.slot = record.transfer = None
-        record.state = State.LOADED
+        if record.state is State.QUEUED:
+            assert record.transfer is not None
+            record.wanted = True
+            if not record.transfer.cancel():
+                return
+            assert record.slot is not None
+            self._store.free(record.slot)
+            record.slot = record.transfer = None
+            self._ledger.cancelled(record.size)
+        self._stay(record)
+
+    def _stay(self, record: Record) -> None:
+        """It is on the device, and will be used soon or was used already."""
+        self._kept.pop(record, None)
+        self._preferred.pop(record, None)
+        record.state, record.transfer = State.LOADED, None
         (self._used if record.used else self._early)[record] = None
-        self._statistics.bytes_cancelled += record.size
+
+    def _decide(self, record: Record, reason: str) -> None:
+        """Count a record of which it is known now what became of it."""
+        if record.undecided:
+            self._ledger.decide(reason, record.size)
+            record.undecided = ""
+
+    def _use(self, record: Record) -> None:
+        """A record is handed out: for the first time, perhaps, and as the first of its micro-batch."""
+        self._checks.returned(record)
+        if not record.used:
+            record.used = True
+            self._decide(record, record.undecided)
+            self._preferences.used(record, self._clock)
+        if not record.batch.begun and not self._closed:
+            self._begin(record.batch)
+
+    def _begin(self, batch: Batch) -> None:
+        """From now on a micro-batch comes back; what it saves later is another."""
+        batch.begun = True
+        if self._open.get(batch.micro) is batch:
+            del self._open[batch.micro]
+        for record in batch.last_first():
+            if record.state in (State.KEPT, State.QUEUED):
+                self._spare(record)
+            elif record.state is State.STORED:
+                batch.waiting.append(record)
+        if batch.waiting:
+            self._returning.append(batch)
 
     def _read(self, record: Record) -> None:
         assert record.slot is not None
         flat = torch.empty(record.size, dtype=torch.uint8, device=record.device)
+        self._checks.reading(flat)
         record.transfer = self._store.read(record.slot, flat)
-        record.storage, record.state = flat.untyped_storage(), State.LOADED
-        self._grow(record.size)
+        record.storage, record.state, record.returned = flat.untyped_storage(), State.LOADED, True
+        self._ledger.resize(record.size)
 
     def _arrive(self, record: Record) -> None:
         """Wait for a read."""
         if record.transfer is not None:
-            self._stall(record.transfer)
+            self._ledger.stall(record.transfer, record.batch.micro)
+            self._count(record)
             record.transfer = None
-            self._statistics.bytes_in += record.size
 
     def _pump(self) -> None:
         """Begin the next reads that fit."""
-        while self._fetching:
-            record = self._fetching[0]
+        for batch in [*self._returning]:
+            fits = self._bring_back(batch)
+            if not batch.waiting:
+                self._returning.remove(batch)
+            if not fits:
+                return
+
+    def _bring_back(self, batch: Batch) -> bool:
+        """Begin to read what is due of one micro-batch; whether there was room for all of that."""
+        while batch.waiting:
+            record = batch.waiting[0]
             alive = record.claim() is not None
             if alive and record.state is State.QUEUED:
-                return
+                return False
             if alive and record.state is State.STORED:
-                if self._resident + record.size > self._limit:
-                    return
+                if not self._preferences.due(record):
+                    return True
+                needed = self._preferences.group_bytes(record) if self._early else record.size
+                if self._ledger.resident + needed > self._ledger.limit:
+                    with contextlib.suppress(SwapError):  # a full tier: what was kept stays
+                        self._let_go(needed)
+                    return False
                 self._read(record)
                 self._early[record] = None
-            self._fetching.popleft()
+            batch.waiting.popleft()
+        return True
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, micro: int) -> None:
         """Return when ``size`` more bytes fit; the order of the remedies is the module's promise."""
-        while self._resident + size > self._limit:
-            writing = next((r for r in self._writing if r.state is State.QUEUED), None)
+        while self._ledger.resident + size > self._ledger.limit:
             if self._ending:
-                self._end(self._ending[0])
-            elif writing is not None and writing.transfer is not None:
-                self._stall(writing.transfer)
+                self._end(self._ending[0], micro)
+                self._reap()
+                continue
+            self._let_go(size)
+            writing = next((r for r in self._writing if r.state is State.QUEUED), None)
+            if writing is not None and writing.transfer is not None:
+                self._ledger.stall(writing.transfer, micro)
+            elif self._preferred:
+                self._leave_oldest(self._preferred)
             elif not self._drop_early() and not self._drop_used():
                 raise BudgetExceeded(
-                    f"the device may hold {format_bytes(self._limit)} of offloaded activations; "
-                    f"{format_bytes(self._resident)} are in use by the running backward and "
+                    f"the device may hold {format_bytes(self._ledger.limit)} of offloaded activations; "
+                    f"{format_bytes(self._ledger.resident)} are in use by the running backward and "
                     f"{format_bytes(size)} more are needed: raise cluster.device_memory, lower "
                     "trainer.microbatch, or use more plan.stages"
                 )
             self._reap()
 
-    def _end(self, record: Record) -> None:
+    def _let_go(self, size: int) -> None:
+        """Let the oldest of what was kept leave, until ``size`` more bytes will fit and some beyond, so that the next
+        who needs room does not wait for a write from its beginning."""
+        leaving = sum(r.size for r in self._writing if r.state is State.QUEUED and not r.wanted)
+        missing = self._ledger.resident + size - self._ledger.limit
+        while self._kept and leaving < missing + self._ledger.limit // _LEAD:
+            try:
+                leaving += self._leave_oldest(self._kept)
+            except SwapError:
+                if leaving < missing:
+                    raise
+                return  # the tier is full, but the lead is no more than a wish
+
+    def _leave_oldest(self, book: dict[Record, None]) -> int:
+        record = next(iter(book))
+        self._write(record)
+        del book[record]
+        return record.size
+
+    def _end(self, record: Record, micro: int) -> None:
         """Wait for the transfer of a record that nobody needs any more; whether it failed does not matter."""
         if record.transfer is not None:
             with contextlib.suppress(SwapError):
-                self._stall(record.transfer)
+                self._ledger.stall(record.transfer, micro)
                 self._count(record)
             record.transfer = None
 
@@ -272,7 +339,9 @@ class SwapManager:
         if not self._early:
             return False
         record, _ = self._early.popitem()
-        self._fetching.appendleft(record)
+        record.batch.waiting.appendleft(record)
+        if record.batch not in self._returning:
+            self._returning.insert(0, record.batch)
         if record.slot is None:
             self._write(record)
             return True
@@ -302,7 +371,7 @@ class SwapManager:
         if record.used and watch() is not None:
             self._lingering.append((watch, record.size))
             return False
-        self._resident -= record.size
+        self._ledger.resize(-record.size)
         return True
 
     def _reap(self) -> None:
@@ -316,32 +385,29 @@ class SwapManager:
             if not self._ended(record):
                 self._ending.append(record)
                 continue
-            if record.storage is not None:
-                self._resident -= record.size
-                record.leave()
             if record.slot is not None:
                 self._store.free(record.slot)
                 record.slot = None
+            if record.storage is not None:
+                record.leave()
+                self._ledger.resize(-record.size)
         if self._lingering:
             still = [(watch, size) for watch, size in self._lingering if watch() is not None]
-            self._resident -= sum(size for _, size in self._lingering) - sum(size for _, size in still)
+            self._ledger.resize(sum(size for _, size in still) - sum(size for _, size in self._lingering))
             self._lingering = still
         while self._writing:
             record = self._writing[0]
             if record.state is State.QUEUED and record.claim() is not None:
                 assert record.transfer is not None
                 if not record.transfer.done():
-                    return
-                self._statistics.bytes_out += record.size
-                self._written(record)
+                    break
+                self._count(record)
+                if record.wanted:
+                    self._stay(record)
+                else:
+                    self._release(record)
             self._writing.popleft()
-
-    def _written(self, record: Record) -> None:
-        if record.wanted:
-            record.state, record.transfer = State.LOADED, None
-            (self._used if record.used else self._early)[record] = None
-        else:
-            self._release(record)
+        self._ledger.measure()
 
     def _ended(self, record: Record) -> bool:
         """Whether no transfer touches the bytes of an unclaimed record any more."""
@@ -349,7 +415,7 @@ class SwapManager:
             return True
         if record.transfer.cancel():
             if record.state is State.QUEUED:
-                self._statistics.bytes_cancelled += record.size
+                self._ledger.cancelled(record.size)
             return True
         try:
             if not record.transfer.done():
@@ -360,31 +426,24 @@ class SwapManager:
         return True
 
     def _count(self, record: Record) -> None:
-        if record.state is State.QUEUED:
-            self._statistics.bytes_out += record.size
-        else:
-            self._statistics.bytes_in += record.size
+        """A transfer has ended, or is waited for by the device's stream."""
+        assert record.transfer is not None
+        out = record.state is State.QUEUED
+        self._ledger.count(record.transfer, record.size, record.batch.micro, out=out)
 
     def _forget(self, record: Record) -> None:
-        self._early.pop(record, None)
-        self._used.pop(record, None)
-        if record.micro in self._added:
-            self._added[record.micro].pop(record, None)
-            if not self._added[record.micro]:
-                del self._added[record.micro]
+        self._decide(record, record.undecided)
+        for book in (self._kept, self._preferred, self._early, self._used):
+            book.pop(record, None)
+        batch = record.batch
+        batch.claims.pop(record.ordinal, None)
+        if not batch.claims:
+            self._preferences.learn(batch)
+            batch.waiting.clear()
+            if self._open.get(batch.micro) is batch:
+                del self._open[batch.micro]
+            if batch in self._returning:
+                self._returning.remove(batch)
         _, known = self._known.get(record.address, (None, None))
         if known is record:
             del self._known[record.address]
-
-    def _grow(self, size: int) -> None:
-        self._resident += size
-        self._statistics.high_water = max(self._statistics.high_water, self._resident)
-
-    def _stall(self, transfer: Pending) -> None:
-        start = time.perf_counter()
-        try:
-            transfer.wait()
-        finally:
-            seconds = time.perf_counter() - start
-            self._statistics.stall_seconds += seconds
-            self.stall_seconds += seconds

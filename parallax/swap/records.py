@@ -1,9 +1,10 @@
-"""The swap manager's books: one record per storage, and the claims that keep it."""
+"""The swap manager's books: one record per storage, the claims that keep it, and the micro-batch that saved it."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 
 import torch
@@ -16,24 +17,57 @@ from parallax.swap.store import Pending
 class State(Enum):
     """Where the bytes of a record are."""
 
+    KEPT = "on the device, to be written when room is needed"
     QUEUED = "on the device, to be written"
     STORED = "in the store"
     LOADED = "on the device, or on the way to it"
+
+
+class Batch:
+    """What one micro-batch saved between two of its backwards, in order, and how far it is on its way back. Holds
+    its records by their claims, since a record holds its batch."""
+
+    def __init__(self, micro: int) -> None:
+        self.micro = micro
+        self.saved = self.passed = 0  # records so far; places in the order of need that are behind us
+        self.claims: dict[int, weakref.ref[Entry]] = {}  # ordinal → claim, of records that are alive
+        self.waiting: deque[Record] = deque()  # in the store, in the order of need
+        self.uses: dict[int, tuple[int, int]] = {}  # ordinal → size, and records saved before the first use
+        self.begun = False
+
+    def enter(self, record: Record) -> None:
+        """Take in what was saved now."""
+        self.claims[record.ordinal] = record.claim
+        self.saved += 1
+
+    def place(self, record: Record) -> int:
+        """Its place in the order of need: last saved, first needed."""
+        return self.saved - 1 - record.ordinal
+
+    def last_first(self) -> Iterator[Record]:
+        """The records that are alive, in the order of need."""
+        for claim in [*reversed(self.claims.values())]:
+            entry = claim()
+            if entry is not None:
+                yield entry.record
 
 
 class Record:
     """What the manager knows of one storage. ``alias`` shares the version counter of the tensor that was
     saved, for as long as that tensor's own storage is the one held."""
 
-    def __init__(self, tensor: Tensor, micro: int) -> None:
+    def __init__(self, tensor: Tensor, batch: Batch, clock: int) -> None:
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.alias: Tensor | None = tensor.detach()
         self.size, self.address = self.storage.nbytes(), self.storage.data_ptr()
-        self.device, self.version, self.micro = tensor.device, tensor._version, micro
-        self.state = State.QUEUED
+        self.device, self.version, self.shape = tensor.device, tensor._version, tuple(tensor.shape)
+        self.batch, self.ordinal, self.clock = batch, batch.saved, clock
+        self.state = State.KEPT
         self.transfer: Pending | None = None
         self.slot: Slot | None = None
-        self.wanted = self.used = False
+        self.wanted = self.used = self.returned = False
+        self.undecided = "kept"  # why it stays, until it leaves, is used or dies
+        self.sum: Tensor | None = None
         self.claim: weakref.ref[Entry]
 
     def leave(self) -> None:

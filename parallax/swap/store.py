@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from parallax.device import CopyEngine, DoneEvent, Event
+from parallax.device import CopyEngine, Event, no_delay
 from parallax.errors import SwapError
 from parallax.swap.files import private_file
 from parallax.swap.slots import Slot, SlotMap
 from parallax.units import format_bytes
 
-_DONE = DoneEvent()
 _REQUEST = 8 * 2**20  # bytes per system call: large enough for bandwidth, small enough to share the disk
 
 
@@ -35,13 +35,18 @@ class Pending(Protocol):
     def cancel(self) -> bool:
         """Whether it was stopped before it began."""
 
+    def seconds(self) -> float:
+        """How long it was under way, its time in a queue not counted; asked once it is done."""
+
 
 class Store(Protocol):
     """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller
-    keeps them alive and unchanged until the transfer is done."""
+    keeps them alive and unchanged until the transfer is done. ``waste_bytes``: pinned memory allocated beyond what
+    was asked."""
 
     tier: str
     slots: SlotMap
+    waste_bytes: int
 
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
         """Begin to copy ``data`` down."""
@@ -74,6 +79,9 @@ class _EventPending:
     def cancel(self) -> bool:
         return False
 
+    def seconds(self) -> float:
+        return self._event.seconds()
+
 
 class HostStore:
     """One arena of host memory, pinned under CUDA, allocated once."""
@@ -83,7 +91,8 @@ class HostStore:
     def __init__(self, capacity: int, copies: CopyEngine) -> None:
         self.slots = SlotMap(capacity, "the host tier")
         self._copies = copies
-        self._arena = copies.empty_host(capacity)
+        self._arena = copies.arena(capacity)
+        self.waste_bytes = self._arena.allocated_bytes - capacity
 
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
         """Copy down on the side stream."""
@@ -95,31 +104,41 @@ class HostStore:
         return _EventPending(self._copies.copy(self._view(slot), target), up=True)
 
     def free(self, slot: Slot) -> None:
-        """The next copy into this place is ordered after this one by its stream."""
+        """The caller has waited for the transfers of this place."""
         self.slots.give(slot)
 
     def close(self) -> None:
         """Wait for copies, then release the arena."""
         self._copies.synchronize()
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena.close()
 
     def _view(self, slot: Slot) -> Tensor:
-        return self._arena[slot.offset : slot.offset + slot.size]
+        return self._arena.data[slot.offset : slot.offset + slot.size]
 
 
 class _FilePending:
-    """File work on a worker thread, followed by a copy to the device where there is one. Work that ended or
-    was cancelled is let go of at once: it holds the tensor."""
+    """File work on a worker thread, device copies included. Work that ended, failed or was cancelled is let go of
+    at once: it holds the tensor. So of an error only the words stay, since its traceback holds the frames."""
 
-    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], Event]) -> None:
-        self._work: Callable[[], Event] | None = work
-        self._future: Future[Event] = pool.submit(self._run)
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._failure = ""
+        self._seconds = 0.0
+        self._future: Future[None] = pool.submit(self._run)
 
     def done(self) -> bool:
-        return self._future.done() and self._result().done()
+        if not self._future.done():
+            return False
+        self.wait()
+        return True
 
     def wait(self) -> None:
-        self._result().wait_stream()
+        try:
+            self._future.result()
+        except CancelledError:
+            raise SwapError("the swap tier was closed while this transfer waited") from None
+        if self._failure:
+            raise SwapError(self._failure)
 
     def cancel(self) -> bool:
         if not self._future.cancel():
@@ -127,19 +146,20 @@ class _FilePending:
         self._work = None
         return True
 
-    def _run(self) -> Event:
+    def seconds(self) -> float:
+        return self._seconds
+
+    def _run(self) -> None:
         work, self._work = self._work, None
         assert work is not None
-        return work()
-
-    def _result(self) -> Event:
+        start = time.perf_counter()
         try:
-            error = self._future.exception()
-        except CancelledError:
-            raise SwapError("the swap tier was closed while this transfer waited") from None
-        if error is not None:  # a new one each time: the old one would collect frames that hold this transfer
-            raise SwapError(str(error)) from error
-        return self._future.result()
+            work()
+        except SwapError as error:
+            self._failure = str(error)
+        except BaseException:
+            self._failure = f"a transfer of swapped data failed:\n{traceback.format_exc()}"
+        self._seconds = time.perf_counter() - start
 
 
 class DiskStore:
@@ -153,42 +173,35 @@ class DiskStore:
 
     tier = "disk"
 
-    def __init__(self, directory: Path, capacity: int, copies: CopyEngine, *, threads: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int,
+        copies: CopyEngine,
+        *,
+        threads: int,
+        delay: Callable[[], float] = no_delay,
+    ) -> None:
         self.slots = SlotMap(capacity, f"the disk tier in {directory}")
-        self._copies = copies
+        self._copies, self._delay = copies, delay
         self.directory = directory
         self._file = private_file(directory)
+        self._bounce = copies.bounce(2 * threads, _REQUEST)
+        self.waste_bytes = self._bounce.waste_bytes
         self._writers = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap-write")
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap-read")
         self._sums: dict[Slot, int] = {}
         self._closed = False
 
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
-        """Queue a write; device data goes through a host copy first."""
-        slot = self.slots.take(data.numel())
-        host, copied = self._to_host(data)
-
-        def work() -> Event:
-            copied.wait_host()
-            self._sums[slot] = _sum(host)
-            self._each(slot, host, lambda view, at: os.pwrite(self._file, view, at), "write")
-            return copied
-
-        return slot, _FilePending(self._writers, work)
+        """Queue a write."""
+        slot, ready = self.slots.take(data.numel()), self._copies.mark()
+        return slot, _FilePending(self._writers, lambda: self._save(slot, data, ready))
 
     def read(self, slot: Slot, target: Tensor) -> Pending:
         """Queue a read."""
-        if not target.is_cuda:
-            return _FilePending(self._readers, lambda: self._fill(slot, target))
-        host = self._copies.empty_host(slot.size)
-        compute = torch.cuda.current_stream(target.device)  # whose earlier work may still use the target's block
-
-        def work() -> Event:
-            self._fill(slot, host)
-            with torch.cuda.stream(compute):
-                return self._copies.copy(host, target)
-
-        return _FilePending(self._readers, work)
+        ready = self._copies.mark()  # earlier work may still use the target's block
+        return _FilePending(self._readers, lambda: self._fill(slot, target, ready))
 
     def free(self, slot: Slot) -> None:
         """The caller has waited for the transfers of this place."""
@@ -202,29 +215,37 @@ class DiskStore:
         self._closed = True
         for pool in (self._writers, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
+        self._bounce.close()
         os.close(self._file)
 
-    def _to_host(self, data: Tensor) -> tuple[Tensor, Event]:
-        if not data.is_cuda:
-            return data, _DONE
-        host = self._copies.empty_host(data.numel())
-        return host, self._copies.copy(data, host)
+    def _save(self, slot: Slot, data: Tensor, ready: Event) -> None:
+        time.sleep(self._delay())
+        total, at = 0, slot.offset
+        for piece in self._bounce.down(data, ready):
+            total += _sum(piece)
+            self._each(slot, at, piece, lambda view, at: os.pwrite(self._file, view, at), "write")
+            at += piece.numel()
+        self._sums[slot] = total
 
-    def _fill(self, slot: Slot, host: Tensor) -> Event:
-        self._each(slot, host, lambda view, at: os.preadv(self._file, [view], at), "read")
-        if _sum(host) != self._sums[slot]:
+    def _fill(self, slot: Slot, target: Tensor, ready: Event) -> None:
+        time.sleep(self._delay())
+        total, at = 0, slot.offset
+        for piece in self._bounce.up(target, ready):
+            self._each(slot, at, piece, lambda view, at: os.preadv(self._file, [view], at), "read")
+            total += _sum(piece)
+            at += piece.numel()
+        if total != self._sums.get(slot):
             raise SwapError(
                 f"{format_bytes(slot.size)} at byte {slot.offset} of the swap file in {self.directory} are not what "
                 "was written: check the disk, or set swap.directory to another"
             )
-        return _DONE
 
-    def _each(self, slot: Slot, data: Tensor, call: Callable[[memoryview, int], int], verb: str) -> None:
-        view = memoryview(data.numpy())  # type: ignore[arg-type]
+    def _each(self, slot: Slot, at: int, piece: Tensor, call: Callable[[memoryview, int], int], verb: str) -> None:
+        view = memoryview(piece.numpy())  # type: ignore[arg-type]
         done = 0
-        while done < slot.size:
+        while done < len(view):
             try:
-                count = call(view[done : done + _REQUEST], slot.offset + done)
+                count = call(view[done:], at + done)
             except OSError as error:
                 raise SwapError(
                     f"cannot {verb} {format_bytes(slot.size)} of swapped data in {self.directory}: "
@@ -232,10 +253,8 @@ class DiskStore:
                     "free space or set swap.directory"
                 ) from error
             if count == 0:
-                raise SwapError(
-                    f"swap file in {self.directory} ends {format_bytes(slot.size - done)} too early; "
-                    "something else truncated it"
-                )
+                missing = format_bytes(slot.offset + slot.size - at - done)
+                raise SwapError(f"swap file in {self.directory} ends {missing} too early; something else truncated it")
             done += count
 
 

@@ -1,39 +1,138 @@
-"""What the tests of the swap share: a store that obeys the test, managers, tensors to save."""
+"""What the tests of the swap share: a store that obeys the test, copies that lag, managers, tensors to save."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from parallax.device import CpuCopies
+from parallax.device import Arena, Bounce, BounceRing, CpuCopies, DoneEvent, Event, PlainArena, no_delay
 from parallax.errors import SwapError
 from parallax.model.saved import Selector
 from parallax.swap.activations import offloading
 from parallax.swap.manager import SwapManager
 from parallax.swap.slots import Slot, SlotMap
-from parallax.swap.store import DiskStore, HostStore, Pending
+from parallax.swap.store import DiskStore, HostStore, Pending, Store
 
 MIB = 2**20
 Make = Callable[..., SwapManager]
+
+
+class LateEvent:
+    """The end of a copy on another thread."""
+
+    def __init__(self, future: Future[float]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait_host(self) -> None:
+        self._future.result()
+
+    def wait_stream(self) -> None:
+        self._future.result()
+
+    def seconds(self) -> float:
+        return self._future.result()
+
+
+class LateCopies:
+    """Copies that go on behind the caller's back, as those of a GPU do, in any order. Like them they keep no block
+    alive: what was let go of too early has other bytes when it is read, and is a ``stray`` when it is written."""
+
+    def __init__(self, delay: Callable[[], float] = no_delay) -> None:
+        self._delay, self._pool = delay, ThreadPoolExecutor(4, thread_name_prefix="late-copies")
+        self._running: set[Future[float]] = set()
+        self._lock = threading.Lock()
+        self.strays = 0
+
+    def empty_host(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def arena(self, count: int) -> Arena:
+        return PlainArena(count)
+
+    def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
+        return BounceRing(self, buffers, min(piece_bytes, 4096))
+
+    def mark(self) -> Event:
+        return DoneEvent()
+
+    def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
+        ends = [(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.size()) for t in (source, target)]
+
+        def run() -> float:
+            time.sleep(self._delay())
+            start = time.perf_counter()
+            views = [_alive(*end) for end in ends]
+            if views[1] is None:
+                self.strays += 1
+            elif views[0] is None:
+                views[1].fill_(0x5A)
+            else:
+                views[1].copy_(views[0])
+            return time.perf_counter() - start
+
+        future = self._pool.submit(run)
+        with self._lock:
+            self._running = {other for other in self._running if not other.done()} | {future}
+        return LateEvent(future)
+
+    def synchronize(self) -> None:
+        with self._lock:
+            running = self._running
+        for future in running:
+            future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _alive(watch: weakref.ref[torch.UntypedStorage], offset: int, size: torch.Size) -> Tensor | None:
+    storage = watch()
+    return None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, (1,))
+
+
+KINDS = ["disk", "host", "late disk", "late host"]
+
+
+@contextlib.contextmanager
+def storing(
+    kind: str, folder: Path, capacity: int = 64 * MIB, delay: Callable[[], float] = no_delay
+) -> Iterator[tuple[Store, LateCopies | CpuCopies]]:
+    """A store of ``kind`` and its copies; late: those of a device that works on its own."""
+    copies = LateCopies(delay) if kind.startswith("late") else CpuCopies()
+    if kind.endswith("disk"):
+        store: Store = DiskStore(folder, capacity, copies, threads=2, delay=delay)
+    else:
+        store = HostStore(capacity, copies)
+    try:
+        yield store, copies
+    finally:
+        store.close()
+        if isinstance(copies, LateCopies):
+            copies.close()
 
 
 @contextlib.contextmanager
 def making(kind: str, folder: Path) -> Iterator[Make]:
     """Makes managers over a store of ``kind``; afterwards each must be empty."""
     made: list[SwapManager] = []
+    stores = contextlib.ExitStack()
 
-    def build(limit: int = 64 * MIB, capacity: int = 64 * MIB) -> SwapManager:
-        copies = CpuCopies()
-        disk = kind == "disk"
-        store = DiskStore(folder, capacity, copies, threads=2) if disk else HostStore(capacity, copies)
-        made.append(SwapManager(store, limit_bytes=limit))
+    def build(limit: int = 64 * MIB, capacity: int = 64 * MIB, **options: Any) -> SwapManager:
+        store, _ = stores.enter_context(storing(kind, folder, capacity))
+        made.append(SwapManager(store, limit_bytes=limit, **options))
         return made[-1]
 
     try:
@@ -45,6 +144,7 @@ def making(kind: str, folder: Path) -> Iterator[Make]:
     finally:
         for manager in made:
             manager.close()
+        stores.close()
 
 
 def settle(manager: SwapManager, seconds: float = 10.0) -> None:
@@ -114,11 +214,15 @@ class ManualPending:
             self.cancelled, self.work = True, lambda: None
         return self.cancelled
 
+    def seconds(self) -> float:
+        return 0.0
+
 
 class ManualStore:
     """A place may be given away only when nothing runs on it; every transfer is checked against that."""
 
     tier = "manual"
+    waste_bytes = 0
 
     def __init__(self, capacity: int = 2**40) -> None:
         self.slots = SlotMap(capacity, "the manual tier")

@@ -21,7 +21,7 @@ from parallax.swap.store import HostStore
 from tests.unit.swap_fakes import MIB, Make, everything, making, save, settle, unpacked
 
 
-@pytest.fixture(params=["disk", "host"])
+@pytest.fixture(params=["disk", "late host"])
 def make(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Make]:
     with making(request.param, scratch) as build:
         yield build
@@ -133,10 +133,10 @@ def test_parameters_buffers_and_their_casts_stay(make: Make, autocast: bool) -> 
     moved: list[Tensor] = []
 
     class Spy(Selector):
-        def moves(self, tensor: Tensor) -> bool:
-            answer = super().moves(tensor)
-            moved.extend([tensor] if answer else [])
-            return answer
+        def why_kept(self, tensor: Tensor) -> str | None:
+            reason = super().why_kept(tensor)
+            moved.extend([tensor] if reason is None else [])
+            return reason
 
     def run(**swap: Any) -> list[Tensor]:
         for parameter in model.parameters():

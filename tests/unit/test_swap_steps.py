@@ -21,7 +21,7 @@ from parallax.swap.manager import SwapManager
 from tests.unit.swap_fakes import Make, everything, making, save, settle, unpacked
 
 
-@pytest.fixture(params=["disk", "host"])
+@pytest.fixture(params=["disk", "late host"])
 def make(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Make]:
     with making(request.param, scratch) as build:
         yield build

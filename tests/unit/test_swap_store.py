@@ -23,7 +23,8 @@ from torch import Tensor
 
 from parallax.device import CpuCopies
 from parallax.errors import SwapError
-from parallax.swap.manager import SwapConfig, SwapManager
+from parallax.swap.config import SwapConfig
+from parallax.swap.manager import SwapManager
 from parallax.swap.slots import Slot, SlotMap
 from parallax.swap.store import DiskStore, HostStore, Store
 from tests.unit.swap_fakes import MIB, save, settle

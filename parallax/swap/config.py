@@ -1,0 +1,77 @@
+"""The keys of ``swap``: tiers below the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.device import CopyEngine, no_delay
+from parallax.errors import ConfigError, check_choice, check_positive, printable
+from parallax.swap.policy import Policy
+from parallax.swap.store import DiskStore, HostStore, Store
+from parallax.swap.verify import Delays
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapConfig:
+    """Where offloaded activations go, and by which preferences.
+
+    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), or auto: host
+    under CUDA, disk on a CPU. ``directory``: folder for disk tiers, of its own; auto is inside the run
+    directory. ``threads``: threads per rank that write files, and as many that read. ``minimum_bytes``:
+    smaller tensors are never moved. ``verify``: sum all bytes and hold transfers up at random, to find a missing
+    wait or bad memory; slow.
+
+    The others are those of IBM's Large Model Support, for who wants to set by hand what the limit decides (see
+    :class:`~parallax.swap.policy.Policy`). ``n_tensors``: offload at most so many per micro-batch; auto: all.
+    ``swapout_threshold``: what is used again before so many others are saved stays. ``swapin_ahead``: how many
+    tensors before its use one comes back; auto: as early as there is room. ``swapin_groupby``: how many come back
+    together.
+    """
+
+    tier: str = "auto"
+    directory: str = "auto"
+    threads: int = 2
+    minimum_bytes: int = 65536
+    verify: bool = False
+    n_tensors: int | str = "auto"
+    swapout_threshold: int = 0
+    swapin_ahead: int | str = "auto"
+    swapin_groupby: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("swap.tier", self.tier, ["auto", "host", "disk", "none"])
+        check_positive("swap.threads", self.threads)
+        check_positive("swap.minimum_bytes", self.minimum_bytes, zero=True)
+        self.policy()
+
+    def policy(self, *, eager: bool = True) -> Policy:
+        """The preferences."""
+        return Policy(
+            eager=eager,
+            n_tensors=_whole("swap.n_tensors", self.n_tensors),
+            swapout_threshold=self.swapout_threshold,
+            swapin_ahead=_whole("swap.swapin_ahead", self.swapin_ahead),
+            swapin_groupby=self.swapin_groupby,
+        )
+
+    def delay(self) -> Callable[[], float]:
+        """What holds transfers up: for :func:`~parallax.device.copies_for`, and used by :meth:`open_store`."""
+        return Delays() if self.verify else no_delay
+
+    def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
+        """The store of one rank. ``directory`` is used where the configuration says auto."""
+        if tier == "host":
+            return HostStore(capacity, copies)
+        folder = directory if self.directory == "auto" else Path(self.directory)
+        return DiskStore(folder, capacity, copies, threads=self.threads, delay=self.delay())
+
+
+def _whole(key: str, value: int | str) -> int | None:
+    """``value`` as a policy takes it: None is auto."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{key}={printable(str(value))}: accepted are auto or a whole number")
+    return value

@@ -1,0 +1,138 @@
+"""What a swap manager did: bytes, seconds, and why tensors left or stayed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from parallax.swap.store import Pending, Store
+
+_MOST_SAMPLES = 2000
+
+
+@dataclass
+class MicroStatistics:
+    """One micro-batch: transfers of what it saved, and how long it waited for them or for room."""
+
+    bytes_out: int = 0
+    bytes_in: int = 0
+    stall_seconds: float = 0.0
+
+
+@dataclass
+class SwapStatistics:
+    """What happened since the last :meth:`~parallax.swap.manager.SwapManager.take_statistics`; bytes and seconds.
+
+    ``bytes_out`` and ``bytes_in`` count transfers that ended, ``bytes_cancelled`` writes that were spared.
+    ``transfer_seconds`` is the sum of what each transfer took, ``stall_seconds`` the part of it (and of waiting in
+    its queue) during which the training thread could not go on. ``limit_bytes`` is the manager's budget,
+    ``pinned_waste_bytes`` what the tier allocated beyond what was asked. ``samples`` are (seconds of
+    ``time.perf_counter``, bytes on the device, bytes in the tier) at every change, thinned to at most 2,000.
+    ``decisions`` counts saved tensors: reason → (tensors, bytes).
+    """
+
+    bytes_out: int = 0
+    bytes_in: int = 0
+    bytes_cancelled: int = 0
+    stall_seconds: float = 0.0
+    high_water: int = 0
+    tier_high_water: int = 0
+    transfer_seconds: float = 0.0
+    limit_bytes: int = 0
+    pinned_waste_bytes: int = 0
+    micro: dict[int, MicroStatistics] = field(default_factory=dict)
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    decisions: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._every, self._skipped = 1, 0
+
+    @property
+    def overlap(self) -> float:
+        """The share of the transfers' time that nobody waited for; 1 where nothing was transferred."""
+        if self.transfer_seconds <= 0:
+            return 1.0
+        return min(1.0, max(0.0, 1 - self.stall_seconds / self.transfer_seconds))
+
+    def of(self, micro: int) -> MicroStatistics:
+        """The part of one micro-batch."""
+        return self.micro.setdefault(micro, MicroStatistics())
+
+    def decide(self, reason: str, size: int) -> None:
+        """Count a saved tensor."""
+        tensors, total = self.decisions.get(reason, (0, 0))
+        self.decisions[reason] = (tensors + 1, total + size)
+
+    def sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
+        """Keep one change out of ``_every``, which doubles whenever the samples are too many."""
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self.samples.append((seconds, device_bytes, tier_bytes))
+        if len(self.samples) >= _MOST_SAMPLES:
+            del self.samples[1::2]  # the last one, too
+            self._skipped = self._every
+            self._every *= 2
+
+
+class Ledger:
+    """The running account of a manager over ``store``: bytes on the device, and what the statistics will say."""
+
+    def __init__(self, store: Store, limit_bytes: int) -> None:
+        self._store, self.limit = store, limit_bytes
+        self.resident = 0
+        self.stall_seconds = 0.0
+        self._timed: deque[Pending] = deque()  # counted; how long they took is not known yet
+        self._now = SwapStatistics()
+
+    def resize(self, size: int) -> None:
+        """So many bytes more on the device."""
+        self.resident += size
+        self._now.high_water = max(self._now.high_water, self.resident)
+        self.sample()
+
+    def sample(self) -> None:
+        """Something changed, on the device or below it."""
+        self._now.sample(time.perf_counter(), self.resident, self._store.slots.used_bytes)
+
+    def count(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
+        """A transfer has ended, or the device's stream waits for it."""
+        self._timed.append(transfer)
+        for part in (self._now, self._now.of(micro)):
+            if out:
+                part.bytes_out += size
+            else:
+                part.bytes_in += size
+
+    def cancelled(self, size: int) -> None:
+        """A write was spared."""
+        self._now.bytes_cancelled += size
+
+    def decide(self, reason: str, size: int) -> None:
+        """A saved tensor left or stayed."""
+        self._now.decide(reason, size)
+
+    def stall(self, transfer: Pending, micro: int) -> None:
+        """Wait, and count how long."""
+        start = time.perf_counter()
+        try:
+            transfer.wait()
+        finally:
+            seconds = time.perf_counter() - start
+            self._now.stall_seconds += seconds
+            self._now.of(micro).stall_seconds += seconds
+            self.stall_seconds += seconds
+
+    def measure(self) -> None:
+        """Count the time of transfers that have ended on the device, too."""
+        while self._timed and self._timed[0].done():
+            self._now.transfer_seconds += self._timed.popleft().seconds()
+
+    def take(self) -> SwapStatistics:
+        """What happened since the last call."""
+        taken, self._now = self._now, SwapStatistics(high_water=self.resident)
+        taken.tier_high_water = self._store.slots.take_high_water()
+        taken.limit_bytes, taken.pinned_waste_bytes = self.limit, self._store.waste_bytes
+        return taken

@@ -1,0 +1,123 @@
+"""Pinned memory as CUDA's runtime sees it: which calls are made, with which bytes. The calls themselves need a GPU."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallax.device import BounceRing, CpuCopies, PinnedArena, PlainArena, copies_for
+from parallax.errors import SwapError
+from parallax.swap.store import DiskStore
+from tests.unit.swap_fakes import MIB, LateCopies
+
+
+class Runtime:
+    """Keeps account of registered ranges like cudart."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.registered, self.most = code, dict[int, int](), 0
+
+    def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
+        assert address % mmap.PAGESIZE == count % mmap.PAGESIZE == 0
+        assert flags == 1
+        if not self.code:
+            self.registered[address] = count
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("count", [1, 4096, 4097, 100_000_007])
+def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    arena = PinnedArena(count)
+    assert arena.data.numel() == count
+    assert list(runtime.registered.values()) == [arena.allocated_bytes]
+    assert 0 <= arena.allocated_bytes - count < mmap.PAGESIZE
+    arena.data[-1] = 7
+    view, watch = arena.data[-1:], weakref.ref(arena.data.untyped_storage())
+    arena.close()
+    arena.close()
+    assert runtime.registered == {}
+    assert view.item() == 7, "the pages stay with the last view"
+    del view
+    gc.collect()
+    assert watch() is None
+
+
+def test_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
+    with pytest.raises(
+        SwapError, match=r"cannot pin 1\.0 MiB of host memory: CUDA error 2; lower cluster\.host_memory, .*ulimit -l"
+    ):
+        PinnedArena(MIB)
+    with pytest.raises(SwapError, match=r"cannot allocate .* of host memory: .*; lower cluster\.host_memory"):
+        PinnedArena(2**60)
+
+
+def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> None:
+    """3 ms for each tensor, and up to twice its bytes, where every transfer pinned its own."""
+
+    class Counting(LateCopies):
+        asked = 0
+
+        def empty_host(self, count: int) -> torch.Tensor:
+            raise AssertionError("a buffer of its own")
+
+        def arena(self, count: int) -> PlainArena:
+            self.asked += 1
+            return PlainArena(count)
+
+    copies = Counting()
+    store = DiskStore(scratch, 64 * MIB, copies, threads=2)
+    for seed in range(20):
+        data = torch.randint(0, 256, (10_000 + seed,), dtype=torch.uint8)
+        slot, written = store.write(data)
+        written.wait()
+        target = torch.zeros_like(data)
+        read = store.read(slot, target)
+        read.wait()
+        assert torch.equal(data, target)
+        assert read.done()
+        store.free(slot)
+    store.close()
+    copies.close()
+    assert copies.asked == 1
+    assert store.waste_bytes == 0
+
+
+def test_a_buffer_comes_back_whatever_happens() -> None:
+    copies = LateCopies()
+    ring = BounceRing(copies, 1, 100)
+    data, done = torch.arange(250, dtype=torch.uint8), copies.mark()
+    for _ in range(3):
+        pieces = ring.down(data, done)
+        next(pieces)
+        del pieces  # as an exception in the loop does
+    assert torch.cat([piece.clone() for piece in ring.down(data, done)]).equal(data)
+    target = torch.zeros_like(data)
+    for at, piece in enumerate(ring.up(target, done)):
+        piece.copy_(data[100 * at : 100 * at + 100])
+    assert torch.equal(target, data)
+    ring.close()
+    copies.close()
+
+
+def test_the_cpu_has_no_copies_of_its_own() -> None:
+    copies = copies_for(torch.device("cpu"))
+    assert isinstance(copies, CpuCopies)
+    data = torch.arange(10, dtype=torch.uint8)
+    (piece,) = copies.bounce(4, 100).down(data, copies.mark())
+    assert piece.data_ptr() == data.data_ptr()
+    event = copies.copy(data, torch.zeros_like(data))
+    assert event.done()
+    assert event.seconds() >= 0
+    assert copies.mark().seconds() == 0
