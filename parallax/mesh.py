@@ -22,8 +22,9 @@ TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
 class Mesh:
     """One rank's view: its stage and replica, and the group of its stage's replicas.
 
-    ``replicas`` is None where the stage has one replica; ``shared`` maps the name of a parameter that several
-    stages hold to the group of all their ranks. ``world`` is None in a plan of one rank.
+    ``replicas`` is None where the stage has one replica; so is ``updates``, the gloo group of the same ranks in which
+    new weights are spread, and also where all optimizer states are on the device. ``shared`` maps the name of a
+    parameter that several stages hold to the group of all their ranks. ``world`` is None in a plan of one rank.
 
     Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
     tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each (sender, receiver) instead: NCCL
@@ -39,6 +40,7 @@ class Mesh:
     device: torch.device
     world: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
+    updates: dist.ProcessGroup | None
     shared: dict[str, dist.ProcessGroup]
     forth: dist.ProcessGroup | None
     back: dist.ProcessGroup | None
@@ -58,10 +60,13 @@ class Mesh:
         direct = device.type == "cuda" and size > 1 and torch.cuda.device_count() >= size
         backend = "nccl" if direct else "gloo"
         own: dist.ProcessGroup | None = None
-        for index in range(len(plan.stages)):
+        updates: dist.ProcessGroup | None = None
+        for index, planned in enumerate(plan.stages):
             ranks = list(plan.ranks(index))
             group = _group(ranks, backend) if len(ranks) > 1 else None
-            own = group if index == stage else own
+            spread = _group(ranks, "gloo") if len(ranks) > 1 and planned.optimizer_offload > 0 else None
+            if index == stage:
+                own, updates = group, spread
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
             group = _group([r for s in stages for r in plan.ranks(s)], backend)
@@ -73,7 +78,7 @@ class Mesh:
         for low, high in _neighbours(plan) if direct else ():
             edges[low, high] = _group([low, high], backend)
             edges[high, low] = _group([low, high], backend)
-        return cls(plan, rank, stage, replica, device, world, own, ties, world, back, edges)
+        return cls(plan, rank, stage, replica, device, world, own, updates, ties, world, back, edges)
 
     @property
     def direct(self) -> bool:

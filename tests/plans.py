@@ -22,6 +22,8 @@ def make_plan(
     cuts: Sequence[int] | None = None,
     tier: str = "disk",
     placement: tuple[int, ...] = (),
+    optimizer_offload: float = 0.0,
+    parameter_offload: float = 0.0,
 ) -> Plan:
     """Blocks spread evenly over ``len(replicas)`` stages (or cut at ``cuts``), one directive for all of them."""
     blocks, stages = len(chain.blocks), len(replicas)
@@ -34,6 +36,8 @@ def make_plan(
             directives=(Directive(directive),) * (high - low),
             swap_limit_bytes=swap_limit,
             tier_bytes=GIB,
+            optimizer_offload=optimizer_offload,
+            parameter_offload=parameter_offload,
         )
         for low, high, r in zip(bounds, bounds[1:], replicas)
     )

@@ -3,9 +3,11 @@
 ::
 
     step-00000030/
-        stage-00.safetensors   model/<name>, and <optimizer state>/<name> for each parameter
+        stage-00.safetensors       model/<name>, and <optimizer state>/<name> for each parameter
+        stage-00-001.safetensors   the next of them, where they are many
+        stage-00-replica-01.…      states that a replica keeps for all
         stage-01.safetensors
-        checkpoint.json        step, model fingerprint, plan hash, a checksum per tensor, the caller's state
+        checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the caller's state
 
 Everything is written into a folder with another name, synced, and renamed last, so a folder called ``step-…`` is
 always whole. Nothing is ever unpickled.
@@ -18,7 +20,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from parallax.errors import CheckpointError, printable
 from parallax.units import format_bytes
 
 VERSION = 1
+PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
 _INDEX = "checkpoint.json"
 _PARTIAL = ".saving-"
 _REPLACED = ".replaced-"
@@ -79,19 +81,40 @@ def begin(partial: Path) -> None:
         raise CheckpointError(f"cannot make {partial}: {error.strerror}") from error
 
 
-def write_part(partial: Path, part: str, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Write one stage's tensors; the checksum of each."""
-    path = partial / f"{part}.safetensors"
-    host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+def write_parts(
+    partial: Path, part: str, tensors: Iterable[tuple[str, Tensor]], part_bytes: int = PART_BYTES
+) -> dict[str, int]:
+    """Write named tensors, in files of about ``part_bytes``, so that never more of them need be in memory; the
+    checksum of each."""
+    checksums: dict[str, int] = {}
+    batch: dict[str, Tensor] = {}
+    count = 0
+
+    def write() -> None:
+        path = partial / (f"{part}-{count:03d}.safetensors" if count else f"{part}.safetensors")
+        checksums.update(_write_part(path, batch))
+        batch.clear()
+
+    for name, tensor in tensors:
+        batch[name] = tensor.detach().to("cpu").contiguous()
+        if sum(value.nbytes for value in batch.values()) >= part_bytes:
+            write()
+            count += 1
+    if batch or not count:
+        write()
+    return checksums
+
+
+def _write_part(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     try:
-        save_file(host, path)
+        save_file(tensors, path)
         _sync(path)
     except (OSError, SafetensorError) as error:
-        size = sum(tensor.nbytes for tensor in host.values())
+        size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(
             f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}; {_UNTOUCHED}"
         ) from error
-    return {name: _checksum(tensor) for name, tensor in host.items()}
+    return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
@@ -113,16 +136,6 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What one rank needs of a checkpoint, verified. ``optimizer``: parameter name → its states."""
-
-    step: int
-    state: dict[str, Any]
-    tensors: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Tensor]]
-
-
 class CheckpointReader:
     """Reads tensors of a checkpoint by name, wherever they were saved."""
 
@@ -134,7 +147,7 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
                 )
-            self._step, self._state = int(index["step"]), dict(index["state"])
+            self.step, self.state = int(index["step"]), dict(index["state"])
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._checksums: dict[str, int] = dict(index["checksums"])
             files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
@@ -163,38 +176,20 @@ class CheckpointReader:
             raise CheckpointError(f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint")
         return tensor
 
-    def read_all(self, names: dict[str, Tensor]) -> Found:
-        """What a rank with the tensors ``names`` needs; what never had a gradient has no optimizer state."""
-        tensors, optimizer = {}, {}
+    def check(self, names: dict[str, Tensor]) -> None:
+        """Read everything that a rank with the tensors ``names`` needs, one by one, and keep nothing: what is refused
+        is refused before anything is changed."""
         for name, mine in names.items():
-            tensors[name] = self.read(f"model/{name}")
-            if tensors[name].shape != mine.shape:
-                was, due = list(tensors[name].shape), list(mine.shape)
+            found = self.read(f"model/{name}")
+            if found.shape != mine.shape:
+                was, due = list(found.shape), list(mine.shape)
                 raise CheckpointError(f"{self.directory}: {name} has shape {was} where {due} is due")
-            keys = [key for key in self._optimizer if f"{key}/{name}" in self._checksums]
-            optimizer[name] = {key: self.read(f"{key}/{name}") for key in keys}
-        return Found(self._step, self._state, tensors, optimizer)
+            self.states(name)
 
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``<state>/<parameter name>`` → tensor, for every state the optimizer keeps."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in names.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[str, Tensor], states: dict[str, dict[str, Tensor]]
-) -> None:
-    """Replace what ``optimizer`` knows by copies of ``states``, on the device of their parameter."""
-    optimizer.state.clear()
-    for name, parameter in names.items():
-        if states[name] and parameter.requires_grad:
-            copies = {key: value.to(parameter.device, copy=True) for key, value in states[name].items()}
-            optimizer.state[parameter] = copies
+    def states(self, name: str) -> dict[str, Tensor]:
+        """The optimizer's states of a parameter; of one that never had a gradient there are none."""
+        keys = [key for key in self._optimizer if f"{key}/{name}" in self._checksums]
+        return {key: self.read(f"{key}/{name}") for key in keys}
 
 
 def _listed(names: set[str]) -> str:

@@ -94,8 +94,10 @@ class Executor:
         sync: GradientSync,
         staging: Staging,
         swap: tuple[SwapManager, Selector] | None,
+        stall_seconds: Callable[[], float],
     ) -> None:
         self._stage, self._mesh, self._loss, self._precision = stage, mesh, loss, precision
+        self._stall_seconds = stall_seconds
         self._sync, self._staging, self._swap = sync, staging, swap
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._losses: list[Tensor] = []
@@ -186,6 +188,7 @@ class Executor:
         low, part = self._parts[micro]
         first, rows = low + part.start, part.rows
         if rows == 0:
+            self._stage.skip()
             return
         received = self._received.pop(micro, None)
         if received is None:
@@ -267,12 +270,9 @@ class Executor:
             channel.post(b - a)
 
     def _stalled(self, call: Callable[[], None]) -> float:
-        if self._swap is None:
-            call()
-            return 0.0
-        before = self._swap[0].stall_seconds
+        before = self._stall_seconds()
         call()
-        return self._swap[0].stall_seconds - before
+        return self._stall_seconds() - before
 
     def _ranks(self, stage: int) -> tuple[int, ...]:
         return self._mesh.plan.ranks(stage) if 0 <= stage < len(self._mesh.plan.stages) else ()

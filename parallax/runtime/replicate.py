@@ -9,6 +9,8 @@ private names that needs: ``reducer.prepare_for_backward`` and, for DDP's own fo
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
 import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,8 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
+from parallax.runtime.stage import Stage
+from parallax.swap.parameters import StreamedParameters
 
 BUCKET_MEBIBYTES = 4
+Reduced = Callable[[torch.Tensor], None]
 
 
 class GradientSync(Protocol):
@@ -37,41 +42,78 @@ class GradientSync(Protocol):
 
 
 class NoSync:
-    """One replica: nothing to add."""
+    """One replica: nothing to add. In the last backward, ``reduced`` is told of each parameter as soon as its gradient
+    is final."""
 
     all_reduces = 0
 
+    def __init__(self, parameters: Iterable[nn.Parameter] = (), reduced: Reduced | None = None) -> None:
+        self._armed = False
+        # Weakly: parameters hold their hooks, and who is told holds the parameters.
+        listener = weakref.WeakMethod(reduced) if reduced is not None else lambda: None
+
+        def tell(parameter: torch.Tensor) -> None:
+            told = listener()
+            if self._armed and told is not None:
+                told(parameter)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(tell)
+
     def arm(self) -> None:
-        """Nothing to expect."""
+        """What the next backward adds is the last."""
+        self._armed = True
 
     def finish(self) -> float:
         """Nothing to wait for."""
+        self._armed = False
         return 0.0
+
+
+class _Books:
+    """What the communication hook is told, and tells. The reducer holds it for as long as it lives, and nothing that
+    holds the reducer: that would be a cycle which no collector sees."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.all_reduces = self.numbers = 0
+
+
+def _sum(books: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    assert isinstance(books, _Books)
+    books.all_reduces += 1
+    books.numbers += bucket.buffer().numel()
+    work = dist.all_reduce(bucket.buffer(), group=books.group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 class ReplicaSync:
     """Several replicas: DDP's reducer with a hook that sums."""
 
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.all_reduces = 0
-        self._group, self._stage = group, stage
+    def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
+        self._parameters = parameters
+        self._books = _Books(group)
         self._armed = False
-        self._trained = sum(p.numel() for p in stage.parameters() if p.requires_grad)
-        self._reduced = 0  # of these numbers
+        self._trained = sum(parameter.numel() for parameter in parameters.values())
         self._ddp = DistributedDataParallel(
-            stage,
+            nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
             device_ids=[device.index] if device.type == "cuda" else None,
             process_group=group,
             bucket_cap_mb=BUCKET_MEBIBYTES,
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        self._ddp.register_comm_hook(None, self._sum)
+        self._ddp.register_comm_hook(self._books, _sum)
         self._settle()
+
+    @property
+    def all_reduces(self) -> int:
+        """One for each bucket."""
+        return self._books.all_reduces
 
     def arm(self) -> None:
         """Tell the reducer to expect a backward."""
-        self._armed, self._reduced = True, 0
+        self._armed, self._books.numbers = True, 0
         self._ddp.reducer.prepare_for_backward([])
 
     def finish(self) -> float:
@@ -79,9 +121,8 @@ class ReplicaSync:
         start = time.perf_counter()
         if not self._armed:
             self._reduce_now()
-        elif self._reduced < self._trained:
-            trained = [(name, p) for name, p in self._stage.named_parameters() if p.requires_grad]
-            unused = [name for name, p in trained if p.grad is None or not p.grad.any()]
+        elif self._books.numbers < self._trained:
+            unused = [name for name, p in self._parameters.items() if p.grad is None or not p.grad.any()]
             raise ParallaxError(
                 f"the replicas' gradients were not reduced: {', '.join(unused) or 'some parameters'} took no part in "
                 "the last micro-batch; freeze parameters that are not used (requires_grad=False), or use one replica"
@@ -92,27 +133,18 @@ class ReplicaSync:
     def _settle(self) -> None:
         """Two rounds on zeros. DDP begins with one bucket for everything, which overlaps with nothing, and cuts it in
         the order of a first backward; after the second, gradients lie in the buckets instead of beside them."""
-        trained = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+        trained = list(self._parameters.values())
         for _ in range(2):
             self.arm()
             zeros = [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in trained]
             torch.autograd.backward([parameter.view_as(parameter) for parameter in trained], zeros)
             self._ddp.reducer._rebuild_buckets()
         self.finish()
-        self.all_reduces = 0
-
-    def _sum(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        del state
-        self.all_reduces += 1
-        self._reduced += bucket.buffer().numel()
-        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        self._books.all_reduces = 0
 
     def _reduce_now(self) -> None:
         bucket: list[torch.Tensor] = []
-        for parameter in self._stage.parameters():
-            if not parameter.requires_grad:
-                continue
+        for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             bucket.append(parameter.grad)
@@ -124,10 +156,40 @@ class ReplicaSync:
 
     def _reduce_flat(self, gradients: list[torch.Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self.all_reduces += 1
-        dist.all_reduce(flat, group=self._group)
+        self._books.all_reduces += 1
+        dist.all_reduce(flat, group=self._books.group)
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
+
+
+class StreamedSync:
+    """Adds up the gradients that live below the device, one after another, when the step's last backward is over."""
+
+    def __init__(self, inner: GradientSync, streamed: StreamedParameters, group: dist.ProcessGroup) -> None:
+        self._inner, self._streamed, self._group = inner, streamed, group
+        self._trained = list(dict.fromkeys(s.parameter for chunk in streamed.chunks for s in chunk.segments))
+        self._own = 0
+
+    @property
+    def all_reduces(self) -> int:
+        """Of both kinds."""
+        return self._inner.all_reduces + self._own
+
+    def arm(self) -> None:
+        """Expect the last backward."""
+        self._inner.arm()
+
+    def finish(self) -> float:
+        """Those on the device first."""
+        waited = self._inner.finish()
+        start = time.perf_counter()
+        for parameter in self._trained:
+            total = self._streamed.read_gradient(parameter)
+            total = torch.zeros_like(parameter) if total is None else total
+            dist.all_reduce(total, group=self._group)
+            self._streamed.write_gradient(parameter, total)
+            self._own += 1
+        return waited + time.perf_counter() - start
 
 
 class SharedSync:
@@ -163,11 +225,49 @@ class SharedSync:
         return waited + time.perf_counter() - start
 
 
-def sync_for(stage: nn.Module, mesh: Mesh, tensors: dict[str, torch.Tensor]) -> GradientSync:
-    """The synchronisation of a stage whose parameters have the model-wide names ``tensors``."""
-    trained = any(parameter.requires_grad for parameter in stage.parameters())
-    sync: GradientSync = NoSync()
-    if mesh.replicas is not None and trained:
-        sync = ReplicaSync(stage, mesh.replicas, mesh.device)
-    shared = {n: (tensors[n], group) for n, group in mesh.shared.items() if tensors[n].requires_grad}
-    return SharedSync(sync, shared, gives=mesh.replica == 0) if shared else sync  # type: ignore[arg-type]
+class SharedStates:
+    """Replicas share one copy of the optimizer states that lie below the device: each parameter belongs to one replica,
+    which steps it and broadcasts the new weights. Parameters are dealt out largest first, to whoever has least."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, replica: int, replicas: int, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._group, self._replica = group, replica
+        self._owner: dict[torch.Tensor, int] = {}
+        loads = [0] * replicas
+        for parameter in sorted(parameters, key=lambda p: p.nbytes, reverse=True):
+            owner = loads.index(min(loads))
+            self._owner[parameter] = owner
+            loads[owner] += parameter.nbytes
+
+    def owner(self, parameter: torch.Tensor) -> int:
+        """The replica that it was dealt to."""
+        return self._owner[parameter]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether it was dealt to this one."""
+        return self._owner[parameter] == self._replica
+
+    def spread(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        """One broadcast for all ``tensors``."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.broadcast(flat, group=self._group, group_src=self._owner[parameter])
+        if not self.owns(parameter):
+            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+                tensor.copy_(part.view_as(tensor))
+
+
+def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced) -> GradientSync:
+    """The synchronisation of ``stage``. ``reduced`` is told of gradients that are final before
+    :meth:`GradientSync.finish`."""
+    tensors = stage.named_tensors()
+    trained = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    resident = {name: parameter for name, parameter in trained.items() if not stage.streams(parameter)}
+    shared = {name: (trained[name], group) for name, group in mesh.shared.items() if name in trained}
+    if mesh.replicas is not None and resident:
+        sync: GradientSync = ReplicaSync(resident, mesh.replicas, mesh.device)
+    else:  # those that stages share are final only when the other stages' are added
+        sync = NoSync([parameter for name, parameter in resident.items() if name not in shared], reduced)
+    if mesh.replicas is not None and stage.streamed is not None:
+        sync = StreamedSync(sync, stage.streamed, mesh.replicas)
+    return SharedSync(sync, shared, gives=mesh.replica == 0) if shared else sync

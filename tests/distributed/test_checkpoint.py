@@ -52,7 +52,7 @@ def loading(case: Case, path: Path) -> tuple[str, bool, int]:
         engine.step(batch)
     parameters = list(engine.parameters.values())
     before = [tensor.detach().clone() for tensor in parameters]
-    states = [{k: v.clone() for k, v in engine._optimizer.state.get(p, {}).items()} for p in parameters]
+    states = [{k: v.clone() for k, v in engine._optimizer.states(p).items()} for p in parameters]
     message = ""
     try:
         engine.load(path)
@@ -60,7 +60,7 @@ def loading(case: Case, path: Path) -> tuple[str, bool, int]:
         message = str(error)
     changed = any(not torch.equal(a, b) for a, b in zip(parameters, before))
     for parameter, state in zip(parameters, states):
-        changed |= any(not torch.equal(engine._optimizer.state[parameter][k], v) for k, v in state.items())
+        changed |= any(not torch.equal(engine._optimizer.states(parameter)[k], v) for k, v in state.items())
     engine.close()
     return message, changed, engine.completed_steps
 

@@ -6,7 +6,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.optimizer import OptimizerConfig
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
@@ -147,10 +147,11 @@ class Case:
     dtype: torch.dtype = torch.float64
     compute: str = ""
     ignoring: bool = False
+    optimizer: OptimizerConfig = OPTIMIZER
 
     def under(self, replicas: Sequence[int], directive: str = "keep", **options: Any) -> Case:
         chosen = {"replicas": tuple(replicas), "directive": directive, **options}
-        return Case(self.factory, self.loss, chosen, self.sizes, self.dtype, self.compute, self.ignoring)
+        return replace(self, options=chosen)
 
     @property
     def world(self) -> int:
@@ -173,7 +174,7 @@ class Case:
             make_plan(chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}),
             loss=self.loss,
             steps=STEPS,
-            optimizer=OPTIMIZER,
+            optimizer=self.optimizer,
             precision=self.precision(),
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",
@@ -451,14 +452,15 @@ def poisoned_step(case: Case) -> tuple[str, list[str], int, float]:
         bad.targets(0, 8)[5, 3] = POISON
         engine.step(good)
         before = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
-        states = {k: {n: v.clone() for n, v in s.items()} for k, s in engine._optimizer.state.items()}
+        states = {p: {n: v.clone() for n, v in engine._optimizer.states(p).items()} for p in engine.parameters.values()}
         try:
             engine.step(bad)
         except NonFiniteError as error:
             message = str(error)
         changed = [name for name, tensor in engine.parameters.items() if not torch.equal(tensor, before[name])]
-        for parameter, state in engine._optimizer.state.items():
-            changed += [key for key, value in state.items() if not torch.equal(value, states[parameter][key])]
+        for parameter, state in states.items():
+            now = engine._optimizer.states(parameter)
+            changed += [key for key, value in state.items() if not torch.equal(value, now[key])]
         after = engine.step(good).loss
         engine.close()
     return message, changed, engine.completed_steps, after

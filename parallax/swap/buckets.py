@@ -1,0 +1,204 @@
+"""Buckets of an optimizer below the device, and where their states are between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallax.swap.slots import Slot
+from parallax.swap.store import Pending, Store
+from parallax.swap.weights import Segment, Weights, stepped_in
+
+_LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
+
+
+class _Place(NamedTuple):
+    """Where one state of one segment lies in a bucket's run of bytes."""
+
+    segment: int
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class Bucket:
+    """One bucket: where its weights are, and the optimizer that steps them."""
+
+    def __init__(
+        self, weights: Weights, optimizer: torch.optim.Optimizer, groups: dict[nn.Parameter, int], owner: int | None
+    ) -> None:
+        self.weights, self.segments, self.owner = weights, weights.segments, owner
+        self.places: tuple[_Place, ...] = ()
+        self.due = self.count = len({segment.parameter for segment in self.segments})
+        self.future: Future[None] | None = None
+        self._stepped = [nn.Parameter(_nothing(segment), requires_grad=False) for segment in self.segments]
+        members: dict[int, list[nn.Parameter]] = {}
+        for segment, stepped in zip(self.segments, self._stepped):
+            members.setdefault(groups[segment.parameter], []).append(stepped)
+        self._groups = list(members)
+        self._kernel = _same_kind(optimizer, [{**settings_of(optimizer, g), "params": members[g]} for g in members])
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that have been made."""
+        return self.places[-1].stop if self.places else 0
+
+    def step(self, settings: Sequence[dict[str, Any]], coefficient: Tensor | None) -> None:
+        """One update with the ``settings`` of each group; gradients are multiplied by ``coefficient`` first."""
+        for group, index in zip(self._kernel.param_groups, self._groups):
+            group.update(settings[index])
+        for stepped, (weight, gradient) in zip(self._stepped, self.weights.begin()):
+            if gradient is not None and coefficient is not None:
+                gradient.mul_(coefficient)
+            stepped.data, stepped.grad = weight, gradient
+        self._kernel.step()
+        for stepped, segment in zip(self._stepped, self.segments):
+            stepped.data, stepped.grad = _nothing(segment), None
+        self.weights.stepped()
+
+    def states(self, index: int) -> dict[str, Any]:
+        """The states of one segment."""
+        found: dict[str, Any] = self._kernel.state[self._stepped[index]]
+        return found
+
+    def measure(self) -> None:
+        """Note which states there are, and where each lies in one run of bytes."""
+        places, at = [], 0
+        for index in range(len(self.segments)):
+            for key, value in self.states(index).items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    at = -(-at // value.element_size()) * value.element_size()
+                    places.append(_Place(index, key, value.shape, value.dtype, at, at + value.nbytes))
+                    at += value.nbytes
+        self.places = tuple(places)
+
+    def unload(self, flat: Tensor) -> None:
+        """Put the states into ``flat``, those that are not there already, and let go of them."""
+        for place in self.places:
+            view, states = _view(flat, place), self.states(place.segment)
+            if states[place.key].data_ptr() != view.data_ptr():
+                view.copy_(states[place.key])
+            states[place.key] = None
+
+    def load(self, flat: Tensor) -> None:
+        """States are what ``flat`` holds."""
+        for place in self.places:
+            self.states(place.segment)[place.key] = _view(flat, place)
+
+
+class Memory:
+    """States stay in host memory between steps."""
+
+    def ahead(self, bucket: Bucket) -> None:
+        """They are there."""
+
+    def take(self, bucket: Bucket) -> None:
+        """They are there."""
+
+    def give(self, bucket: Bucket) -> None:
+        """They stay there."""
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class Shelf:
+    """States lie in a store between steps; those of three buckets at most are out of it: the one that is stepped, the
+    next, which comes, and the last, which goes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._slots: dict[Bucket, Slot] = {}
+        self._coming: dict[Bucket, tuple[Tensor, Pending]] = {}
+        self._here: dict[Bucket, Tensor] = {}
+        self._going: list[tuple[Tensor, Pending]] = []
+
+    def ahead(self, bucket: Bucket) -> None:
+        """Begin to read what will be stepped next."""
+        slot = self._slots.get(bucket)
+        if slot is not None and bucket not in self._coming:
+            flat = torch.empty(slot.size, dtype=torch.uint8)
+            self._coming[bucket] = (flat, self._store.read(slot, flat))
+
+    def take(self, bucket: Bucket) -> None:
+        """The states of a bucket, in memory."""
+        self.ahead(bucket)
+        if bucket in self._coming:
+            flat, pending = self._coming.pop(bucket)
+            pending.wait()
+            bucket.load(flat)
+            self._here[bucket] = flat
+
+    def give(self, bucket: Bucket) -> None:
+        """Begin to write them."""
+        bucket.measure()
+        flat = self._here.pop(bucket, None)
+        if flat is None or flat.numel() != bucket.state_bytes:
+            flat = torch.empty(bucket.state_bytes, dtype=torch.uint8)
+        bucket.unload(flat)
+        self.flush()
+        if bucket in self._slots:
+            self._store.free(self._slots.pop(bucket))  # first, so that the same place is written again
+        if not bucket.places:
+            return
+        self._slots[bucket], pending = self._store.write(flat)
+        self._going.append((flat, pending))
+
+    def flush(self) -> None:
+        """Wait for writes."""
+        while self._going:
+            self._going.pop()[1].wait()
+
+
+def runs(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, owner: Callable[[Tensor], int], *, cut: bool
+) -> Iterator[list[Segment]]:
+    """``parameters`` in runs of at most ``bucket_bytes``, of one type and one owner, and so the same on all replicas.
+    What may not be ``cut``, or does not lie in one piece, is in one run whole."""
+    run: list[Segment] = []
+    room, kind = 0, None
+    for parameter in parameters:
+        most = max(_LANES, bucket_bytes // parameter.element_size())
+        at, count = 0, parameter.numel()
+        while at < count:
+            if not run or room < _LANES or kind != (parameter.dtype, owner(parameter)):
+                if run:
+                    yield run
+                run, room, kind = [], most, (parameter.dtype, owner(parameter))
+            stop = min(count, at + room // _LANES * _LANES) if cut and parameter.is_contiguous() else count
+            run.append(Segment(parameter, at, stop))
+            room -= stop - at
+            at = stop
+    if run:
+        yield run
+
+
+def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
+    """A group without its parameters; what is only for graphs on a GPU is switched off."""
+    found = {key: copy.copy(value) for key, value in optimizer.param_groups[group].items() if key != "params"}
+    return {**found, "capturable": False} if "capturable" in found else found
+
+
+def _same_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the same class over other parameters. Its own ``__init__`` may ask for anything; what it set,
+    beside the groups, is taken over."""
+    kernel = object.__new__(type(optimizer))
+    torch.optim.Optimizer.__init__(kernel, groups, dict(optimizer.defaults))
+    for key, value in vars(optimizer).items():
+        vars(kernel).setdefault(key, value)
+    return kernel
+
+
+def _nothing(segment: Segment) -> Tensor:
+    return torch.empty(0, dtype=stepped_in(segment.parameter.dtype))
+
+
+def _view(flat: Tensor, place: _Place) -> Tensor:
+    return flat[place.start : place.stop].view(place.dtype).view(place.shape)
