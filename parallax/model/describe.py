@@ -110,25 +110,30 @@ def build_on_meta(factory: ModelFactory) -> nn.Module:
 
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
-    """Blocks ``start`` to ``stop`` with real, initialised parameters on ``device``.
+    """Blocks ``start`` to ``stop`` with real, initialised parameters on ``device``."""
+    return list(materialise_each(chain, start, stop, device))
+
+
+def materialise_each(chain: Chain, start: int, stop: int, device: torch.device) -> Iterator[nn.Module]:
+    """The same one by one, for whom all do not fit at one time.
 
     Initialisation happens on the CPU, block by block, so that the weights depend neither on the plan nor on the
     device. A shared parameter takes the values of its first user, also where that user is in another stage, and is
     one parameter again within the stage.
     """
-    with torch.random.fork_rng(devices=[]):
-        if all(_initialises_itself(block.module) for block in chain.blocks):
-            real = {i: _initialise(chain, i) for i in range(start, stop)}
-            owners = {users[0][0] for users in chain.ties.values() if any(start <= i < stop for i, _ in users)}
-            outside = {i: _initialise(chain, i) for i in owners if not start <= i < stop}
-        else:
-            logger.warning("the model cannot be initialised block by block: building all of it on the host")
-            everything = _build_on_host(chain)
-            real = {i: everything[i] for i in range(start, stop)}
-            outside = {}
-        for users in chain.ties.values():
-            _tie(users, real, outside)
-    return [real[i].to(device=device) for i in range(start, stop)]
+    whole: list[nn.Module] | None = None
+    if not all(_initialises_itself(block.module) for block in chain.blocks):
+        logger.warning("the model cannot be initialised block by block: building all of it on the host")
+        with torch.random.fork_rng(devices=[]):
+            whole = _build_on_host(chain)
+    made: dict[int, nn.Module] = {}
+    for index in range(start, stop):
+        with torch.random.fork_rng(devices=[]):
+            made[index] = whole[index] if whole else _initialise(chain, index)
+            for users in chain.ties.values():
+                _tie(users, index, made, lambda other: whole[other] if whole else _initialise(chain, other))
+        made[index] = made[index].to(device=device)
+        yield made[index]
 
 
 def parameter_names(chain: Chain, start: int, stop: int) -> dict[str, tuple[int, str]]:
@@ -226,21 +231,22 @@ def _build_on_host(chain: Chain) -> list[nn.Module]:
     return [named[block.name].to(dtype=chain.dtype) for block in chain.blocks]
 
 
-def _tie(users: Sequence[tuple[int, str]], real: dict[int, nn.Module], outside: dict[int, nn.Module]) -> None:
-    inside = [(i, name) for i, name in users if i in real]
-    if not inside:
+def _tie(
+    users: Sequence[tuple[int, str]], index: int, made: dict[int, nn.Module], other: Callable[[int], nn.Module]
+) -> None:
+    """Give the block ``index``, the latest of those ``made``, the parameter that ``users`` share; ``other`` makes a
+    block of another stage."""
+    inside = [(i, name) for i, name in users if i in made]
+    names = [name for i, name in inside if i == index]
+    if not names:
         return
-    first, first_name = users[0]
-    source = (real.get(first) or outside.get(first) or real[inside[0][0]]).get_parameter(
-        first_name if first in real or first in outside else inside[0][1]
-    )
-    kept = real[inside[0][0]].get_parameter(inside[0][1])
-    if kept is not source:
+    kept = made[inside[0][0]].get_parameter(inside[0][1])
+    if inside[0][0] == index and users[0][0] != index:
         with torch.no_grad():
-            kept.copy_(source)
-    for i, name in inside[1:]:
+            kept.copy_(other(users[0][0]).get_parameter(users[0][1]))
+    for name in names:
         owner, _, leaf = name.rpartition(".")
-        setattr(real[i].get_submodule(owner), leaf, kept)
+        setattr(made[index].get_submodule(owner), leaf, kept)
 
 
 def block_seed(seed: int, *where: int) -> int:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from parallax.device import copies_for
+from parallax.device import CopyEngine, copies_for
 from parallax.errors import CheckpointError, NonFiniteError, PlanError
 from parallax.events import Span
 from parallax.host import ResidentMeter
@@ -26,16 +27,22 @@ from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.plan.plan import Plan
+from parallax.plan.plan import STATE_BUCKET_BYTES, Plan, StagePlan
 from parallax.plan.schedule import RUNNABLE, actions, evaluation_actions
 from parallax.runtime import checkpoint
 from parallax.runtime.batch import Rows
 from parallax.runtime.executor import Executor, Loss, Step
-from parallax.runtime.optimizer import OptimizerConfig
-from parallax.runtime.replicate import sync_for
+from parallax.runtime.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.replicate import SharedStates, sync_for
 from parallax.runtime.stage import Stage
 from parallax.runtime.transport import staging_for
-from parallax.swap.manager import SwapConfig, SwapManager, SwapStatistics
+from parallax.swap.config import SwapConfig
+from parallax.swap.manager import SwapManager
+from parallax.swap.parameters import StreamedParameters
+from parallax.swap.statistics import SwapStatistics
+from parallax.swap.store import Store
+
+_PAGE = 4096  # bytes; every place in a store begins at one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +66,35 @@ class Engine:
         self._chain, self._optimizer_config = chain, configs.optimizer
         self._stage_plan = plan.stages[mesh.stage]
         self._memory = _memory_for(mesh.device)
-        self._stage = Stage(chain, self._stage_plan, mesh.device, configs.precision)
-        copies = copies_for(mesh.device)
+        copies = copies_for(mesh.device, configs.swap.delay())
+        self._below = _Tiers(plan, configs, copies)
+        self._stage = Stage(chain, self._stage_plan, mesh.device, configs.precision, self._below.open_stream)
         self._manager: SwapManager | None = None
         swap = None
         if self._stage_plan.offloads:
-            store = configs.swap.open_store(plan.tier, self._stage_plan.tier_bytes, copies, configs.scratch)
-            self._manager = SwapManager(store, limit_bytes=self._stage_plan.swap_limit_bytes)
-            swap = (self._manager, Selector(self._stage.held(), configs.swap.minimum_bytes))
-        self._sync = sync_for(self._stage, mesh, self._stage.named_tensors())
+            self._manager = SwapManager(
+                self._below.open_store(self._stage_plan.tier_bytes),
+                limit_bytes=self._stage_plan.swap_limit_bytes,
+                policy=configs.swap.policy(),
+                verify=configs.swap.verify,
+            )
+            selector = Selector(self._stage.held(), configs.swap.minimum_bytes, streams=self._stage.streams_memory)
+            swap = (self._manager, selector)
+        self._optimizer = self._open_optimizer(configs, copies)
+        self._stage.wait_for_weights(self._optimizer.ready)
+        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced)
         staging = staging_for(mesh, copies)
-        self._executor = Executor(self._stage, mesh, loss, configs.precision, self._sync, staging, swap)
-        self._optimizer = configs.optimizer.build(self._stage.parameters(), mesh.device)
+        waiting: list[StageOptimizer | SwapManager] = [self._optimizer, *([self._manager] if self._manager else [])]
+        self._executor = Executor(
+            self._stage,
+            mesh,
+            loss,
+            configs.precision,
+            self._sync,
+            staging,
+            swap,
+            stall_seconds=lambda: sum(each.stall_seconds for each in waiting),
+        )
         self._loss = loss
         self._step = 0
         self._steps = configs.steps
@@ -97,7 +121,7 @@ class Engine:
                 f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
                 f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
             )
-        _check_runnable(plan)
+        _check_runnable(plan, chain)
         mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_stages(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
@@ -108,10 +132,30 @@ class Engine:
         )
         return cls(chain, plan, mesh, loss, configs)
 
+    def _open_optimizer(self, configs: EngineConfigs, copies: CopyEngine) -> StageOptimizer:
+        mesh, group = self.mesh, self.mesh.updates
+        return StageOptimizer(
+            self._stage.resident(),
+            configs.optimizer,
+            mesh.device,
+            below=self._stage_plan.optimizer_offload,
+            copies=copies,
+            open_store=self._below.open_states,
+            share=partial(SharedStates, group, mesh.replica, mesh.replica_count) if group is not None else None,
+            streamed=self._stage.streamed,
+        )
+
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer of this rank's stage."""
-        return self._stage.named_tensors()
+        """Model-wide name → parameter or buffer of this rank's stage. Of those that live below the device, a copy."""
+        self._optimizer.finish()
+        return {n: value if self._stage.streams(t) else t for n, t, value in self._stage.values()}
+
+    @property
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """Model-wide name → gradient, wherever it is; those that have none are not there."""
+        found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     @property
     def completed_steps(self) -> int:
@@ -126,7 +170,7 @@ class Engine:
     def step(self, batch: Rows) -> StepResult:
         """One optimizer update over a global batch of any number of rows, the same on every rank."""
         start = time.perf_counter()
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.zero_grad()
         totals: dict[str, float] = {}
 
         def update(loss_share: float) -> None:
@@ -135,6 +179,7 @@ class Engine:
         spans = self._run(batch, training=True, update=update)
         self._step += 1
         swapped = self._manager.take_statistics() if self._manager else SwapStatistics()
+        self._optimizer.add_statistics(swapped)
         return StepResult(
             loss=totals["loss"],
             gradient_norm=totals["norm"],
@@ -146,7 +191,8 @@ class Engine:
 
     def gradients(self, batch: Rows) -> float:
         """Forward and backward without an update; gradients are left in ``parameters``. The loss."""
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.finish()
+        self._optimizer.zero_grad()
         totals: dict[str, float] = {}
         self._run(batch, training=True, update=lambda share: totals.update(loss=self._sum(share)[0]))
         return totals["loss"]
@@ -186,40 +232,55 @@ class Engine:
             raise
         return directory / checkpoint.checkpoint_name(self._step)
 
-    def _write_part(self, partial: Path) -> dict[str, int]:
-        """One replica writes for its stage; the checksums of what it wrote."""
-        if self.mesh.replica > 0:
-            return {}
+    def _write_part(self, folder: Path) -> dict[str, int]:
+        """One replica writes for its stage, the others what they alone know; the checksums of what was written."""
+        self._optimizer.finish()
         mine = self._owned()
-        tensors = {f"model/{name}": tensor for name, tensor in mine.items()}
-        tensors |= checkpoint.optimizer_tensors(self._optimizer, mine)
-        return checkpoint.write_part(partial, f"stage-{self.mesh.stage:02d}", tensors)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor, value in self._stage.values():
+                if name not in mine:
+                    continue
+                if self.mesh.replica == 0:
+                    yield f"model/{name}", value
+                if self.mesh.replica == 0 or self._optimizer.alone_knows(tensor):
+                    yield from ((f"{key}/{name}", value) for key, value in self._optimizer.states(tensor).items())
+
+        part = f"stage-{self.mesh.stage:02d}" + (f"-replica-{self.mesh.replica:02d}" if self.mesh.replica else "")
+        small = self._stage_plan.optimizer_offload > 0  # what lies below must come up to be written
+        return checkpoint.write_parts(folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1))
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from a checkpoint of this model under any plan; the state that was saved with it.
 
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
+        self._optimizer.finish()
         names = self._stage.named_tensors()
-        found: list[checkpoint.Found] = []
+        readers: list[checkpoint.CheckpointReader] = []
 
-        def read() -> None:
+        def check() -> None:
             reader = checkpoint.CheckpointReader(directory)
             reader.check_names(parameter_names(self._chain, 0, len(self._chain.blocks)), self._chain.fingerprint())
-            found.append(reader.read_all(names))
+            reader.check(names)
+            readers.append(reader)
 
-        self._together(read)
+        self._together(check)
         with torch.no_grad():
+            self._stage.assign((name, tensor, readers[0].read(f"model/{name}")) for name, tensor in names.items())
             for name, tensor in names.items():
-                tensor.copy_(found[0].tensors[name])
-        checkpoint.restore_optimizer(self._optimizer, names, found[0].optimizer)
-        self._step = found[0].step
-        return found[0].state
+                self._optimizer.restore(tensor, readers[0].states(name))
+        self._step = readers[0].step
+        return readers[0].state
 
     def close(self) -> None:
-        """Release the swap tier."""
+        """Release the tiers below."""
+        self._optimizer.close()
+        if self._stage.streamed is not None:
+            self._stage.streamed.close()
         if self._manager is not None:
             self._manager.close()
+        self._below.close()
 
     def _run(self, batch: Rows, *, training: bool, update: Callable[[float], None]) -> list[Span]:
         micro_batches = self.plan.micro_batches(len(batch))
@@ -255,7 +316,7 @@ class Engine:
 
     def _update(self, loss_share: float) -> dict[str, float]:
         owned = self._owned() if self.mesh.replica == 0 else {}
-        gradients = [tensor.grad for tensor in owned.values() if tensor.grad is not None]
+        gradients = self._stage.norm_terms(owned.values())
         mine = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         loss, total = self._sum(loss_share, mine * mine)  # ** would raise where the square is too large
         norm = total**0.5
@@ -264,14 +325,8 @@ class Engine:
                 f"step {self._step}: loss {loss}, gradient norm {norm}; nothing was updated: lower optimizer.lr, or "
                 "raise optimizer.warmup_steps"
             )
-        config = self._optimizer_config
-        if config.clip_norm > 0:
-            trained = [p for p in self._stage.parameters() if p.grad is not None]
-            total_norm = torch.tensor(norm, dtype=self._chain.dtype, device=self.mesh.device)
-            torch.nn.utils.clip_grads_with_norm_(trained, config.clip_norm, total_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = config.rate(self._step, self._steps)
-        self._optimizer.step()
+        total_norm = torch.tensor(norm, dtype=self._chain.dtype, device=self.mesh.device)
+        self._optimizer.step(total_norm, self._optimizer_config.rate(self._step, self._steps))
         return {"loss": loss, "norm": norm}
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
@@ -301,6 +356,39 @@ class Engine:
         return {name: tensor for name, tensor in self._stage.named_tensors().items() if name not in later}
 
 
+class _Tiers:
+    """Opens stores below one rank, and closes them."""
+
+    def __init__(self, plan: Plan, configs: EngineConfigs, copies: CopyEngine) -> None:
+        self._plan, self._configs, self._copies = plan, configs, copies
+        self._opened: list[Store] = []
+
+    def open_store(self, capacity: int) -> Store:
+        """A store in the plan's tier."""
+        store = self._configs.swap.open_store(self._plan.tier, capacity, self._copies, self._configs.scratch)
+        self._opened.append(store)
+        return store
+
+    def open_states(self, capacity: int) -> Store | None:
+        """A store for optimizer states; none where they are stepped where they lie."""
+        return None if self._plan.tier == "host" else self.open_store(capacity)
+
+    def open_stream(
+        self, chain: Chain, stage: StagePlan, blocks: Iterable[Iterable[nn.Parameter]]
+    ) -> StreamedParameters:
+        """A store for parameters and their gradients. New ones are written before the old are given up."""
+        described = [list(block.module.parameters()) for block in chain.blocks[stage.start : stage.stop]]
+        sizes = [sum(parameter.numel() for parameter in block) * chain.dtype.itemsize for block in described]
+        chunks = sum(size // STATE_BUCKET_BYTES + 1 for size in sizes) + sum(map(len, described))
+        capacity = 2 * sum(sizes) + 2 * max(sizes) + 2 * _PAGE * chunks
+        return StreamedParameters(blocks, self.open_store(capacity), verify=self._configs.swap.verify)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for store in self._opened:
+            store.close()
+
+
 @dataclass(frozen=True)
 class EngineConfigs:
     """What :class:`Engine` needs beside model and plan."""
@@ -312,16 +400,16 @@ class EngineConfigs:
     steps: int
 
 
-def _check_runnable(plan: Plan) -> None:
+def _check_runnable(plan: Plan, chain: Chain) -> None:
     """A plan may say more than this runtime can do."""
     beyond = [f"schedule {plan.schedule}"] if plan.schedule not in RUNNABLE else []
     beyond += [f"{plan.interleave} stages to a position"] if plan.interleave > 1 else []
-    if any(stage.optimizer_offload for stage in plan.stages):
-        beyond.append("optimizer states below the device")
+    if chain.ties and any(stage.parameter_offload for stage in plan.stages):
+        beyond.append("parameters below the device although some are shared")
     if beyond:
         raise PlanError(
             f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
-            f"plan.schedule={' or '.join(RUNNABLE)} and plan.optimizer=device"
+            f"plan.schedule={' or '.join(RUNNABLE)} and plan.parameters=device"
         )
 
 

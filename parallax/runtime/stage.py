@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallax.model.describe import Chain, as_tuple, block_seed, materialise, parameter_names
+from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations import offloading
 from parallax.swap.manager import SwapManager
+from parallax.swap.parameters import StreamedParameters
+
+OpenStream = Callable[[Chain, StagePlan, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
 
 
 class Stage(nn.Module):
@@ -24,13 +28,39 @@ class Stage(nn.Module):
     draws the same numbers, and so does another plan.
     """
 
-    def __init__(self, chain: Chain, plan: StagePlan, device: torch.device, precision: PrecisionConfig) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        plan: StagePlan,
+        device: torch.device,
+        precision: PrecisionConfig,
+        open_stream: OpenStream | None = None,
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(materialise(chain, plan.start, plan.stop, device))
+        self.blocks = nn.ModuleList()
         self._first, self._seed = plan.start, chain.seed
         self._directives: Sequence[Directive] = plan.directives
         self._precision, self._device = precision, device
         self._names = parameter_names(chain, plan.start, plan.stop)
+        self._arrive: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None
+        made = self._make(chain, plan, device)
+        self.streamed: StreamedParameters | None = None
+        if plan.parameter_offload > 0 and open_stream is not None:
+            self.streamed = open_stream(chain, plan, made)
+            for index, block in enumerate(self.blocks):
+                if self.streamed.parameters(index):
+                    self.streamed.attach(index, block)
+        else:
+            for _ in made:
+                pass
+
+    def _make(self, chain: Chain, plan: StagePlan, device: torch.device) -> Iterator[list[nn.Parameter]]:
+        """Make block after block; of each, the parameters that live below: the last blocks' do."""
+        sizes = [sum(p.nbytes for p in b.module.parameters()) for b in chain.blocks[plan.start : plan.stop]]
+        above = (1 - plan.parameter_offload) * sum(sizes)
+        for block, end in zip(materialise_each(chain, plan.start, plan.stop, device), accumulate(sizes)):
+            self.blocks.append(block)
+            yield [] if end <= above else list(block.parameters())
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Model-wide name → parameter or buffer; a shared parameter appears once."""
@@ -38,8 +68,63 @@ class Stage(nn.Module):
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def held(self) -> list[Tensor]:
-        """All parameters and buffers."""
-        return [*self.parameters(), *self.buffers()]
+        """All parameters and buffers that stay on the device."""
+        return [*self.resident(), *self.buffers()]
+
+    def resident(self) -> list[nn.Parameter]:
+        """The parameters that stay on the device."""
+        return [parameter for parameter in self.parameters() if not self.streams(parameter)]
+
+    def streams(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a parameter that lives below."""
+        return self.streamed is not None and isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor)
+
+    def streams_memory(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` is that of a parameter that lives below."""
+        return self.streamed is not None and self.streamed.holds(tensor)
+
+    def values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Model-wide name, parameter or buffer, and its value, wherever that is; block by block."""
+        below: dict[Tensor, Tensor] = {}
+        for name, tensor in self.named_tensors().items():
+            if self.streamed is not None and self.streams(tensor) and tensor not in below:
+                block = self._names[name][0] - self._first
+                below = dict(zip(self.streamed.parameters(block), self.streamed.read_full(block)))
+            yield name, tensor, below.get(tensor, tensor.detach())
+
+    def assign(self, values: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        """New values, in the order and form of :meth:`values`."""
+        below: dict[Tensor, Tensor] = {}
+        for name, tensor, value in values:
+            if self.streamed is None or not self.streams(tensor):
+                tensor.detach().copy_(value)
+                continue
+            block = self._names[name][0] - self._first
+            below[tensor] = value
+            wanted = self.streamed.parameters(block)
+            if all(parameter in below for parameter in wanted):
+                self.streamed.write_full(block, [below.pop(parameter) for parameter in wanted])
+
+    def gradient(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of a parameter, wherever it is."""
+        if self.streamed is not None and isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor):
+            return self.streamed.read_gradient(tensor)
+        return tensor.grad
+
+    def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """What stands for the gradients of ``tensors`` in torch.nn.utils.get_total_norm."""
+        trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        if self.streamed is not None:
+            return self.streamed.norm_terms(trained)
+        return [parameter.grad for parameter in trained if parameter.grad is not None]
+
+    def wait_for_weights(self, arrive: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        """From now on a block runs forward when ``arrive`` has returned for its parameters."""
+        self._arrive = arrive
+
+    def skip(self) -> None:
+        """There is nothing to run, but gradients are about to be used: wait as if there were."""
+        self._arrive(self.parameters())
 
     def run(
         self,
@@ -52,6 +137,7 @@ class Stage(nn.Module):
         """Forward. ``where`` is (step, first row of the global batch); ``swap`` opens offloading for ``micro``."""
         for offset, (block, directive) in enumerate(zip(self.blocks, self._directives)):
             seed = block_seed(self._seed, *where, self._first + offset)
+            self._arrive(block.parameters())
             if directive is Directive.RECOMPUTE and torch.is_grad_enabled():
                 inputs = checkpoint(
                     self._run_block, block, seed, *inputs, use_reentrant=False, preserve_rng_state=False

@@ -1,0 +1,589 @@
+"""Streamed parameters: the same losses, gradients and weights as on the device, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.utils.checkpoint import checkpoint
+
+from parallax.device import CpuCopies
+from parallax.errors import ConfigError, SwapError
+from parallax.model.saved import Selector
+from parallax.swap.activations import offloading
+from parallax.swap.manager import SwapManager
+from parallax.swap.optimizer import HostOptimizer
+from parallax.swap.parameters import StreamedParameters
+from parallax.swap.store import DiskStore, HostStore, Store
+from parallax.swap.verify import Delays
+from parallax.swap.visits import Visits
+from tests.unit.swap_fakes import MIB, ManualStore
+
+WIDTH = 24
+
+
+class Block(nn.Module):
+    """Views, transposes, a used-twice, an unused and a low-precision parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / 8)
+        self.gain = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sigmoid(self.up(self.norm(x))) @ self.down.t()
+        return x + torch.sin(self.gain.float() * hidden) @ self.down[:, :WIDTH]
+
+
+def model(count: int = 4) -> nn.ModuleList:
+    torch.manual_seed(3)
+    return nn.ModuleList(Block() for _ in range(count))
+
+
+def batch(micro: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(micro))
+
+
+def forward(blocks: Sequence[nn.Module], x: Tensor, recompute: str = "no") -> Tensor:
+    for index, block in enumerate(blocks):
+        again = recompute != "no" and index % 2
+        x = checkpoint(block, x, use_reentrant=recompute == "reentrant") if again else block(x)
+    return x.square().mean()
+
+
+def gpipe(count: int) -> list[tuple[str, int]]:
+    return [("F", m) for m in range(count)] + [("B", m) for m in range(count)]
+
+
+def one_f_one_b(count: int) -> list[tuple[str, int]]:
+    pairs = [[("F", m + 1), ("B", m)] for m in range(count - 1)]
+    return [("F", 0), *itertools.chain(*pairs), ("B", count - 1)]
+
+
+def run(blocks: Sequence[nn.Module], actions: list[tuple[str, int]], recompute: str = "no") -> list[float]:
+    losses: dict[int, Tensor] = {}
+    for kind, micro in actions:
+        if kind == "F":
+            losses[micro] = forward(blocks, batch(micro), recompute)
+        else:
+            losses[micro].backward()
+    return [losses[m].item() for m in sorted(losses)]
+
+
+Stream = Callable[..., StreamedParameters]
+
+
+@pytest.fixture(params=["disk", "host"])
+def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
+    disk = request.param == "disk"
+    found: Store = DiskStore(scratch, 4 * MIB, CpuCopies(), threads=2) if disk else HostStore(4 * MIB, CpuCopies())
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def stream(store: Store) -> Iterator[Stream]:
+    """Makes streams over blocks; in the end nothing may be left below, nor too much have been on the device."""
+    made: list[StreamedParameters] = []
+
+    def build(blocks: Sequence[nn.Module], **options: Any) -> StreamedParameters:
+        options = {"chunk_bytes": 1024, "verify": True, **options}
+        made.append(StreamedParameters([list(block.parameters()) for block in blocks], store, **options))
+        for index, block in enumerate(blocks):
+            made[-1].attach(index, block)
+        return made[-1]
+
+    yield build
+    for streamed in made:
+        assert streamed.take_statistics().high_water <= streamed.limit_bytes
+        streamed.close()
+    assert store.slots.used_bytes == 0
+
+
+def gradients(blocks: Sequence[nn.Module], streamed: StreamedParameters | None = None) -> list[Tensor | None]:
+    found = []
+    for parameter in [p for block in blocks for p in block.parameters()]:
+        if streamed is not None and streamed.streams(parameter):
+            assert parameter.grad is None
+            found.append(streamed.read_gradient(parameter))
+        else:
+            found.append(parameter.grad)
+    return found
+
+
+def weights(blocks: Sequence[nn.Module], streamed: StreamedParameters) -> list[Tensor]:
+    return [tensor for index in range(len(blocks)) for tensor in streamed.read_full(index)]
+
+
+def assert_same(mine: Sequence[Tensor | None], plain: Sequence[Tensor | None]) -> None:
+    assert len(mine) == len(plain)
+    for a, b in zip(mine, plain):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recompute", ["no", "recompute", "reentrant"])
+@pytest.mark.parametrize("actions", [gpipe(1), gpipe(3), one_f_one_b(4)], ids=["one", "gpipe", "1f1b"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_gradients_are_those_of_resident_weights(stream: Stream, window: int, actions: Any, recompute: str) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine, window=window)
+    for _ in range(2):
+        for block in plain:
+            block.zero_grad()
+        streamed.zero_gradients(set_to_none=True)
+        assert run(mine, actions, recompute) == run(plain, actions, recompute)
+        assert_same(gradients(mine, streamed), gradients(plain))
+    assert_same(weights(mine, streamed), [p.detach() for block in plain for p in block.parameters()])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_blocks(stream: Stream, count: int) -> None:
+    plain = model(count).append(nn.Tanh())  # a block without parameters
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    for actions in (gpipe(2), one_f_one_b(3)):
+        assert run(mine, actions) == run(plain, actions)
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+def test_the_window_is_all_that_is_on_the_device(stream: Stream) -> None:
+    blocks = model(6)
+    streamed = stream(blocks)
+    whole = sum(p.nbytes for block in blocks for p in block.parameters())
+    assert streamed.resident_bytes == 0
+    held: list[int] = []
+    for block in blocks:
+        block.register_forward_hook(lambda *_: held.append(streamed.resident_bytes))
+    run(blocks, gpipe(2))
+    largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks)
+    assert max(held) <= 2 * largest * 1.1  # places begin at multiples of 64 bytes
+    assert streamed.limit_bytes < whole * 0.6
+    statistics = streamed.take_statistics()
+    assert statistics.high_water <= streamed.limit_bytes
+    assert statistics.bytes_in > statistics.bytes_out > whole
+
+
+def test_frozen_parameters_and_blocks(stream: Stream) -> None:
+    plain = model()
+    plain[1].requires_grad_(False)
+    plain[2].up.requires_grad_(False)
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    assert all(s.parameter.requires_grad for chunk in streamed.chunks for s in chunk.segments)
+    assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+    assert_same(gradients(mine, streamed), gradients(plain))
+    for blocks in (plain, mine):  # unfrozen later
+        blocks[1].requires_grad_(True)
+    assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+def test_evaluation_in_between(stream: Stream) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    for blocks in (plain, mine):
+        loss = forward(blocks, batch(0))
+        with torch.no_grad():
+            forward(blocks, batch(1))
+        loss.backward()
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_clean_step_follows_a_failure(stream: Stream, where: str) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+
+    def fail(_: Any, result: Tensor) -> Tensor:
+        if where == "forward":
+            raise ArithmeticError("in forward")
+        return Fails.apply(result)
+
+    hook = mine[2].up.register_forward_hook(lambda module, _, result: fail(module, result))
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match=f"in {where}"):
+            run(mine, gpipe(2))
+    hook.remove()
+    streamed.zero_gradients(set_to_none=True)
+    assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+def test_backward_twice_and_gradients_of_inputs(stream: Stream) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    slopes = []
+    for blocks in (plain, mine):
+        x = batch(0).requires_grad_()
+        loss = forward(blocks, x)
+        loss.backward(retain_graph=True)
+        slopes += torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+    assert_same(gradients(mine, streamed), gradients(plain))
+    assert_same(slopes[:1], slopes[1:])
+
+
+def test_gradients_of_gradients_are_refused(stream: Stream) -> None:
+    mine = model()
+    stream(mine)
+    x = batch(0).requires_grad_()
+    with pytest.raises(SwapError, match="create_graph=True"):
+        torch.autograd.grad(forward(mine, x), x, create_graph=True)
+
+
+def test_gradients_can_be_replaced(stream: Stream) -> None:
+    mine = model()
+    streamed = stream(mine)
+    run(mine, gpipe(1))
+    assert streamed.read_gradient(mine[0].unused) is None
+    for parameter in (mine[0].down, mine[0].unused):
+        summed = torch.randn_like(parameter)
+        streamed.write_gradient(parameter, summed)
+        assert_same([streamed.read_gradient(parameter)], [summed])
+        assert torch.equal(get_total_norm(streamed.norm_terms([parameter])), get_total_norm([summed]))
+
+
+def test_the_norm_is_that_of_resident_gradients(stream: Stream) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    plain.append(nn.Linear(WIDTH, 3))
+    mine.append(copy.deepcopy(plain[-1]))  # the last block stays on the device
+    streamed = stream(mine[:-1])
+    for count in (1, 3):
+        run(plain, gpipe(count))
+        run(mine, gpipe(count))
+        expected = get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        assert torch.equal(get_total_norm(streamed.norm_terms(mine.parameters())), expected)
+    streamed.zero_gradients()
+    plain.zero_grad(set_to_none=False)
+    mine[-1].zero_grad(set_to_none=False)
+    assert torch.equal(get_total_norm(streamed.norm_terms(mine.parameters())), torch.tensor(0.0))
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+class Split(Block):
+    """Hands on, beside its own result, what it was given."""
+
+    def forward(self, given: Any) -> Any:
+        skip, x = given["both"] if isinstance(given, dict) else (given, given)
+        return {"both": [skip, super().forward(x) + skip]}
+
+
+def test_results_that_are_only_passed_on(stream: Stream) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Block(), *(Split() for _ in range(3))])
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    for blocks in (plain, mine):
+        x: Any = batch(0)
+        for block in blocks:
+            x = block(x)
+        torch.stack(x["both"]).prod(0).sum().backward()
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+@pytest.mark.parametrize("how", ["same", "memory"])
+def test_shared_parameters_stay(stream: Stream, how: str) -> None:
+    plain = model()
+    if how == "same":
+        plain[2].down = plain[0].down
+    mine = copy.deepcopy(plain)
+    if how == "memory":
+        mine[2].down = nn.Parameter(mine[0].down.detach())
+    streamed = stream(mine)
+    assert not streamed.streams(mine[0].down)
+    assert not streamed.streams(mine[2].down)
+    assert mine[0].down.data_ptr() == mine[2].down.data_ptr()
+    assert streamed.streams(mine[0].up.weight)
+    if how == "same":
+        assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+        assert_same(gradients(mine, streamed), gradients(plain))
+
+
+def test_blocks_are_made_one_after_another(store: Store) -> None:
+    alive: list[nn.Module] = []
+
+    def make() -> Iterator[Iterator[nn.Parameter]]:
+        for block in model():
+            assert all(p.isnan().all() for earlier in alive for p in earlier.parameters())
+            alive.append(block)
+            yield block.parameters()
+
+    streamed = StreamedParameters(make(), store)
+    streamed.close()
+    assert store.slots.used_bytes == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("cut", [False, True])
+def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut: bool) -> None:
+    plain = model()
+    for block in plain:
+        block.gain.data = block.gain.data.float()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine, cut=cut)
+
+    def optimizer(blocks: nn.ModuleList) -> torch.optim.Optimizer:
+        matrices = [p for p in blocks.parameters() if p.dim() > 1]
+        vectors = [p for p in blocks.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+    resident = optimizer(plain)
+    below = HostOptimizer(optimizer(mine), [], copies=CpuCopies(), extra=streamed.chunks)
+    try:
+        for _ in range(3):
+            resident.zero_grad(set_to_none=False)
+            streamed.zero_gradients()
+            for index in range(len(mine)):
+                below.ready(streamed.parameters(index))
+            assert run(mine, gpipe(count)) == run(plain, gpipe(count))
+            found = [p.grad for p in plain.parameters() if p.grad is not None]
+            norm = get_total_norm(found)
+            assert torch.equal(get_total_norm(streamed.norm_terms(mine.parameters())), norm)
+            coefficient = 0.5 / norm
+            for gradient in found:
+                gradient.mul_(coefficient)
+            resident.step()
+            below.commit(coefficient)
+        below.finish()
+        assert_same(weights(mine, streamed), [p.detach() for p in plain.parameters()])
+        with torch.no_grad():
+            assert forward(mine, batch(9)) == forward(plain, batch(9))
+    finally:
+        below.close()
+
+
+def test_low_precision_has_master_copies(stream: Stream) -> None:
+    mine = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)])
+    master = mine[0].weight.detach().clone()
+    streamed = stream(mine)
+    expected = nn.Parameter(master.float())
+    below = HostOptimizer(torch.optim.AdamW(mine.parameters(), lr=1e-4), [], copies=CpuCopies(), extra=streamed.chunks)
+    reference = torch.optim.AdamW([expected], lr=1e-4)
+    try:
+        for _ in range(20):  # each step alone is lost in bfloat16
+            streamed.zero_gradients()
+            mine[0](torch.ones(3, WIDTH, dtype=torch.bfloat16)).sum().backward()
+            gradient = streamed.read_gradient(mine[0].weight)
+            assert gradient is not None
+            expected.grad = gradient.float()
+            below.commit()
+            below.finish()
+            reference.step()
+        assert torch.equal(streamed.read_full(0)[0], expected.detach().bfloat16())
+        assert not torch.equal(streamed.read_full(0)[0], master)
+    finally:
+        below.close()
+
+
+def test_values_can_be_read_and_written_whole(stream: Stream) -> None:
+    plain, mine = model(), model()
+    streamed = stream(mine)
+    run(mine, gpipe(1))
+    for index in range(len(mine)):
+        new = [torch.randn_like(p) for p in plain[index].parameters()]
+        streamed.write_full(index, new)
+        assert_same(streamed.read_full(index), new)
+        with torch.no_grad():
+            for parameter, value in zip(plain[index].parameters(), new):
+                parameter.copy_(value)
+    assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+    with pytest.raises(SwapError, match=r"shape \[24\] cannot hold \[3\]"):
+        streamed.write_full(0, [torch.ones(3)] * len(list(mine[0].parameters())))
+
+
+def test_what_is_changed_in_place_is_kept(stream: Stream) -> None:
+    mine = model()
+    streamed = stream(mine)
+    streamed.enter(1)
+    with torch.no_grad():
+        mine[1].down.fill_(2.0)
+    values = dict(zip(streamed.parameters(1), streamed.read_full(1)))
+    assert values[mine[1].down].eq(2).all()
+    with torch.no_grad():
+        mine[1].down.fill_(3.0)
+    streamed.enter(3)
+    streamed.enter(0)
+    assert mine[1].down.isnan().all()
+    streamed.enter(1)
+    assert mine[1].down.eq(3).all()
+
+
+def test_what_is_away_is_not_a_number(stream: Stream) -> None:
+    mine = model()
+    stream(mine)
+    assert mine[0].down.isnan().all()
+    assert mine[0].up(batch(0)).isnan().all()
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        mine[0].down.copy_(torch.ones_like(mine[0].down))
+
+
+def test_memory_that_is_handed_out_cannot_be_given_back(stream: Stream) -> None:
+    mine = model()
+    streamed = stream(mine, window=1)
+    streamed.enter(0)
+    held = mine[0].down.detach().numpy()
+    with pytest.raises(SwapError, match=r"handed out by \.numpy\(\)"):
+        streamed.enter(1)
+    assert held.shape == (WIDTH, 2 * WIDTH)
+
+
+def test_restored_parameters_are_ordinary_ones(stream: Stream) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    run(mine, gpipe(1))
+    streamed.restore()
+    assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+    assert_same(gradients(mine), gradients(plain))
+    assert_same(list(mine.parameters()), list(plain.parameters()))
+
+
+def test_a_changed_byte_below_is_noticed(scratch: Path) -> None:
+    store = HostStore(4 * MIB, CpuCopies())
+    mine = model()
+    streamed = StreamedParameters([list(b.parameters()) for b in mine], store, verify=True)
+    slot = streamed._flats[2].chunks[0]._slot
+    assert slot is not None
+    store._view(slot)[slot.size // 2] += 1
+    streamed.enter(1)
+    with pytest.raises(SwapError, match="not what was written"):
+        streamed.enter(2)
+    assert streamed.resident_bytes <= streamed.limit_bytes
+    streamed.close()
+
+
+def gradients_of_one_more(blocks: nn.ModuleList, streamed: StreamedParameters) -> list[Tensor | None]:
+    run(blocks, gpipe(1))
+    return gradients(blocks, streamed)
+
+
+def test_a_full_disk_is_never_followed_by_stale_gradients(
+    stream: Stream, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if store.tier != "disk":
+        pytest.skip("memory does not fail")
+    plain = model()
+    mine = copy.deepcopy(plain)
+    streamed = stream(mine)
+    run(mine, gpipe(1))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(SwapError, match="No space left"):
+            gradients_of_one_more(mine, streamed)
+    streamed.zero_gradients(set_to_none=True)
+    assert run(mine, gpipe(2)) == run(plain, gpipe(2))
+    assert_same(gradients(mine, streamed), gradients(plain))
+
+
+def test_the_next_block_comes_while_one_runs() -> None:
+    store = ManualStore()
+    mine = model(3)
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in mine]
+    streamed = StreamedParameters([list(b.parameters()) for b in mine], store, chunk_bytes=MIB)
+    assert [t.name for t in store.transfers if not t.finished] == []
+    streamed.enter(0)
+    under_way = [t for t in store.transfers if not t.finished]
+    assert under_way, "nothing comes ahead"
+    assert streamed.resident_bytes <= 2 * max(sizes) * 1.1
+    streamed.enter(1)
+    assert all(t.finished for t in under_way)
+    streamed.close()
+
+
+def test_a_step_is_expected_to_go_as_the_last_one() -> None:
+    visits = Visits()
+    step = [0, 1, 2, 0, 1, 2, 1, 0, 2, 1, 0]  # two forwards, two backwards of three blocks
+    guessed = []
+    for block in step:
+        visits.at(block)
+        guessed += visits.following(1, 3)
+    assert guessed == [1, 2, 1, 1, 2, 1, 0, 1, 1, 0, 1]
+    visits.restart()
+    guessed = []
+    for block in step:
+        assert visits.at(block)
+        assert not visits.at(block)
+        guessed += visits.following(1, 3)
+    assert guessed == step[1:]
+    visits.at(2)
+    assert visits.following(2, 3) == [1, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_late_transfers_and_offloaded_activations(scratch: Path, seed: int) -> None:
+    plain = model()
+    mine = copy.deepcopy(plain)
+    delay = Delays(seed, most_seconds=0.001)
+    with contextlib.ExitStack() as stack:
+        stores = [DiskStore(scratch / name, MIB, CpuCopies(), threads=2, delay=delay) for name in ("p", "a")]
+        for store in stores:
+            stack.callback(store.close)
+        streamed = StreamedParameters([block.parameters() for block in mine], stores[0], chunk_bytes=8192, verify=True)
+        stack.callback(streamed.close)
+        manager = SwapManager(stores[1], limit_bytes=20_000)
+        selector = Selector([], 1)
+
+        class Offloaded(nn.Module):
+            def __init__(self, block: nn.Module) -> None:
+                super().__init__()
+                self.block = block
+
+            def forward(self, x: Tensor) -> Tensor:
+                with offloading(manager, selector, 0):
+                    return self.block(x)
+
+        blocks = [Offloaded(block) for block in mine]
+        for index, block in enumerate(blocks):
+            streamed.attach(index, block)
+        assert run(blocks, one_f_one_b(3)) == run(plain, one_f_one_b(3))
+        assert_same(gradients(mine, streamed), gradients(plain))
+
+
+def test_a_window_of_nothing_is_refused(store: Store) -> None:
+    with pytest.raises(ConfigError, match="window=0"):
+        StreamedParameters([], store, window=0)
+
+
+def test_what_the_selector_should_know(stream: Stream) -> None:
+    mine = model()
+    streamed = stream(mine)
+    streamed.enter(0)
+    assert streamed.holds(mine[0].down.t())
+    assert streamed.holds(mine[0].up.weight.detach())
+    assert not streamed.holds(batch(0))
