@@ -20,7 +20,16 @@ from parallax.plan.efficiency import price
 from parallax.plan.profile import ModelProfile
 from parallax.plan.transformer import TransformerConfig
 from parallax.plan.work import ModelWork
-from parallax.planning import Loss, Planned, measure_model, plan_catalog, plan_model, remember_profile, settled
+from parallax.planning import (
+    Loss,
+    Planned,
+    measure_model,
+    plan_catalog,
+    plan_model,
+    remember_profile,
+    settled,
+    stepped_by,
+)
 from parallax.train.data import Source, TextDataConfig, build_source
 
 BYTES = 256  # values that a byte can have: what a model of text must know
@@ -99,7 +108,7 @@ def plan_run(
     measuring, or deriving, one. ``scratch`` is where swap files would go."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
-            profile or profile_run(config, progress),
+            stepped_by(profile or profile_run(config, progress), config.optimizer),
             config.cluster,
             dtype=config.precision.compute,
             plan=config.plan,
@@ -117,6 +126,7 @@ def plan_run(
         plan=config.plan,
         swap=config.swap,
         precision=precision,
+        optimizer=config.optimizer,
         microbatch=config.trainer.microbatch,
         name=config.model.name,
         profile=profile,

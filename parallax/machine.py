@@ -11,6 +11,7 @@ import torch
 from parallax.errors import ConfigError, check_choice, check_count
 from parallax.files import disk_free_bytes
 from parallax.host import available_memory, cuda_devices, usable_cores
+from parallax.plan.catalog import UPDATE_BYTES
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.probes import Probes, measure_speeds
 from parallax.units import parse_bytes
@@ -109,6 +110,7 @@ def build_cluster(
             reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE if choice.kind == "cpu" else 0,
             gap_share=_gap_share(choice),
             overlap_loss=1 - copying if tier == "disk" else 0.0,
+            host_update_seconds=_host_update_seconds(tier, probes, write, read),
         )
         for memory in _device_memory(config, choice)
     )
@@ -132,6 +134,16 @@ def _copying_share(choice: DeviceChoice) -> float:
     its rank, which computes as much more slowly."""
     spare = usable_cores() - choice.count * choice.threads
     return 1.0 if choice.kind == "cuda" or spare >= choice.count else 0.5
+
+
+def _host_update_seconds(tier: str, probes: Probes, write: float, read: float) -> float:
+    """The step of one byte of weights below the device, in full precision with AdamW: memory traffic of one thread,
+    whose copies read and write each byte, and on the disk its two bytes of states up and down. What the planner adds
+    for gradients going down and weights coming up (:func:`parallax.plan.cost.load_states`) is one of these two."""
+    if tier == "none":
+        return 0.0
+    stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
+    return stepping + (1 / write + 1 / read if tier == "disk" else 0.0)
 
 
 def _gap_share(choice: DeviceChoice) -> float:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,17 @@ from parallax.plan.predict import Forecast
 from parallax.plan.profile import ModelProfile
 from parallax.plan.request import PlanConfig
 from parallax.plan.search import search
+from parallax.plan.work import ModelWork
 from parallax.probes import measure_probes
 from parallax.runtime.batch import Rows
-from parallax.swap.manager import SwapConfig
+from parallax.runtime.optimizer import OptimizerConfig
+from parallax.swap.config import SwapConfig
 
 MEASURED_ROWS = 4
+ADAMW_STATES = 2
 
 Loss = Callable[[Any, Tensor], Tensor]
+_Costs = TypeVar("_Costs", ModelProfile, ModelWork)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def plan_model(
     plan: PlanConfig | None = None,
     swap: SwapConfig | None = None,
     precision: PrecisionConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
     microbatch: int | str = "auto",
     name: str = "model",
     profile: ModelProfile | None = None,
@@ -90,6 +95,7 @@ def plan_model(
     probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
     found = build_cluster(cluster, choice, tier=swap.tier, probes=probes, speeds=speeds)
     progress(f"searching plans for {len(found.devices)} device(s)")
+    profile = stepped_by(profile, optimizer or OptimizerConfig())
     best, forecast = search(
         profile,
         found,
@@ -99,6 +105,17 @@ def plan_model(
         swap=swap.tier != "none",
     )
     return Planned(best, forecast, profile, found)
+
+
+def stepped_by(costs: _Costs, optimizer: OptimizerConfig) -> _Costs:
+    """Profiles and works are of models that AdamW steps, with two states for each weight; ``costs`` with those of
+    ``optimizer``. A step moves weight, gradient and states, and all but the gradient back."""
+    optimizer_bytes = costs.optimizer_bytes * optimizer.states / ADAMW_STATES
+    if isinstance(costs, ModelProfile):
+        moved = (3 + 2 * optimizer.states) / (3 + 2 * ADAMW_STATES)
+        seconds = costs.optimizer_seconds * moved
+        return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes, optimizer_seconds=seconds)
+    return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes)
 
 
 def measure_model(

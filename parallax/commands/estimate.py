@@ -9,6 +9,7 @@ from parallax.commands.options import add_json, add_overrides, console_of, print
 from parallax.config import compose
 from parallax.job import model_work
 from parallax.plan.estimate import estimate
+from parallax.planning import stepped_by
 from parallax.report import estimate_table
 
 EXAMPLES = """examples:
@@ -29,7 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Count, print; the exit code."""
     console, config = console_of(parsed), compose(parsed.overrides)
     with console.status("counting") as status:
-        work = model_work(config, status.update)
+        work = stepped_by(model_work(config, status.update), config.optimizer)
         found = estimate(work, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch)
     if parsed.json:
         print_json(asdict(found))

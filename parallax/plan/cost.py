@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallax.plan.cluster import Device
-from parallax.plan.plan import Directive
+from parallax.plan.plan import STATE_BUCKET_BYTES, Directive
 from parallax.plan.profile import BlockCost, ModelProfile
 
 
@@ -226,16 +226,23 @@ def load_states(
 ) -> StateLoad:
     """``parameter_bytes`` of parameters in training, ``largest`` in one block.
 
-    Optimizer states below are stepped there: their gradients go down and their parameters come up again. Parameters
+    Optimizer states below are stepped there: their gradients go down and their parameters come up again. On the disk
+    they come up to be stepped, those of three buckets at a time. A share is rounded up to whole parameters. Parameters
     below come up for each forward and each backward, two blocks at a time, the one that runs and the next; the
-    gradients of a block go down, where those of all micro-batches are summed.
+    gradients of a block go down, where those of all micro-batches are summed: what is there comes up to be added to.
+    What is new is written before the old is given up.
     """
-    states = math.ceil(parameter_bytes * (profile.optimizer_bytes + profile.master_bytes))
+    per_byte = profile.optimizer_bytes + profile.master_bytes
+    states = math.ceil(parameter_bytes * per_byte)
     lower = math.floor(states * below.optimizer)
     optimizer = math.ceil((states - lower) * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed = math.floor(parameter_bytes * below.parameters)
     gone = math.floor(streamed * profile.gradient_bytes)
-    window = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
+    visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
+    window = visiting
+    if device.tier == "disk":
+        window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
+    rounding = min(states - lower, math.ceil(largest * per_byte)) if lower else 0
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
     update = (
@@ -247,10 +254,10 @@ def load_states(
         optimizer_bytes=optimizer,
         master_bytes=states - lower - optimizer,
         staging_bytes=window,
-        host_bytes=lower + streamed + gone,
-        read_bytes=2 * streamed,
+        host_bytes=lower + rounding + streamed + gone + visiting,
+        read_bytes=2 * streamed + gone,
         written_bytes=gone,
-        streaming_seconds=device.read.seconds(2 * streamed) + device.write.seconds(gone),
+        streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
         update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
     )
 

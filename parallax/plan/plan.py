@@ -22,6 +22,8 @@ VERSION = 2
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+STATE_BUCKET_BYTES = 2 * 2**20  # of parameters that are stepped at one time where their states are below the device
+
 
 class Directive(StrEnum):
     """What happens to a block's saved activations between forward and backward."""

@@ -45,8 +45,8 @@ class PlanConfig:
     ``schedule``: gpipe or 1f1b to train with; interleaved, zb-h1 and zb-h2 can be planned for. ``interleave``: stages
     per device of the interleaved schedule. ``activations``: force keep, offload or recompute on every block.
     ``optimizer`` and ``parameters``: where the optimizer's states, and the parameters with their gradients, live:
-    ``device``, or ``host``, which can be planned for. ``replan``: ``auto`` plans again, once, at the next checkpoint of
-    a run whose steps differ from the prediction by more than a fifth.
+    ``device``, or ``host``, the tier below it. ``replan``: ``auto`` plans again, once, at the next checkpoint of a run
+    whose steps differ from the prediction by more than a fifth.
     """
 
     stages: int | str = AUTO
@@ -149,11 +149,11 @@ class Request:
                 f"plan.schedule={config.schedule}: the profile of {profile.model} does not tell the gradients of "
                 "parameters apart; use plan.schedule=1f1b, or a profile derived from shapes"
             )
-        for key in ("optimizer", "parameters"):
-            if runnable and getattr(config, key) == "host":
-                raise ConfigError(
-                    f"plan.{key}=host can be planned for, but not trained with yet: use plan.{key}=device"
-                )
+        if runnable and config.parameters == "host" and profile.ties:
+            raise ConfigError(
+                f"plan.parameters=host: blocks of {profile.model} share parameters, which must stay on the device: use "
+                "plan.parameters=device, or a model without shared parameters"
+            )
 
     def changed(self, **changes: object) -> Request:
         """The same question with other arguments of :meth:`__init__`."""
@@ -195,7 +195,7 @@ class Request:
     @cached_property
     def host_states(self) -> tuple[Below, ...]:
         """Shares of states below the device that may be tried, least first."""
-        able = self.swap and not self.runnable and all(device.host_update_seconds > 0 for device in self.devices)
+        able = self.swap and all(device.host_update_seconds > 0 for device in self.devices)
         optimizer, parameters = self.config.optimizer, self.config.parameters
         if not able:
             if "host" in (optimizer, parameters):
@@ -203,7 +203,8 @@ class Request:
             return (ALL_ON_DEVICE,)
         if parameters == "host":
             return (Below(1.0, 1.0),)
-        streamed = PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" else ()
+        tied = self.runnable and self.profile.ties
+        streamed = PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" and not tied else ()
         if optimizer == "host":
             return (Below(1.0), *streamed)
         return (ALL_ON_DEVICE, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)

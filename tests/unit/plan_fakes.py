@@ -35,13 +35,14 @@ def cluster(
     write: Link = FREE,
     read: Link | None = None,
     tier: int = HUGE,
+    below: str = "disk",
     reserve: int = 0,
     **fields: Any,
 ) -> Cluster:
     device = Device(
         kind="cpu",
         memory_bytes=memory,
-        tier="disk",
+        tier=below,
         tier_bytes=tier,
         write=write,
         read=read or write,

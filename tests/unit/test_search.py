@@ -64,6 +64,7 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
         reserve=r.choice([0, 100]),
         gap_share=r.choice([0.0, 0.1]),
         host_update_seconds=r.choice([0.0, 0.02]),
+        below=r.choice(["host", "host", "disk"]),
     )
     return profile(blocks, ties=ties, optimizer_seconds=0.01), machines, r.choice([1, 3, 4, 6])
 
@@ -402,7 +403,7 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
     """12 MB of parameters in 4 MB blocks, 48 MB with gradients and moments."""
     model, seconds, below = layers(3, moved=1e5, input=1e4, output=1e4, forward_work=1e4, backward_work=1e4), [], []
     for memory in (60, 40, 30, 20):
-        machines = cluster(1, memory * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9)
+        machines = cluster(1, memory * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, below="host")
         plan, _ = search(model, machines, PlanConfig(), global_batch=8, runnable=False)
         check(plan, machines)
         seconds.append(plan.prediction.step_seconds)

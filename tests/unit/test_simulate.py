@@ -392,7 +392,9 @@ def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
     part = replace(stages([0, 1])[0], optimizer_offload=0.5)
     result = run([block(parameter_bytes=100)], [part], rows=1, micro=1, machines=machines, optimizer_seconds=0.02)
     rank = result.ranks[0]
-    assert rank.tier_peak_bytes == rank.memory["optimizer"] == 100
+    assert rank.memory["optimizer"] == 100
+    assert rank.memory["staging"] == 100  # on the disk, they come up to be stepped
+    assert rank.tier_peak_bytes == 200  # a share is rounded up to whole parameters, and here may be one
     assert rank.seconds["update"] == pytest.approx(50 * 0.02 + 50 * 0.5 + 5 + 5)
 
 
