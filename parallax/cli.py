@@ -22,7 +22,7 @@ COMMANDS = {
     "profile": "measure, or derive, what each block costs; writes profile.json",
     "estimate": "memory that training a model needs, without any device",
     "simulate": "what every rank of a plan does when; draws and traces it",
-    "explain": "why a plan looks as it does, and where its bytes and seconds go",
+    "explain": "why a plan looks as it does, where its bytes and seconds go, and what a run's swap did",
     "calibrate": "correct a profile by what a run measured; the next plan uses it",
     "doctor": "devices, memory, bandwidths, and what will go wrong",
 }

@@ -135,7 +135,8 @@ class StepLine:
     """What people see of one step.
 
     ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
-    ``stall_seconds``: spent waiting for swapped data, on the rank that waited most.
+    ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of all transfers' time that
+    nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most.
     """
 
     step: int
@@ -144,6 +145,8 @@ class StepLine:
     unit: str = "tokens"
     peak_bytes: int
     budget_bytes: int
+    offloaded_bytes: int | None = None
+    overlap: float = 1.0
     stall_seconds: float = 0.0
 
 
@@ -185,7 +188,7 @@ class Progress:
                 f"loss {line.loss:.4f}",
                 f"{_short(line.rate)} {line.unit}/s",
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
-                f"stall {line.stall_seconds:.2f} s",
+                *_swapped(line),
                 f"{_clock(self._seconds_left(line.step))} left",
             ]
         )
@@ -232,6 +235,13 @@ class _PlainLines:
 
     def stop(self) -> None:
         """Nothing to restore."""
+
+
+def _swapped(line: StepLine) -> list[str]:
+    if line.offloaded_bytes is None:
+        return []
+    waited = f"{line.overlap:.0%} overlapped, {line.stall_seconds:.3f} s stalled"
+    return [f"swap {format_bytes(line.offloaded_bytes)} ({waited})"]
 
 
 def _short(number: float) -> str:

@@ -1,35 +1,53 @@
-"""``parallax explain``: why a plan looks as it does, and where its bytes and seconds go."""
+"""``parallax explain``: why a plan looks as it does, where its bytes and seconds go, and what a run's swap did."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from parallax.commands.options import add_json, add_plan, console_of, plan_file, print_json
+from parallax.commands.options import add_json, add_plan, console_of, plan_file, print_json, writing
+from parallax.errors import ConfigError
 from parallax.plan.plan import Plan
-from parallax.report import memory_table
+from parallax.report import memory_table, occupancy_png, swap_tables
+from parallax.report.occupancy import Occupancy
+from parallax.report.swap import swapped_ranks, worst_of_stages
 
 EXAMPLES = """examples:
   parallax explain plan.yaml                            a plan that `parallax plan` wrote
-  parallax explain runs/deeper --json | jq .stages
+  parallax explain runs/deeper                          and what the run swapped, when it stalled, what stayed and why
+  parallax explain runs/deeper --png swap.png           bytes on the device and in the tier over its last step
+  parallax explain runs/deeper --json | jq .swap
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_plan(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step")
     add_json(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Print it; the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
+    directory = plan_file(parsed.plan).parent
+    ranks, reason = _swapped(directory)
+    if parsed.png is not None:
+        if not ranks:
+            raise ConfigError(f"--png draws what a run swapped: {reason}")
+        steps = [Occupancy.load(directory, rank["rank"]) for rank in worst_of_stages(ranks)]
+        with writing("--png", parsed.png) as path, console.status("drawing"):
+            occupancy_png(steps, path)
     if parsed.json:
         print_json(
             {
                 "hash": plan.hash(),
                 "lines": plan.explain(),
                 "stages": [asdict(stage) for stage in plan.prediction.stages],
+                "swap": [{key: rank[key] for key in ("rank", "stage", "replica", "swap")} for rank in ranks],
             }
         )
         return 0
@@ -37,4 +55,20 @@ def run(parsed: argparse.Namespace) -> int:
         console.print(line, highlight=False, markup=False)
     if plan.prediction.stages:
         console.print(memory_table(plan))
+    if ranks:
+        console.print(swap_tables(ranks))
+    elif parsed.plan.is_dir():
+        console.print(f"swap: {reason}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _swapped(directory: Path) -> tuple[list[Any], str]:
+    """The ranks of a run's summary whose stage swapped; where there are none, why."""
+    path = directory / "summary.json"
+    if not path.is_file():
+        return [], f"there is no {path}, which a run writes at its end"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path} ({error}): train again to write it anew") from error
+    return swapped_ranks(summary), f"no stage of {directory} may move activations: plan.activations=offload lets all"

@@ -1,9 +1,11 @@
 """What a run, or a plan, says when it is asked: tables for people, pictures and traces for their eyes."""
 
 from parallax.report.estimate import estimate_table
+from parallax.report.occupancy import occupancy_png
 from parallax.report.plan import memory_table, plan_table
 from parallax.report.profile import profile_table
 from parallax.report.run import summary_table
+from parallax.report.swap import swap_tables
 from parallax.report.timeline import COLOURS, timeline_png
 from parallax.report.trace import chrome_trace
 
@@ -12,8 +14,10 @@ __all__ = [
     "chrome_trace",
     "estimate_table",
     "memory_table",
+    "occupancy_png",
     "plan_table",
     "profile_table",
     "summary_table",
+    "swap_tables",
     "timeline_png",
 ]

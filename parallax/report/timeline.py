@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from parallax.events import Span, bubble_fraction
+from parallax.report.figure import new_figure, save_png
 
 COLOURS = {
     "forward": "#4c86c6",
@@ -37,12 +37,9 @@ def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> Non
     One row per rank; boxes carry their micro-batch; the grey start of a box is what the rank only waited.
     Each timeline begins at its first span; ranks of several hosts are only as aligned as their clocks.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(16, 9), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     shown = [("predicted", predicted), ("measured", measured)][: 2 if measured or not predicted else 1]
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     length = max(_length(predicted), _length(measured)) or 1.0
@@ -57,9 +54,7 @@ def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> Non
     panels[-1].set_xlim(0, length * 1.005)
     patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(COLOURS), fontsize=13, frameon=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    save_png(figure, path)
 
 
 def _length(spans: list[Span]) -> float:

@@ -20,8 +20,11 @@ from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
 from parallax.plan.calibrate import seconds_by_term
 from parallax.plan.plan import Plan
 from parallax.report import timeline_png
+from parallax.report.occupancy import Occupancy, computed, occupancy_path
+from parallax.report.swap import SwapRecord, swaps
 from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_partial
 from parallax.runtime.engine import Engine, StepResult
+from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
@@ -117,11 +120,12 @@ class _Run:
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
         self._refused: list[CheckpointError] = []
-        self._recent: deque[StepResult] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[float, list[Span]]] = deque(maxlen=RECENT)  # seconds and spans of steps
         self._seconds: list[float] = []
         self._losses: list[float] = []
         self._validation: float | None = None
-        self._swapped = [0.0, 0.0]  # bytes offloaded and seconds stalled, over all steps of this rank
+        self._swap = SwapRecord()
+        self._last: StepResult | None = None
         self._peak = 0
 
     def run(self) -> dict[str, Any]:
@@ -144,6 +148,8 @@ class _Run:
                     events.flush()
                 self._report(voice, result)
                 self._evaluate_and_save(voice, self._engine.completed_steps, total)
+        if self._last is not None:
+            self._write_occupancy(self._last)  # before the ranks meet: where there is a summary, there is this
         summary = self._summary()
         if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
             self._write(summary)
@@ -174,21 +180,30 @@ class _Run:
     def _remember(self, result: StepResult) -> None:
         if len(self._seconds) == WARM_UP:
             self._recent.clear()  # from now on there is better to choose from
-        self._recent.append(result)
+        self._recent.append((result.seconds, result.spans))
         self._seconds.append(result.seconds)
         self._losses.append(result.loss)
         self._peak = max(self._peak, result.peak_bytes)
-        self._swapped[0] += result.swap.bytes_out
-        self._swapped[1] += result.swap.stall_seconds
+        self._swap.add(result.swap)
+        self._last = result
 
     def _report(self, voice: _Voice, result: StepResult) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
         budgets = [rank.budget_bytes for rank in self._engine.plan.prediction.ranks]
-        table = torch.zeros(len(budgets), 3, dtype=torch.float64)
-        table[self._rank] = torch.tensor(
-            [result.peak_bytes, result.swap.stall_seconds, result.swap.bytes_out], dtype=torch.float64
+        swap = result.swap
+        mine = (
+            result.peak_bytes,
+            swap.stall_seconds,
+            swap.transfer_seconds,
+            swap.bytes_out,
+            swap.bytes_in,
+            swap.limit_bytes,
         )
-        peaks, stalls, moved = (column.tolist() for column in self._mesh.sum(table).unbind(1))
+        table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
+        table[self._rank] = torch.tensor(mine, dtype=torch.float64)
+        peaks, stalls, transfers, out, back, limits = (c.tolist() for c in self._mesh.sum(table).unbind(1))
+        swapping = sum(limits) + sum(out) + sum(back) > 0
+        overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=sum(transfers))
         fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
         line = StepLine(
             step=self._engine.completed_steps,
@@ -197,6 +212,8 @@ class _Run:
             unit="tokens" if self._tokens > 1 else "rows",
             peak_bytes=int(peaks[fullest]),
             budget_bytes=budgets[fullest],
+            offloaded_bytes=int(sum(out)) if swapping else None,
+            overlap=overall.overlap,
             stall_seconds=max(stalls),
         )
         voice.step(
@@ -209,7 +226,9 @@ class _Run:
                 f"{line.unit}_per_second": line.rate,
                 "peak_bytes": line.peak_bytes,
                 "stall_seconds": line.stall_seconds,
-                "offloaded_bytes": sum(moved),
+                "offloaded_bytes": sum(out),
+                "fetched_bytes": sum(back),
+                "swap_overlap": line.overlap if swapping else None,
             },
         )
 
@@ -237,13 +256,12 @@ class _Run:
 
     def _summary(self) -> dict[str, Any]:
         """Predicted against measured; the same on every rank."""
-        plan, steps = self._engine.plan, max(1, len(self._seconds))
+        plan = self._engine.plan
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
-        mine = (self._peak, self._swapped[0] / steps, self._swapped[1] / steps)
         ranks = []
-        for rank, found in enumerate(self._mesh.gather_objects(mine)):
-            peak, moved, stalled = found
+        for rank, found in enumerate(self._mesh.gather_objects((self._peak, self._swap.summary()))):
+            peak, swap = found
             stage, replica = plan.locate(rank)
             predicted = plan.prediction.ranks[rank]
             ranks.append(
@@ -254,13 +272,14 @@ class _Run:
                     "budget_bytes": predicted.budget_bytes,
                     "predicted_peak_bytes": predicted.peak_bytes,
                     "measured_peak_bytes": peak,
-                    "offloaded_bytes_per_step": moved,
+                    "offloaded_bytes_per_step": swap["bytes_out_per_step"] if swap else 0.0,
                     "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,
-                    "stall_seconds_per_step": stalled,
+                    "stall_seconds_per_step": swap["stall_seconds_per_step"] if swap else 0.0,
                     "predicted_stall_seconds_per_step": predicted.stall_seconds,
                     "seconds": spent.get(rank, {}),
                     "predicted_seconds": planned.get(rank, {}),
                     "predicted_memory": _terms(plan, stage),
+                    "swap": swap,
                 }
             )
         timed = self._seconds[WARM_UP:] or self._seconds
@@ -291,11 +310,27 @@ class _Run:
         recent = list(self._recent)
         if not recent:
             return []
-        order = sorted(range(len(recent)), key=lambda i: recent[i].seconds)
+        order = sorted(range(len(recent)), key=lambda i: recent[i][0])
         chosen = self._mesh.gather_objects(order[len(order) // 2])[0]
-        gathered: Iterable[Any] = self._mesh.gather_objects(recent[int(str(chosen))].spans)
+        gathered: Iterable[Any] = self._mesh.gather_objects(recent[int(str(chosen))][1])
         self._measured = [span for spans in gathered for span in spans]
         return self._measured
+
+    def _write_occupancy(self, last: StepResult) -> None:
+        """What this rank's swap held over the last step; what an earlier plan left there is not this one's."""
+        if not swaps(last.swap):
+            occupancy_path(self._directory, self._rank).unlink(missing_ok=True)
+            return
+        occupancy = Occupancy(
+            rank=self._rank,
+            stage=self._mesh.stage,
+            replica=self._mesh.replica,
+            step=self._engine.completed_steps,
+            limit_bytes=last.swap.limit_bytes,
+            samples=tuple(last.swap.samples),
+            spans=computed(last.spans),
+        )
+        occupancy.save(self._directory)
 
     def _write(self, summary: dict[str, Any]) -> None:
         path = self._directory / "summary.json"

@@ -401,6 +401,7 @@ WRONG_ELSEWHERE = [
     (["plan", "--diff", "a.yaml", "b.yaml"], "cannot read plan a.yaml"),
     (["simulate", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
     (["explain", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
+    (["explain", "nowhere", "--png", "swap.png"], "cannot read plan nowhere"),
     (["estimate", "model.layrs=3"], "did you mean 'layers'"),
     (["calibrate", "nowhere"], "runs/nowhere is no run directory"),
 ]

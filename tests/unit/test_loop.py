@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from parallax import cli
 from parallax.events import EventLog, Span, read_events
 from parallax.model.describe import describe
 from parallax.model.mlp import MLP, MLPConfig
-from parallax.monitor import LoggerConfig
+from parallax.monitor import LoggerConfig, read_metrics
+from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
 from parallax.train.loop import JUDGED, MEASURED_EVENTS, PREDICTED_EVENTS, WARM_UP, OnDrift, TrainerConfig, drift, train
-from tests.plans import make_plan
+from tests.plans import GIB, make_plan
 
 STEPS = WARM_UP + JUDGED + 3
 
@@ -38,11 +41,19 @@ class SameRows:
         assert state == {}
 
 
-def looping(folder: Path, predicted_seconds: float, on_drift: OnDrift) -> dict[str, Any]:
+def looping(
+    folder: Path, predicted_seconds: float, on_drift: OnDrift, *, schedule: str = "1f1b", limit: int = 0
+) -> dict[str, Any]:
     chain = describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
-    plan = make_plan(chain, global_batch=4, microbatch=2)
+    directive = "offload" if limit else "keep"
+    plan = make_plan(
+        chain, schedule=schedule, global_batch=4, microbatch=2, directive=directive, swap_limit=limit or GIB
+    )
     plan = replace(plan, prediction=replace(plan.prediction, step_seconds=predicted_seconds))
-    engine = Engine.build(chain, plan, loss=MLP.loss, scratch=folder / "swap")
+    plan.save(folder / "plan.yaml")
+    engine = Engine.build(
+        chain, plan, loss=MLP.loss, scratch=folder / "swap", swap=SwapConfig(tier="disk", minimum_bytes=1)
+    )
     trainer = TrainerConfig(steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=1)
     logger = LoggerConfig(tensorboard=False, events=False)
     try:
@@ -95,3 +106,77 @@ def test_the_summary_says_where_the_seconds_went(tmp_path: Path) -> None:
     spans = list(read_events(tmp_path / MEASURED_EVENTS))
     assert [span.kind for span in spans] == ["forward", "backward", "forward", "backward", "reduce", "update"]
     assert spans[0].step >= WARM_UP
+
+
+# ---- the swap explains itself
+
+LIMIT = 1024  # bytes: enough for one micro-batch, too few for the two that gpipe has in flight
+
+
+def explained(folder: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
+    capfd.readouterr()
+    assert cli.main(["explain", str(folder), *options]) == 0
+    out, err = capfd.readouterr()
+    assert not err
+    return out
+
+
+def test_a_run_says_what_its_swap_did(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (rank,) = looping(tmp_path, 1.0, OnDrift.IGNORE, schedule="gpipe", limit=LIMIT)["ranks"]
+    lines = [line for line in capfd.readouterr().out.splitlines() if "  memory " in line]
+    assert len(lines) == STEPS
+    assert all(" overlapped, " in line and " stalled)  " in line for line in lines)
+    swap, last = rank["swap"], rank["swap"]["last_step"]
+    assert swap["limit_bytes"] == LIMIT
+    assert 0 < swap["device_high_water_bytes"] <= LIMIT
+    assert swap["tier_high_water_bytes"] > 0
+    assert rank["offloaded_bytes_per_step"] == swap["bytes_out_per_step"] > 0
+    assert 0 <= swap["overlap"] <= 1
+    assert {found["micro"] for found in last["micro_batches"]} <= {0, 1}, "those of which anything moved"
+    for key in ("bytes_out", "bytes_in", "stall_seconds"):
+        assert sum(found[key] for found in last["micro_batches"]) == pytest.approx(last[key])
+    assert last["decisions"]["moved"]["bytes"] > 0
+    metrics = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    assert metrics[-1]["offloaded_bytes"] == last["bytes_out"]
+    assert metrics[-1]["fetched_bytes"] == last["bytes_in"]
+    assert metrics[-1]["swap_overlap"] == pytest.approx(last["overlap"])
+    step = Occupancy.load(tmp_path, 0)
+    assert (step.step, step.limit_bytes) == (STEPS, LIMIT)
+    assert 0 < max(device for _, device, _ in step.samples) <= swap["device_high_water_bytes"]
+    assert [span.kind for span in step.spans] == ["forward", "forward", "backward", "backward", "update"]
+
+
+def test_explain_tells_and_draws_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    looping(tmp_path, 1.0, OnDrift.IGNORE, schedule="gpipe", limit=LIMIT)
+    shown = explained(tmp_path, capfd, "--png", str(tmp_path / "swap.png"))
+    assert "last step, of each stage the rank that stalled most" in shown
+    assert "saved tensors of the last step" in shown
+    assert "moved" in shown
+    assert (tmp_path / "swap.png").read_bytes().startswith(b"\x89PNG")
+    (rank,) = json.loads(explained(tmp_path, capfd, "--json"))["swap"]
+    assert (rank["rank"], rank["stage"], rank["replica"]) == (0, 0, 0)
+    assert rank["swap"] == json.loads((tmp_path / "summary.json").read_text())["ranks"][0]["swap"]
+    assert cli.main(["explain", str(tmp_path), "--png", str(tmp_path / "no" / "swap.png")]) == 2
+    assert "--png" in capfd.readouterr().err
+    occupancy_path(tmp_path, 0).unlink()
+    assert cli.main(["explain", str(tmp_path), "--png", str(tmp_path / "swap.png")]) == 2
+    assert "swap-rank0.json is missing" in capfd.readouterr().err
+
+
+def test_a_run_without_swap_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    occupancy_path(tmp_path, 0).write_text("what a run under another plan left here")
+    (rank,) = looping(tmp_path, 1.0, OnDrift.IGNORE)["ranks"]
+    assert "overlapped" not in capfd.readouterr().out
+    assert (rank["swap"], rank["offloaded_bytes_per_step"], rank["stall_seconds_per_step"]) == (None, 0.0, 0.0)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["swap_overlap"] is None
+    assert not occupancy_path(tmp_path, 0).exists()
+    assert f"swap: no stage of {tmp_path} may move activations" in explained(tmp_path, capfd)
+    assert "swap:" not in explained(tmp_path / "plan.yaml", capfd)
+    assert json.loads(explained(tmp_path, capfd, "--json"))["swap"] == []
+    for expected in ("no stage of", "there is no", "cannot read"):
+        assert cli.main(["explain", str(tmp_path), "--png", str(tmp_path / "swap.png")]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert expected in line
+        summary = tmp_path / "summary.json"
+        summary.unlink() if summary.exists() else summary.write_text("{")
+    assert not (tmp_path / "swap.png").exists()

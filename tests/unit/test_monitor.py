@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -76,13 +77,15 @@ def test_tensorboard_reads_the_curves_also_after_resume(tmp_path: Path) -> None:
 def test_plain_lines_without_a_terminal() -> None:
     text = io.StringIO()
     with Progress(60, 31, file=text) as progress:
-        progress.show(line(31, stall_seconds=0.5))
+        progress.show(line(31, offloaded_bytes=12 << 20, overlap=0.974, stall_seconds=0.5))
         progress.note("checkpoint [31] saved")
         progress.show(line(60, unit="rows"))
     first, note, last = text.getvalue().splitlines()
-    assert first.startswith("step 31/60  loss 2.5000  12.3k tokens/s  memory 3.0 MiB of 4.0 MiB (75%)  stall 0.50 s")
+    assert first.startswith("step 31/60  loss 2.5000  12.3k tokens/s  memory 3.0 MiB of 4.0 MiB (75%)  swap ")
+    assert "  swap 12.0 MiB (97% overlapped, 0.500 s stalled)  " in first
     assert note == "checkpoint [31] saved"
     assert "rows/s" in last
+    assert "swap" not in last, "no stage swaps"
     assert last.endswith("0:00 left")
     assert text.getvalue().isascii()
 
@@ -96,6 +99,16 @@ def test_time_left_follows_the_measured_pace() -> None:
     assert 500 <= int(minutes) * 60 + int(seconds) < 2000  # 10,000 steps of 0.05 s and a little
 
 
+def said_to(reader: int) -> str:
+    """All that was written to the other end, which is closed: a pty gives it in pieces, and an error at the end."""
+    pieces = []
+    with contextlib.suppress(OSError):
+        while piece := os.read(reader, 65536):
+            pieces.append(piece)
+    os.close(reader)
+    return b"".join(pieces).decode()
+
+
 def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
@@ -105,8 +118,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.show(line(1))
         progress.note("evaluated")
         progress.show(line(2))
-    shown = os.read(reader, 65536).decode()
-    os.close(reader)
+    shown = said_to(reader)
     assert threading.active_count() == threads
     assert "step 2/3" in shown
     assert "evaluated" in shown

@@ -6,10 +6,15 @@ import io
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import matplotlib.image
+import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from parallax.errors import ConfigError
 from parallax.events import Span
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.efficiency import price
@@ -20,11 +25,24 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.request import PlanConfig
 from parallax.plan.search import search
 from parallax.plan.transformer import TransformerConfig
-from parallax.report import chrome_trace, estimate_table, memory_table, plan_table, profile_table
+from parallax.report import (
+    COLOURS,
+    chrome_trace,
+    estimate_table,
+    memory_table,
+    occupancy_png,
+    plan_table,
+    profile_table,
+    swap_tables,
+)
+from parallax.report.occupancy import DEVICE, LIMIT, TIER, Occupancy, computed, fullest
 from parallax.report.simulation import simulation_table
+from parallax.report.swap import SwapRecord, swapped_ranks, worst_of_stages
 from parallax.report.what_if import Outcome, what_if_table
+from parallax.swap.statistics import MicroStatistics, SwapStatistics
 from parallax.units import format_bytes, format_seconds
 
+MIB = 2**20
 MODEL = TransformerConfig(layers=6, hidden=128, heads=2, vocabulary=512, sequence=64)
 
 
@@ -178,3 +196,136 @@ def test_alternatives_side_by_side() -> None:
 )
 def test_seconds(seconds: float, expected: str) -> None:
     assert format_seconds(seconds) == expected
+
+
+# ---- what the swap did
+
+
+def statistics(out: int = 6 * MIB, stalled: float = 0.25) -> SwapStatistics:
+    """A step of two micro-batches."""
+    return SwapStatistics(
+        bytes_out=out,
+        bytes_in=4 * MIB,
+        stall_seconds=stalled,
+        transfer_seconds=1.0,
+        high_water=3 * MIB,
+        tier_high_water=5 * MIB,
+        limit_bytes=4 * MIB,
+        pinned_waste_bytes=MIB // 2,
+        micro={1: MicroStatistics(2 * MIB, 2 * MIB, 0.25), 0: MicroStatistics(4 * MIB, 2 * MIB, 0.0)},
+        decisions={"smaller than swap.minimum_bytes": (7, 1024), "moved": (12, 6 * MIB)},
+    )
+
+
+def swapped(rank: int, stage: int, *steps: SwapStatistics) -> dict[str, Any]:
+    record = SwapRecord()
+    for step in steps:
+        record.add(step)
+    return {"rank": rank, "stage": stage, "replica": 0, "swap": json.loads(json.dumps(record.summary()))}
+
+
+def test_a_record_has_means_over_the_steps_and_the_last_in_detail() -> None:
+    found = swapped(0, 0, statistics(out=2 * MIB, stalled=0.0), statistics())["swap"]
+    assert (found["bytes_out_per_step"], found["bytes_in_per_step"]) == (4 * MIB, 4 * MIB)
+    assert (found["stall_seconds_per_step"], found["overlap"]) == (0.125, 0.875)
+    assert (found["device_high_water_bytes"], found["limit_bytes"]) == (3 * MIB, 4 * MIB)
+    assert (found["tier_high_water_bytes"], found["pinned_waste_bytes"]) == (5 * MIB, MIB // 2)
+    last = found["last_step"]
+    assert (last["bytes_out"], last["overlap"]) == (6 * MIB, 0.75)
+    assert [micro["micro"] for micro in last["micro_batches"]] == [0, 1]
+    assert last["micro_batches"][1] == {"micro": 1, "bytes_out": 2 * MIB, "bytes_in": 2 * MIB, "stall_seconds": 0.25}
+    assert last["decisions"]["moved"] == {"tensors": 12, "bytes": 6 * MIB}
+
+
+def test_a_stage_that_does_not_swap_has_no_record() -> None:
+    record = SwapRecord()
+    assert record.summary() is None
+    record.add(SwapStatistics())
+    assert record.summary() is None
+    assert swapped(0, 0, SwapStatistics(decisions={"smaller than swap.minimum_bytes": (1, 8)}))["swap"], (
+        "it says why not"
+    )
+    assert swapped_ranks({"ranks": [{"rank": 0, "swap": None}, {"rank": 1}]}) == []
+    assert swapped_ranks({}) == []
+
+
+def test_of_replicas_the_one_that_stalled_most_is_told_of() -> None:
+    ranks = [
+        swapped(0, 0, statistics(stalled=0.1)),
+        swapped(1, 0, statistics(stalled=0.5)),
+        swapped(2, 1, statistics()),
+    ]
+    assert [rank["rank"] for rank in worst_of_stages(ranks)] == [1, 2]
+    shown = text(swap_tables(ranks))
+    assert "0 0 6.0 MiB 4.0 MiB 100 ms 90% 4.0 MiB 75% 5.0 MiB 512.0 KiB" in shown
+    assert "0 1 0 4.0 MiB 2.0 MiB 0 s" in shown, "its first micro-batch"
+    assert "0 1 all 6.0 MiB 4.0 MiB 500 ms 50%" in shown
+    assert "1 2 moved 12 6.0 MiB 1 2 smaller than swap.minimum_bytes 7 1.0 KiB" in shown, "largest first"
+    assert "0 0 all" not in shown
+    assert "waste" in shown
+    assert "waste" not in text(swap_tables([swapped(0, 0, replace(statistics(), pinned_waste_bytes=0))]))
+
+
+def test_long_tables_say_what_they_leave_out() -> None:
+    many = swapped(0, 0, replace(statistics(), micro={micro: MicroStatistics() for micro in range(50)}))
+    assert "11 more rows with --json" in text(swap_tables([many]))
+
+
+def occupancy(stage: int = 0, high: int = 3 * MIB) -> Occupancy:
+    return Occupancy(
+        rank=stage,
+        stage=stage,
+        replica=0,
+        step=7,
+        limit_bytes=4 * MIB,
+        samples=((99.5, 0, 0), (100.5, high, 0), (101.0, high, 2 * MIB), (102.5, MIB, 2 * MIB), (103.5, 0, 0)),
+        spans=(
+            Span(stage, 6, "forward", stage, 0, 100.0, 102.0),
+            Span(stage, 6, "backward", stage, 0, 102.0, 104.0, 0.5),
+        ),
+    )
+
+
+def test_occupancy_is_what_was_written(tmp_path: Path) -> None:
+    occupancy().save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["swap-rank0.json"]
+    assert Occupancy.load(tmp_path, 0) == occupancy()
+    with pytest.raises(ConfigError, match=r"swap-rank1.json is missing: rank 1 wrote it on its own host"):
+        Occupancy.load(tmp_path, 1)
+    for damaged in ("{", "[]", '{"samples": [], "spans": [{"rnk": 0}]}', '{"samples": [], "spans": []}'):
+        (tmp_path / "swap-rank1.json").write_text(damaged)
+        with pytest.raises(ConfigError, match=r"cannot read .*swap-rank1.json"):
+            Occupancy.load(tmp_path, 1)
+
+
+def test_only_what_computes_is_drawn_below_the_curves() -> None:
+    assert [span.kind for span in computed(spans())] == ["forward", "update"]
+
+
+def inked(image: np.ndarray, colour: str) -> np.ndarray:
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    found: np.ndarray = (image == wanted).all(axis=2)
+    return found
+
+
+def test_a_picture_has_the_curves_the_limit_and_the_actions(tmp_path: Path) -> None:
+    occupancy_png([occupancy(), occupancy(stage=1, high=MIB)], tmp_path / "swap.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["swap.png"]
+    image = (matplotlib.image.imread(tmp_path / "swap.png")[:, :, :3] * 255).round().astype(int)
+    assert image.shape == (900, 1600, 3)
+    upper, lower, right = image[:430, :800], image[430:820, :800], image[:430, 800:]
+    for panel in (upper, lower):
+        assert inked(panel, LIMIT).sum() > 200
+        assert inked(panel, COLOURS["forward"]).sum() > 500
+        assert inked(panel, COLOURS["backward"]).sum() > 500
+    assert not inked(right, LIMIT).any()
+    assert inked(right, TIER).sum() > 300
+    curve, limit = (np.nonzero(inked(upper, colour))[0].min() for colour in (DEVICE, LIMIT))
+    assert limit < curve, "3 MiB are below 4 MiB"
+
+
+def test_a_picture_has_the_fullest_stages(tmp_path: Path) -> None:
+    steps = [occupancy(stage, high=(stage % 4 + 1) * MIB) for stage in range(12)]
+    assert [step.stage for step in fullest(steps)] == [2, 3, 6, 7, 10, 11]
+    occupancy_png([replace(occupancy(), samples=(), spans=())], tmp_path / "swap.png")
+    assert (tmp_path / "swap.png").is_file()
