@@ -1,5 +1,7 @@
 """Parallax trains PyTorch models that are too large for their devices."""
 
+from typing import TYPE_CHECKING
+
 from parallax.errors import ParallaxError
 from parallax.machine import ClusterConfig
 from parallax.model.describe import describe
@@ -10,7 +12,12 @@ from parallax.planning import plan_model, plan_together
 from parallax.runtime.batch import Rows, TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.optimizer import OptimizerConfig
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
+
+if TYPE_CHECKING:  # at run time the package itself is called
+    from parallax.swap.scope import swap
+else:
+    from parallax import swap
 
 __version__ = "0.1.0"
 
@@ -28,4 +35,5 @@ __all__ = [
     "describe",
     "plan_model",
     "plan_together",
+    "swap",
 ]

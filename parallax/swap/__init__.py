@@ -1,1 +1,20 @@
-"""Tiers below the device, and the manager that moves saved activations between them."""
+"""Tiers below the device, and the manager that moves saved activations between them.
+
+``parallax.swap`` is this package and, called, :func:`parallax.swap.scope.swap`: Large Model Support in any loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from parallax.swap.scope import swap  # what it needs is below this package, so not before it is called
+
+        return swap(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,89 @@
+"""``parallax.swap`` inside the training loops of other libraries, as one of their callbacks.
+
+Neither library is imported before its callback is asked for, so neither has to be installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from parallax.swap.scope import AUTO, Swapping, swap
+
+
+class Training:
+    """The scope of one training after another; ``swapping`` is the last of them, for its report."""
+
+    def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
+        self._limit, self._options = limit, options
+        self.swapping: Swapping | None = None
+
+    def begin(self, model: nn.Module, optimizers: Any) -> None:
+        """Enter. A training before it that failed where its library tells nobody is ended first."""
+        self.end()
+        # What else a library takes for an optimizer (a placeholder, None in an evaluation) has no states to move.
+        given = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        self.swapping = swap(model, self._limit, optimizer=given, **self._options).__enter__()
+
+    def end(self) -> None:
+        """Leave, if inside."""
+        if self.swapping is not None and self.swapping.open:
+            self.swapping.__exit__(None, None, None)
+
+
+def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
+    """A ``transformers.TrainerCallback``: ``Trainer(…, callbacks=[transformers_callback("8GiB")])``.
+
+    ``limit`` and ``options`` are those of :func:`parallax.swap`; the trainer's own optimizer is given. The report is
+    ``callback.training.swapping.report()``. The trainer tells no callback of an exception: whoever catches one calls
+    ``callback.training.end()``, or trains again.
+    """
+    base: Any = import_module("transformers").TrainerCallback
+
+    class SwapCallback(base):
+        """Enters with the first step and leaves after the last."""
+
+        def __init__(self) -> None:
+            self.training = Training(limit, options)
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            """Parameters and optimizer are on their device now."""
+            self.training.begin(kwargs["model"], [kwargs.get("optimizer")])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            """The optimizer has its states again."""
+            self.training.end()
+
+    return SwapCallback()
+
+
+def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
+    """A ``lightning.pytorch.Callback``: ``Trainer(…, callbacks=[lightning_callback("8GiB")])``.
+
+    ``limit`` and ``options`` are those of :func:`parallax.swap`; the trainer's optimizers are given. The report is
+    ``callback.training.swapping.report()``.
+    """
+    base: Any = import_module("lightning.pytorch").Callback
+
+    class SwapCallback(base):
+        """Enters with the first step and leaves after the last, or where one fails."""
+
+        def __init__(self) -> None:
+            self.training = Training(limit, options)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Parameters and optimizers are on their device now."""
+            self.training.begin(pl_module, trainer.optimizers)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            """The optimizers have their states again."""
+            self.training.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+            """Leave before the trainer gives up."""
+            self.training.end()
+
+    return SwapCallback()

@@ -1,0 +1,304 @@
+"""The states of a torch optimizer, below the device except for the piece of them that is being stepped.
+
+States are needed only while ``step`` runs, and of those only the states of the parameters that are stepped just then.
+So a step is taken piece by piece: each time the optimizer's own step runs on a stand-in that shares everything with
+the optimizer but its list of parameters. The optimizer itself is never changed, so its hooks, schedulers and scalers
+see one step, and the same kernels run on the same numbers as without.
+
+::
+
+    piece 0   read ─▶ step ─▶ write
+    piece 1      read ──────▶ step ─▶ write
+    piece 2                     read ──────▶ step ─▶ write …
+
+States that fit beside the activations stay, and leave when the activations need their room
+(:meth:`OptimizerStates.give_room`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallax.errors import BudgetExceeded, SwapError
+from parallax.swap.below import Below, movable
+from parallax.swap.stand_in import Arguments, Piece, PieceByPiece, check_per_parameter, evaluated, raw_step
+from parallax.swap.store import Store
+from parallax.units import format_bytes, format_seconds
+
+PIECE_BYTES = 64 * 2**20
+_GUESS = 2  # states per parameter before the first step has shown how many
+
+
+class Room(Protocol):
+    """What the states of one optimizer may hold on the device."""
+
+    def now(self) -> int:
+        """Bytes, while a step runs."""
+
+    def between_steps(self) -> int:
+        """Bytes, beside the activations of a step like those before."""
+
+
+class OptimizerStates:
+    """Moves the states of ``optimizer`` between the device and ``store`` until closed.
+
+    Exact for every optimizer that updates each parameter by itself: all of ``torch.optim`` but LBFGS.
+    """
+
+    def __init__(self, optimizer: Optimizer, store: Store, room: Room, *, piece_bytes: int = PIECE_BYTES) -> None:
+        check_per_parameter(optimizer)
+        self._optimizer, self._store, self._room, self._piece_bytes = optimizer, store, room, piece_bytes
+        self._below: dict[Tensor, Below] = {}
+        self._leaving: deque[Below] = deque()
+        self._here: dict[Tensor, int] = {}
+        self._stepped: set[Tensor] = set()
+        self.device_bytes = self.bytes_out = self.bytes_in = 0
+        self.stall_seconds = 0.0
+        self._closed_bytes = 0
+        self._current: PieceByPiece | None = None
+        self._spare = 0
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_post_hook(self._fill, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self.count()
+
+    @property
+    def below_bytes(self) -> int:
+        """Bytes that are not on the device."""
+        return sum(below.size for below in self._below.values() if not below.on_device)
+
+    def report(self) -> str:
+        """One line: what moved, what it cost."""
+        states = self._closed_bytes or self.device_bytes + self.below_bytes
+        return (
+            f"{type(self._optimizer).__name__}: {format_bytes(states)} of states, {format_bytes(self.bytes_out)} out, "
+            f"{format_bytes(self.bytes_in)} in; waited {format_seconds(self.stall_seconds)}"
+        )
+
+    def count(self) -> None:
+        """Look at what the optimizer holds now: it may have made, loaded or dropped states since."""
+        state = self._optimizer.state
+        for parameter in [p for p, below in self._below.items() if state.get(p) is not below]:
+            self._drop(self._below.pop(parameter))
+        held = {p: s for p, s in state.items() if isinstance(p, Tensor) and p not in self._below}
+        self._here = {p: sum(s[key].nbytes for key in movable(p, s)) for p, s in held.items()}
+        self.device_bytes = sum(self._here.values()) + sum(b.size for b in self._below.values() if b.on_device)
+
+    def give_room(self, size: int) -> None:
+        """Make ``size`` bytes free, or all: what is written already goes first, then all begin to leave."""
+        most = self.device_bytes - size
+        self._land_written()
+        while self.device_bytes > most and (self._here or self._leaving):
+            for parameter in list(self._here):
+                self._leave(parameter)
+            if self._leaving:
+                self._land()
+
+    def close(self) -> None:
+        """All states are on the device again, and the optimizer is as it was before."""
+        for hook in self._hooks:
+            hook.remove()
+        self.count()
+        failures = []
+        for parameter, below in list(self._below.items()):
+            try:
+                self._return(parameter, below)
+            except SwapError as error:
+                failures.append(error)
+        # A graph that is still alive may ask for room: nothing here may leave any more.
+        self._closed_bytes, self.device_bytes = self.device_bytes, 0
+        self._here.clear()
+        if failures:
+            raise failures[0]
+
+    # ---- hooks of the optimizer
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Step all pieces but the last, and let the step that the optimizer is about to take be that of the last."""
+        if optimizer is not self._optimizer:
+            return None  # a stand-in, whose step calls a step that has hooks again
+        args, kwargs = evaluated(args, kwargs)
+        self._current = None
+        self.count()
+        self._spare = self._room.between_steps()
+        pieces = self._pieces()
+        expected = sum(self._size(parameter) for piece in pieces for _, parameter in piece)
+        if not self._below and (len(pieces) < 2 or expected <= self._spare):
+            return args, kwargs
+        self._current = PieceByPiece(optimizer, pieces)
+        kept = 0
+        for index, piece in enumerate(pieces):
+            self._bring(piece)
+            if index + 1 < len(pieces):
+                self._read_ahead(pieces[index + 1])
+            stand_in = self._current.stand_in(piece)
+            if index + 1 == len(pieces):
+                return (stand_in, *args[1:]), kwargs
+            raw_step(optimizer)(stand_in, *args[1:], **kwargs)
+            kept = self._let_go(piece, kept)
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        if optimizer is not self._optimizer:
+            return
+        step, self._current = self._current, None
+        if step is not None:
+            step.finish()
+        self._stepped |= {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        self.count()
+        self._tidy()
+
+    def _fill(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+        """States that are below appear in a state dict as copies on the host."""
+        for group, packed in zip(optimizer.param_groups, found["param_groups"]):
+            for parameter, index in zip(group["params"], packed["params"]):
+                if parameter in self._below and found["state"].get(index) is self._below[parameter]:
+                    found["state"][index] = self._below[parameter].on_host(self._store)
+        return found
+
+    def _loaded(self, optimizer: Optimizer) -> None:  # noqa: ARG002
+        self.count()
+        self._tidy()
+
+    # ---- one step
+
+    def _pieces(self) -> list[Piece]:
+        """Parameters with a gradient, in order, in runs whose states fit beside those coming and those going."""
+        most = min(self._piece_bytes, self._room.now() // 3)
+        pieces: list[Piece] = []
+        size = most + 1
+        for index, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                size += self._size(parameter)
+                if size > most:
+                    pieces.append([])
+                    size = self._size(parameter)
+                pieces[-1].append((index, parameter))
+        return pieces
+
+    def _size(self, parameter: Tensor) -> int:
+        if parameter in self._below:
+            return self._below[parameter].size
+        return self._here.get(parameter, 0 if parameter in self._stepped else _GUESS * parameter.nbytes)
+
+    def _bring(self, piece: Piece) -> None:
+        """The states of a piece are on the device, or there is room for those that are yet to be made."""
+        parameters = {parameter for _, parameter in piece}
+        for _, parameter in piece:
+            below = self._below.get(parameter)
+            if below is not None and not below.on_device:
+                self._make_room(below.size, parameters)
+                self._call(below)
+        for _, parameter in piece:
+            if parameter in self._below:
+                self._return(parameter, self._below[parameter])
+            elif parameter not in self._here:
+                self._make_room(self._size(parameter), parameters, strict=False)
+
+    def _read_ahead(self, piece: Piece) -> None:
+        for _, parameter in piece:
+            below = self._below.get(parameter)
+            if below is None or below.on_device:
+                continue
+            self._land_written()
+            if self.device_bytes + below.size > self._room.now():
+                return
+            self._call(below)
+
+    def _let_go(self, piece: Piece, kept: int) -> int:
+        """Stepped states stay as far as they fit beside the activations; the others begin to leave."""
+        for _, parameter in piece:
+            made = self._optimizer.state.get(parameter)
+            size = sum(made[key].nbytes for key in movable(parameter, made)) if made else 0
+            self.device_bytes += size - self._here.get(parameter, 0)
+            self._here[parameter] = size
+            if kept + size <= self._spare:
+                kept += size
+            else:
+                self._leave(parameter)
+        return kept
+
+    def _tidy(self) -> None:
+        """Between steps, what does not fit leaves: the last first, since the next step begins with the first."""
+        excess = sum(self._here.values()) - self._room.between_steps()
+        for parameter, size in reversed(list(self._here.items())):
+            if excess <= 0:
+                break
+            self._leave(parameter)
+            excess -= size
+
+    def _make_room(self, size: int, needed: set[Tensor], *, strict: bool = True) -> None:
+        while self.device_bytes + size > self._room.now():
+            other = next((p for p, held in self._here.items() if held and p not in needed), None)
+            if self._leaving:
+                self._land()
+            elif other is not None:
+                self._leave(other)
+            elif strict:
+                raise BudgetExceeded(
+                    f"a step of {type(self._optimizer).__name__} needs {format_bytes(size)} of states on the device "
+                    f"beside {format_bytes(self.device_bytes)}, where {format_bytes(self._room.now())} are left for "
+                    "states by parameters, gradients and saved activations: raise limit"
+                )
+            else:
+                return
+
+    # ---- down and up
+
+    def _leave(self, parameter: Tensor) -> None:
+        size = self._here.pop(parameter)
+        if not size:
+            return
+        state = self._optimizer.state[parameter]
+        below = Below(parameter, state, movable(parameter, state), self._store)
+        self._optimizer.state[parameter] = self._below[parameter] = below
+        self._leaving.append(below)
+
+    def _land(self) -> None:
+        """Wait for the oldest write. Where it failed its states are taken back, so that nothing is lost."""
+        below = self._leaving.popleft()
+        if self._below.get(below.parameter) is not below:
+            return
+        start = time.perf_counter()
+        try:
+            below.land()
+        except SwapError:
+            self._return(below.parameter, below)
+            raise
+        finally:
+            self.stall_seconds += time.perf_counter() - start
+        self.device_bytes -= below.size
+        self.bytes_out += below.size
+
+    def _land_written(self) -> None:
+        while self._leaving and self._leaving[0].landed():
+            self._land()
+
+    def _call(self, below: Below) -> None:
+        below.call(self._store)
+        self.device_bytes += below.size
+        self.bytes_in += below.size
+
+    def _return(self, parameter: Tensor, below: Below) -> None:
+        if not below.on_device:
+            self._call(below)
+        start = time.perf_counter()
+        full = below.full()
+        self.stall_seconds += time.perf_counter() - start
+        self._drop(self._below.pop(parameter))
+        self._optimizer.state[parameter] = full
+        self._here[parameter] = below.size
+
+    def _drop(self, below: Below) -> None:
+        self._leaving = deque(other for other in self._leaving if other is not below)
+        below.free(self._store)
