@@ -14,11 +14,11 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint format bench clean
+.PHONY: help train test lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST))
 
 train: $(INSTALLED)  ## install into .venv, then plan and train the main job (ARGS go to parallax train)
 	@$(BIN)/parallax train $(ARGS)
@@ -41,10 +41,14 @@ format: $(INSTALLED_DEV)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, what swap costs, how right predictions are
+bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, what swap and the host's optimizer cost, how right predictions are
 	@$(BIN)/python -m benchmarks.pipeline
 	@$(BIN)/python -m benchmarks.swap
+	@$(BIN)/python -m benchmarks.host_adam
 	@$(BIN)/python -m benchmarks.prediction
+
+bench-gpu: $(INSTALLED)  ## measure swap against its peers on a CUDA device (ARGS=--dry: toy sizes on the CPU)
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

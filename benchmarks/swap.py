@@ -11,27 +11,36 @@ them alike:
 ``synchronous``  the peer: the hook of PyTorch's own tutorial, which saves each tensor to a file and waits for it
 ``malloc``       plain, with the C library's usual allocator; the others give freed memory back at once, as Parallax
                  does under a budget, so that the peak is what the tensors need and not how a heap fragments
+``loop``         no engine: a loop over the micro-batches as anyone would write it
+``auto``         the same loop inside ``parallax.swap`` with a budget above all needs: what swap costs where nothing
+                 has to move
 
-``step_ratio`` is the fastest step's time over plain's fastest: other work on the machine only ever slows a step down.
-``cpu_ratio`` is the same for the CPU seconds of all threads, the swap's own included. ``peak_bytes`` is the most memory
-that the process took for data beyond what it had before the model: parameters, gradients, optimizer and all.
-``losses_equal``: bit for bit plain's, in each step.
+Two readings of each ratio (benchmarks/ratios.py): ``fastest`` over fastest, and the median of the turns' own ratios
+with its quartiles. ``step_ratio`` is fastest over plain's fastest, ``cpu_ratio`` the same for the CPU seconds of all
+threads, the swap's own included. ``peak_bytes`` is the most memory that the process took for data beyond what it had
+before the model: parameters, gradients, optimizer and all. ``budget_error`` is what of it is not static over
+``budget_bytes``, less 1: above zero is over the budget. ``losses_equal``: bit for bit plain's, in each step (auto's:
+the loop's).
+
+The bars, each at the top of the JSON: ``offload_over_plain`` at 50% ≤ 1.05; ``offload_over_recompute`` ≤ 0.85, and
+again at the largest fraction whose peak is not above recompute's (``at_equal_peak``); ``auto_over_loop`` ≤ 1.01;
+every ``budget_error`` ≤ 0.05.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
-import multiprocessing
+import math
 import os
 import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +49,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from parallax.host import return_freed_memory
+import parallax
+from benchmarks.ratios import ratios, show
+from benchmarks.workers import WayFailed, Worker, rotated
+from parallax.host import ResidentMeter, return_freed_memory
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
@@ -48,9 +60,9 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.units import format_bytes
 
-FRACTIONS = (0.75, 0.5, 0.25)
+FRACTIONS = (0.75, 0.5, 0.25, 0.1)
+AMPLE = 2**40  # bytes: more than anything here needs
 SMALLEST = 65536  # bytes of a tensor that a hook moves
-TIMEOUT = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,7 @@ class Sizes:
     sequence: int = 256
     vocabulary: int = 256
     rows: int = 16
-    micro_batches: int = 4
+    micro_batches: int = 8
 
 
 @dataclass(frozen=True)
@@ -76,14 +88,17 @@ class Way:
     fraction: float | None = None
     kept: int = 0
     limit_bytes: int = 0
+    budget_bytes: int | None = None  # what the activations may take in all
 
 
 @dataclass
 class Row:
-    """What came of one way."""
+    """What came of one way; ``reason`` why nothing did."""
 
     mode: str
     fraction: float | None
+    budget_bytes: int | None
+    reason: str | None = None
     losses: list[float] = field(default_factory=list, repr=False)
     seconds: list[float] = field(default_factory=list, repr=False)
     cpu_seconds: list[float] = field(default_factory=list, repr=False)
@@ -145,8 +160,21 @@ def _plan(chain: Chain, sizes: Sizes, way: Way) -> Plan:
     )
 
 
-def _worker(connection: Connection, sizes: Sizes, way: Way, folder: Path) -> None:
-    """Answer each message with one step: its result and its CPU seconds."""
+@dataclass(frozen=True)
+class Result:
+    """One step."""
+
+    loss: float
+    seconds: float
+    cpu_seconds: float
+    stall_seconds: float
+    bytes_out: int
+    peak_bytes: int
+
+
+@contextlib.contextmanager
+def _way(sizes: Sizes, way: Way, folder: Path) -> Iterator[tuple[int, Callable[[str], Result]]]:
+    """Ready: the bytes of parameters, gradients and AdamW's two; each message is one step."""
     torch.set_num_threads(1)
     if way.mode != "malloc":
         return_freed_memory()
@@ -157,69 +185,103 @@ def _worker(connection: Connection, sizes: Sizes, way: Way, folder: Path) -> Non
         sequence=sizes.sequence,
         vocabulary=sizes.vocabulary,
     )
-    chain = describe(config.build)
-    engine = Engine.build(chain, _plan(chain, sizes, way), loss=GPT.loss, scratch=folder / "swap")
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, sizes.vocabulary, (sizes.rows, sizes.sequence + 1), generator=generator)
-    batch = TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    connection.send(4 * sum(tensor.nbytes for tensor in engine.parameters.values()))  # gradients and AdamW's two
-    while connection.recv():
-        before = time.process_time()
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    make = _loop if way.mode in ("loop", "auto") else _engine
+    with make(config, sizes, way, folder, inputs, targets) as (static_bytes, step):
+
+        def timed(_: str) -> Result:
+            before = time.process_time()
+            result = step()
+            return dataclasses.replace(result, cpu_seconds=time.process_time() - before)
+
+        yield static_bytes, timed
+
+
+@contextlib.contextmanager
+def _engine(
+    config: GPTConfig, sizes: Sizes, way: Way, folder: Path, inputs: Tensor, targets: Tensor
+) -> Iterator[tuple[int, Callable[[], Result]]]:
+    chain = describe(config.build)
+    batch = TensorRows(inputs, targets)
+    engine = Engine.build(chain, _plan(chain, sizes, way), loss=GPT.loss, scratch=folder / "swap")
+
+    def step() -> Result:
         with _synchronous(folder) if way.mode == "synchronous" else contextlib.nullcontext():
-            result = engine.step(batch)
-        connection.send((result, time.process_time() - before))
+            done = engine.step(batch)
+        return Result(done.loss, done.seconds, 0.0, done.swap.stall_seconds, done.swap.bytes_out, done.peak_bytes)
+
+    yield 4 * sum(tensor.nbytes for tensor in engine.parameters.values()), step
     engine.close()
 
 
-class _Runner:
-    """The parent's end of a worker."""
+@contextlib.contextmanager
+def _loop(
+    config: GPTConfig, sizes: Sizes, way: Way, folder: Path, inputs: Tensor, targets: Tensor
+) -> Iterator[tuple[int, Callable[[], Result]]]:
+    first = GPTConfig(layers=1, hidden=8, heads=1, sequence=8).build()  # libraries take memory when they are first used
+    GPT.loss(first(torch.zeros(1, 8, dtype=torch.int64)), torch.zeros(1, 8, dtype=torch.int64)).backward()
+    torch.optim.AdamW(first.parameters(), fused=True).step()
+    meter = ResidentMeter()
+    torch.manual_seed(0)
+    model = config.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    rows = -(-sizes.rows // sizes.micro_batches)
+    micro_batches = list(zip(inputs.split(rows), targets.split(rows)))
 
-    def __init__(self, sizes: Sizes, way: Way, folder: Path) -> None:
-        self.row = Row(way.mode, way.fraction)
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        own = folder / f"{way.mode}-{way.fraction or 0}"
-        own.mkdir()
-        self._process = context.Process(target=_worker, args=(other, sizes, way, own))
-        self._process.start()
-        other.close()
-        self.static_bytes: int = self._answer()
+    def step() -> Result:
+        start, total = time.perf_counter(), 0.0
+        optimizer.zero_grad(set_to_none=False)
+        for part, wanted in micro_batches:
+            loss = GPT.loss(model(part), wanted) * (len(part) / sizes.rows)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        return Result(total, time.perf_counter() - start, 0.0, 0.0, 0, meter.peak_bytes())
 
-    def step(self, *, counts: bool) -> None:
-        self._connection.send(True)
-        result, cpu_seconds = self._answer()
-        self.row.losses.append(result.loss)
-        self.row.peak_bytes = result.peak_bytes
-        if counts:
-            self.row.seconds.append(result.seconds)
-            self.row.cpu_seconds.append(cpu_seconds)
-            self.row.stall_seconds.append(result.swap.stall_seconds)
-            self.row.bytes_out = result.swap.bytes_out
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.send(False)
-        self._process.join(timeout=30)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _answer(self) -> Any:
-        if not self._connection.poll(TIMEOUT):
-            raise TimeoutError(f"{self.row.mode} took more than {TIMEOUT:.0f} s for one step: choose smaller sizes")
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise RuntimeError(f"the process of {self.row.mode} ended; its message is above") from None
+    swap = parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder) if way.mode == "auto" else None
+    with swap or contextlib.nullcontext():
+        yield 4 * sum(parameter.nbytes for parameter in model.parameters()), step
 
 
 # ------------------------------------------------------------------------------------------------------- all ways
 
 
+class _Runner:
+    """One way's worker and what came of it so far."""
+
+    def __init__(self, sizes: Sizes, way: Way, folder: Path) -> None:
+        self.row = Row(way.mode, way.fraction, way.budget_bytes)
+        self.worker = Worker(way.mode, _way, sizes, way, folder, start="forkserver")
+        self.static_bytes = 0
+
+    def start(self) -> None:
+        """The first step makes buffers, files and the optimizer's state. A budget may turn out too small."""
+        try:
+            self.static_bytes = self.worker.ready()
+            self.step(counts=False)
+        except WayFailed as failed:
+            if self.row.budget_bytes is None:
+                raise
+            self.row.reason = str(failed)
+
+    def step(self, *, counts: bool) -> None:
+        result: Result = self.worker.ask("step")
+        row = self.row
+        row.losses.append(result.loss)
+        row.peak_bytes = result.peak_bytes
+        if counts:
+            row.seconds.append(result.seconds)
+            row.cpu_seconds.append(result.cpu_seconds)
+            row.stall_seconds.append(result.stall_seconds)
+            row.bytes_out = result.bytes_out
+
+
 def run(sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Measure every way; the numbers as plain data."""
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-", dir=folder) as name:
-        rows, static = _measure(sizes, Path(name))
+        rows, static, activations = _measure(sizes, Path(name))
     plain = rows[0]
     return {
         "torch": torch.__version__,
@@ -227,59 +289,103 @@ def run(sizes: Sizes, folder: Path) -> dict[str, Any]:
         "sizes": asdict(sizes),
         "directory": str(folder),
         "static_bytes": static,
+        "activation_bytes": activations,
         "plain_seconds": min(plain.seconds),
-        "rows": [
-            {
-                "mode": row.mode,
-                "fraction": row.fraction,
-                "step_ratio": min(row.seconds) / min(plain.seconds),
-                "cpu_ratio": min(row.cpu_seconds) / min(plain.cpu_seconds),
-                "peak_bytes": row.peak_bytes,
-                "losses_equal": row.losses == plain.losses,
-                "stall_seconds": statistics.median(row.stall_seconds),
-                "bytes_out": row.bytes_out,
-                "seconds": row.seconds,
-            }
-            for row in rows
-        ],
+        **_bars(rows),
+        "rows": [_figures(row, rows, static) for row in rows],
     }
 
 
-def _measure(sizes: Sizes, folder: Path) -> tuple[list[Row], int]:
+def _bars(rows: list[Row]) -> dict[str, Any]:
+    ran = {(row.mode, row.fraction): row for row in rows if row.reason is None}
+    plain, recompute = ran["plain", None], ran["recompute", None]
+    offloads = [row for row in rows if row.mode == "offload" and row.reason is None]
+    below = [row for row in offloads if row.peak_bytes <= recompute.peak_bytes]
+    return {
+        "offload_over_plain": {str(row.fraction): ratios(row.seconds, plain.seconds) for row in offloads},
+        "offload_over_recompute": _against(ran.get(("offload", 0.5)), recompute)
+        | {"at_equal_peak": _against(max(below, key=lambda row: row.fraction or 0.0, default=None), recompute)},
+        "auto_over_loop": ratios(ran["auto", None].seconds, ran["loop", None].seconds),
+    }
+
+
+def _against(offload: Row | None, recompute: Row) -> dict[str, Any]:
+    if offload is None:
+        return {}
+    return {
+        "fraction": offload.fraction,
+        **ratios(offload.seconds, recompute.seconds),
+        "offload_peak_bytes": offload.peak_bytes,
+        "recompute_peak_bytes": recompute.peak_bytes,
+    }
+
+
+def _figures(row: Row, rows: list[Row], static: int) -> dict[str, Any]:
+    said = {"mode": row.mode, "fraction": row.fraction, "budget_bytes": row.budget_bytes, "reason": row.reason}
+    if row.reason is not None:
+        return said
+    plain = rows[0]
+    peer = next(other for other in rows if other.mode == "loop") if row.mode in ("loop", "auto") else plain
+    over = None if row.budget_bytes is None else (row.peak_bytes - static) / row.budget_bytes - 1
+    return said | {
+        "step_ratio": min(row.seconds) / min(plain.seconds),
+        "cpu_ratio": min(row.cpu_seconds) / min(plain.cpu_seconds),
+        "over_plain": ratios(row.seconds, plain.seconds),
+        "peak_bytes": row.peak_bytes,
+        "budget_error": over,
+        "losses_equal": all(ours == theirs for ours, theirs in zip(row.losses, peer.losses)),
+        "stall_seconds": statistics.median(row.stall_seconds),
+        "bytes_out": row.bytes_out,
+        "seconds": row.seconds,
+    }
+
+
+def _measure(sizes: Sizes, folder: Path) -> tuple[list[Row], int, int]:
+    """The rows, plain's first, and what of plain's peak stays between steps and what activations take."""
     with contextlib.ExitStack() as stack:
-        plain = _start(stack, sizes, Way("plain"), folder)
-        plain.step(counts=False)
+        plain = _begin(stack, sizes, Way("plain"), folder)
+        plain.start()
+        plain.step(counts=False)  # only now the optimizer's state is there while the activations are
         activations = plain.row.peak_bytes - plain.static_bytes
-        ways = [_offload(sizes, fraction, activations) for fraction in FRACTIONS]
-        ways += [Way("recompute"), Way("synchronous"), Way("malloc")]
-        others = [_start(stack, sizes, way, folder) for way in ways]
-        for runner in others:
-            runner.step(counts=False)  # the first step makes buffers, files and the optimizer's state
-        runners = [plain, *others]
+        offloads = [_offload(sizes, fraction, activations) for fraction in FRACTIONS]
+        ways = [way for way in offloads if isinstance(way, Way)]
+        ways += [Way(mode) for mode in ("recompute", "synchronous", "malloc", "loop", "auto")]
+        runners = [plain, *(_begin(stack, sizes, way, folder) for way in ways)]
+        for runner in runners[1:]:
+            runner.start()
+        running = [runner for runner in runners if runner.row.reason is None]
         for turn in range(sizes.repetitions):
-            for runner in _rotated(runners, turn):
+            for runner in rotated(running, turn):
                 runner.step(counts=True)
-        return [runner.row for runner in runners], plain.static_bytes
+        refused = [row for row in offloads if isinstance(row, Row)]
+        return [runner.row for runner in runners] + refused, plain.static_bytes, activations
 
 
-def _offload(sizes: Sizes, fraction: float, activations: int) -> Way:
-    """What a planner would do with a budget of ``fraction`` of plain's activations, if all of them were layers'."""
-    layer = activations / sizes.layers
+def _offload(sizes: Sizes, fraction: float, activations: int) -> Way | Row:
+    """What a planner would do with a budget of ``fraction`` of plain's activations, if all of them were layers'; a
+    row that says why where a block of one micro-batch is too much for it."""
+    budget = int(fraction * activations)
+    head = 4 * sizes.rows * sizes.sequence * (2 * sizes.hidden + sizes.vocabulary)  # is first in the backward: stays
+    layer = (activations - head) / sizes.layers
     running = layer / sizes.micro_batches  # a block's own variables hold what it has saved, written or not
-    kept = max(0, int((fraction * activations - 3 * running) / layer))
-    return Way("offload", fraction, 1 + kept, int(fraction * activations - running - kept * layer))  # 1: the head
+    left = budget - head
+    if left < 2 * running:
+        needed = math.ceil(2 * layer / left) if left > 0 else 0
+        why = f"a block takes {running / activations:.1%} while it runs and as much again as the smallest swap limit"
+        if not needed:
+            why = f"the head alone takes {head / activations:.1%}"
+        return Row("offload", fraction, budget, f"{why}: use --micro-batches={needed}" if needed else why)
+    kept = max(0, int((left - 3 * running) / layer))
+    limit = int(left - running - kept * layer)
+    return Way("offload", fraction, 1 + kept, limit, budget)  # 1: the head
 
 
-def _start(stack: contextlib.ExitStack, sizes: Sizes, way: Way, folder: Path) -> _Runner:
-    runner = _Runner(sizes, way, folder)
-    stack.callback(runner.close)
+def _begin(stack: contextlib.ExitStack, sizes: Sizes, way: Way, folder: Path) -> _Runner:
+    own = folder / f"{way.mode}-{way.fraction or 0}"
+    own.mkdir()
+    runner = _Runner(sizes, way, own)
+    stack.callback(runner.worker.close)
     return runner
-
-
-def _rotated(runners: list[_Runner], turn: int) -> Iterator[_Runner]:
-    """Nobody always runs after the same neighbour, whose disk writes may still be under way."""
-    turn %= len(runners)
-    yield from runners[turn:] + runners[:turn]
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -288,21 +394,43 @@ def table(found: dict[str, Any]) -> Table:
     shape = f"GPT {sizes['layers']}×{sizes['hidden']}, {sizes['rows']} rows of {sizes['sequence']} tokens"
     title = f"{shape} in {sizes['micro_batches']} micro-batches\nplain takes {found['plain_seconds']:.2f} s per step"
     result = Table(title=title)
-    for name in ("mode", "step", "CPU", "offloaded", "peak", "of plain", "losses"):
+    for name in ("mode", "step", "by turns", "CPU", "offloaded", "peak", "of plain", "budget", "losses"):
         result.add_column(name, no_wrap=True, justify="left" if name == "mode" else "right")
     plain = found["rows"][0]["peak_bytes"]
     for row in found["rows"]:
+        name = row["mode"] if row["fraction"] is None else f"{row['mode']} {row['fraction']:.0%}"
+        if row["reason"] is not None:
+            result.add_row(name, "did not run")
+            continue
+        error = row["budget_error"]
         result.add_row(
-            row["mode"] if row["fraction"] is None else f"{row['mode']} {row['fraction']:.0%}",
+            name,
             f"{row['step_ratio']:.2f}×",
+            show(row["over_plain"]),
             f"{row['cpu_ratio']:.2f}×",
             format_bytes(row["bytes_out"]) if row["bytes_out"] else "",
             format_bytes(row["peak_bytes"]),
             f"{row['peak_bytes'] / plain:.0%}",
+            "" if error is None else f"{error:+.1%}",
             "equal" if row["losses_equal"] else "DIFFER",
         )
-    result.caption = f"parameters, gradients and optimizer are {format_bytes(found['static_bytes'])} of each peak"
+    result.caption = "\n".join(_captions(found))
     return result
+
+
+def _captions(found: dict[str, Any]) -> Iterator[str]:
+    yield f"parameters, gradients and optimizer are {format_bytes(found['static_bytes'])} of each peak"
+    plain, recompute = found["offload_over_plain"], found["offload_over_recompute"]
+    for against in (recompute, recompute["at_equal_peak"]):
+        if "fraction" in against:
+            peaks = " of ".join(format_bytes(against[f"{way}_peak_bytes"]) for way in ("offload", "recompute"))
+            yield f"offload {against['fraction']:.0%} over recompute: {show(against)}, goal 0.85 (peaks: {peaks})"
+    if "0.5" in plain:
+        yield f"offload 50% over plain: {show(plain['0.5'])}, goal 1.05"
+    yield f"auto over the plain loop: {show(found['auto_over_loop'])}, goal 1.01"
+    for row in found["rows"]:
+        if row["reason"] is not None:
+            yield f"{row['mode']} {row['fraction']:.0%} did not run: {row['reason']}"
 
 
 def main() -> None:
@@ -318,6 +446,8 @@ def main() -> None:
     given = vars(parser.parse_args())
     as_json, folder = given.pop("json"), given.pop("directory")
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console = Console(stderr=as_json, width=140)
     with console.status("measuring"):
         found = run(Sizes(**given), folder)
     console.print(table(found))

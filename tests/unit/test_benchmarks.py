@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import gpu
+from benchmarks.models import ResNetTask
 from benchmarks.pipeline import main
+from benchmarks.ratios import ratios
+from benchmarks.swap import Row, Sizes, Way, _offload
+from benchmarks.workers import WayFailed, Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -26,13 +34,21 @@ TINY = {
 }
 
 
+RATIO = {"fastest", "median", "low", "high"}
+
+
+def run(name: str, *options: str) -> str:
+    """What a benchmark prints, in a process of its own: it starts processes that outlive a test."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_pipeline_benchmark_prints_json_last() -> None:
-    options = [f"--{key}={value}" for key, value in TINY.items()]
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--json", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    table, found = done.stdout, json.loads(done.stdout.splitlines()[-1])
+    table = run("pipeline", "--json", *(f"--{key}={value}" for key, value in TINY.items()))
+    found = json.loads(table.splitlines()[-1])
     assert set(found["schedules"]) == {"1f1b", "gpipe"}
     for name, row in found["schedules"].items():
         assert name in table
@@ -49,3 +65,138 @@ def test_pipeline_benchmark_refuses_nonsense(argument: str, capsys: pytest.Captu
         main([argument])
     assert stopped.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_swap_benchmark_puts_its_bars_at_the_top(tmp_path: Path) -> None:
+    sizes = {"repetitions": 1, "layers": 3, "hidden": 64, "heads": 2, "sequence": 64, "rows": 4, "micro-batches": 2}
+    options = [f"--{key}={value}" for key, value in sizes.items()]
+    found = json.loads(run("swap", "--json", f"--directory={tmp_path}", *options).splitlines()[-1])
+    rows = {(row["mode"], row["fraction"]): row for row in found["rows"]}
+    modes = {"plain", "offload", "recompute", "synchronous", "malloc", "loop", "auto"}
+    assert {mode for mode, _ in rows} == modes
+    assert {fraction for mode, fraction in rows if mode == "offload"} == {0.75, 0.5, 0.25, 0.1}
+    ran = [row for row in rows.values() if row["reason"] is None]
+    assert all(row["losses_equal"] for row in ran)
+    for (mode, fraction), row in rows.items():
+        if mode != "offload":
+            assert row["reason"] is row["budget_bytes"] is row["budget_error"] is None
+            continue
+        assert row["budget_bytes"] == int(fraction * found["activation_bytes"])
+        if row["reason"] is None:
+            over = (row["peak_bytes"] - found["static_bytes"]) / row["budget_bytes"] - 1
+            assert row["budget_error"] == pytest.approx(over)
+            assert found["offload_over_plain"][str(fraction)] == row["over_plain"]
+    assert set(rows["offload", 0.5]["over_plain"]) == RATIO
+    against = found["offload_over_recompute"]
+    assert set(against) == {*RATIO, "fraction", "offload_peak_bytes", "recompute_peak_bytes", "at_equal_peak"}
+    equal = against["at_equal_peak"]
+    assert not equal or equal["offload_peak_bytes"] <= equal["recompute_peak_bytes"]
+    assert set(found["auto_over_loop"]) == RATIO
+    assert (rows["offload", 0.1]["reason"] is None) == ("budget_error" in rows["offload", 0.1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_ten_percent_says_how_many_micro_batches_it_needs() -> None:
+    sizes = Sizes(micro_batches=2)
+    refused = _offload(sizes, 0.1, 600_000_000)
+    assert isinstance(refused, Row)
+    assert refused.reason is not None
+    needed = int(refused.reason.rpartition("=")[2])
+    assert isinstance(_offload(Sizes(micro_batches=needed), 0.1, 600_000_000), Way)
+    assert isinstance(_offload(Sizes(micro_batches=needed - 1), 0.1, 600_000_000), Row)
+
+
+def test_host_adam_benchmark_prints_json_last() -> None:
+    sizes = {"repetitions": 2, "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 100, "sequence": 16, "threads": 1}
+    found = json.loads(
+        run("host_adam", "--json", *(f"--{key}={value}" for key, value in sizes.items())).splitlines()[-1]
+    )
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"parallax", "fused", "fused alone", "for-loop"} <= set(rows)
+    assert set(rows) | set(found["did_not_run"]) == {"parallax", "fused", "fused alone", "for-loop", "DeepSpeed"}
+    assert rows["fused"]["over_fused"]["median"] == 1
+    assert found["ratio"] == rows["parallax"]["over_fused"]["median"] > 0
+    for row in rows.values():
+        assert set(row["over_fused"]) == RATIO
+        assert row["seconds_per_1e9"] == pytest.approx(min(row["seconds"]) / found["parameters"] * 1e9)
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
+    text = run("gpu", "--dry", "--output", str(tmp_path), "--parts", "gpt", "states")
+    (file,) = tmp_path.iterdir()
+    assert str(file) in text.replace("\n", "")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    parts = found["parts"]
+    assert set(parts) == {"gpt", "states"}
+    assert not [part["reason"] for part in parts.values() if "reason" in part]
+    rows = {row["way"]: row for row in parts["gpt"]["rows"]}
+    assert {"plain", "offload 100%", "offload 75%", "offload 50%", "offload 25%"} <= set(rows)
+    assert {"save_on_cpu", "checkpoint", "fsdp"} <= set(rows)
+    for way, row in rows.items():
+        assert row["reason"] is None, (way, row)
+        assert row["throughput"] == pytest.approx(1 / row["over_reference"]["median"])
+        assert row["losses_compared"] > 0
+        assert row["losses_equal"], (way, row)
+    assert rows["offload 75%"]["within_cap"]
+    assert rows["offload 50%"]["peak_bytes"] < rows["offload 75%"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+    states = {row["way"]: row for row in parts["states"]["rows"]}
+    assert parts["states"]["states_over_cap"] >= 2
+    assert "OutOfMemoryError" in states["plain"]["reason"]
+    assert states["offload"]["peak_bytes"] <= parts["states"]["cap_bytes"]
+    assert states["offload, bf16 states"]["losses_equal"]
+    assert states["offload"]["loss_difference"] < 1e-3
+    assert {goal["met"] for goal in found["goals"]} <= {True, False, None}
+    assert found["goals"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_gpu_benchmark_needs_a_device_or_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main([])
+    assert stopped.value.code == 2
+    assert "--dry" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(139, 128), (80, 200), (24, 64), (8, 16)])
+def test_gpu_sizes_fit_the_machine(device_gib: int, host_gib: int) -> None:
+    setup = gpu.setup_for(device_gib * 2**30, host_gib * 2**30)
+    ways = len(gpu.CAPS) + len(gpu.PEERS) + 2
+    assert ways * (2 * setup.gpt.parameters + gpu.CONTEXT_BYTES) < device_gib * 2**30
+    assert setup.gpt_rows >= 1
+    assert setup.resnet_rows >= 8
+    if device_gib >= 80:
+        assert 1e9 < setup.gpt.parameters < 2e9
+
+
+def test_resnet_152_has_its_parameters() -> None:
+    model = ResNetTask().build(torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 60_192_808
+
+
+def test_ratios_are_of_neighbours() -> None:
+    found = ratios([2.0, 6.0, 8.0], [1.0, 2.0, 4.0])
+    assert found["median"] == 2.0
+    assert found["fastest"] == 2.0
+    assert found["low"] <= found["median"] <= found["high"]
+    assert ratios([3.0], [2.0])["median"] == 1.5
+
+
+@contextlib.contextmanager
+def _echo(value: int) -> Iterator[tuple[int, Callable[[int], int]]]:
+    yield value, lambda message: value // message
+
+
+def test_a_worker_answers_and_says_why_it_failed() -> None:
+    worker = Worker("echo", _echo, 6)
+    try:
+        assert worker.ready() == 6
+        assert worker.ask(2) == 3
+        with pytest.raises(WayFailed, match="ZeroDivisionError") as failed:
+            worker.ask(0)
+        assert "Traceback" in failed.value.__notes__[0]
+        with pytest.raises(WayFailed, match="its process ended"):
+            worker.ask(2)
+    finally:
+        worker.close()
