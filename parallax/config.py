@@ -40,7 +40,7 @@ from parallax.monitor import LoggerConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.request import PlanConfig
 from parallax.runtime.optimizer import OptimizerConfig
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig
 from parallax.train.loop import TrainerConfig
 

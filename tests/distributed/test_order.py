@@ -13,7 +13,7 @@ from parallax.plan.cluster import Link
 from parallax.plan.schedule import RUNNABLE
 from parallax.plan.simulate import simulate
 from parallax.runtime.engine import Engine
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_transparency import MODELS, make_batch, make_chain
 from tests.plans import make_plan

@@ -16,7 +16,7 @@ from parallax.model.mlp import MLP, MLPConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 

@@ -15,7 +15,7 @@ from parallax.model.measure import measure
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
 from parallax.swap.store import DiskStore, HostStore
 from tests.distributed.pool import Pool
 from tests.plans import make_plan

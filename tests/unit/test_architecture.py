@@ -18,6 +18,7 @@ LONGEST_FILE_LINES = 450
 
 # Private names of torch may change with any release, so each stands in one small file and has a reason.
 PRIVATE = {
+    "device.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does",
     "model/count.py": "fake tensors and dispatch modes are documented, but only under private names",
     "runtime/replicate.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward",
 }

@@ -21,7 +21,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.swap.manager import SwapConfig
+from parallax.swap.config import SwapConfig
 from tests.plans import make_plan
 
 CPU = torch.device("cpu")
