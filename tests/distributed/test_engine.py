@@ -488,7 +488,7 @@ def test_gradient_norm_whose_square_overflows(pool: Pool) -> None:
 
 def test_plan_of_another_model_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     chain, other = describe(gpt()), describe(gpt(layers=3))
-    with mock.patch("parallax.runtime.stage.materialise", side_effect=AssertionError("allocated")):
+    with mock.patch("parallax.runtime.stage.materialise_each", side_effect=AssertionError("allocated")):
         with pytest.raises(PlanError, match="plan again"):
             Engine.build(chain, make_plan(other), loss=GPT.loss, scratch=tmp_path)
         with pytest.raises(PlanError, match="needs 2 ranks but 1 run"):

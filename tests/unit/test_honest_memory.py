@@ -24,31 +24,32 @@ from tests.plans import make_plan
 
 MIB = 2**20
 STEPS = 2
-FOLD = 3
-Train = Callable[[str, Path], list[float]]
+Steps = tuple[list[float], int]  # losses, and the most activations that were below
+Train = Callable[[str, Path], Steps]
 
 
-def steps(gpt: GPTConfig, rows: int, scratch: Path, **plan: Any) -> list[float]:
-    """The losses of a few steps under a plan made by hand; all micro-batches are in flight at once."""
+def steps(gpt: GPTConfig, rows: int, scratch: Path, **plan: Any) -> Steps:
+    """A few steps under a plan made by hand; all micro-batches are in flight at once."""
     chain = describe(gpt.build)
     plan = {"schedule": "gpipe", "global_batch": rows, "microbatch": rows // 4, **plan}
     engine = Engine.build(chain, make_plan(chain, **plan), loss=GPT.loss, scratch=scratch)
     tokens = torch.randint(0, 256, (rows, gpt.sequence + 1), generator=torch.Generator().manual_seed(1))
     batch = TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     try:
-        return [engine.step(batch).loss for _ in range(STEPS)]
+        results = [engine.step(batch) for _ in range(STEPS)]
+        return [result.loss for result in results], max(result.swap.tier_high_water for result in results)
     finally:
         engine.close()
 
 
-def activations(where: str, scratch: Path) -> list[float]:
+def activations(where: str, scratch: Path) -> Steps:
     """Many rows of a small model, with its activations on the device or below."""
     directive = {"device": "keep", "below": "offload"}[where]
     gpt = GPTConfig(layers=6, hidden=64, heads=4, sequence=128, vocabulary=256)
     return steps(gpt, 64, scratch, directive=directive, swap_limit=40 * MIB)
 
 
-def everything(where: str, scratch: Path) -> list[float]:
+def everything(where: str, scratch: Path) -> Steps:
     """A large model, with weights, gradients, optimizer states and activations on the device or below."""
     below: dict[str, Any] = {"directive": "offload", "optimizer_offload": 1.0, "parameter_offload": 1.0}
     gpt = GPTConfig(layers=LAYERS, hidden=512, heads=8, sequence=128, vocabulary=256, tied=False)
@@ -56,9 +57,10 @@ def everything(where: str, scratch: Path) -> list[float]:
 
 
 LAYERS = 24
-NEEDED = {"activations": 0, "everything": 4 * 4 * LAYERS * 12 * 512**2}  # weights, gradients and two moments in fp32
-ALLOWED = {"activations": 160 * MIB, "everything": 128 * MIB}
-"""Beyond what torch itself takes: of the first, on the device was seen to need 215 MiB, below 92 MiB."""
+FOLD = {"activations": 0.3, "everything": 4}  # times all that the process may have, torch itself included
+STATES = {"activations": 0, "everything": 4 * 4 * LAYERS * 12 * 512**2}  # weights, gradients, two moments; fp32
+ALLOWED = {"activations": 160 * MIB, "everything": 108 * MIB}
+"""Beyond what torch itself takes: below, the first was seen to need 92 MiB, the second 95 MiB."""
 
 
 def limited(name: str, scratch: str) -> None:
@@ -75,7 +77,9 @@ def limited(name: str, scratch: str) -> None:
         train("device", Path(scratch))
     except RuntimeError as error:
         failure = str(error)
-    print(json.dumps({"failure": failure, "losses": train("below", Path(scratch)), "limit": limit}))
+    losses, activations = train("below", Path(scratch))
+    needed = STATES[name] + activations
+    print(json.dumps({"failure": failure, "losses": losses, "limit": limit, "needed": needed}))
 
 
 @pytest.mark.parametrize("name", ["activations", "everything"])
@@ -84,11 +88,10 @@ def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        unlimited = globals()[name]("device", scratch)
+        unlimited, _ = globals()[name]("device", scratch)
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert "DefaultCPUAllocator: can't allocate memory" in found["failure"]
     assert found["losses"] == unlimited
-    if NEEDED[name]:  # without counting activations
-        assert NEEDED[name] >= FOLD * found["limit"], (NEEDED[name], found["limit"])
+    assert found["needed"] >= FOLD[name] * found["limit"]

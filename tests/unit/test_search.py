@@ -417,8 +417,9 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
     terms = plan.prediction.stages[0].memory
     assert terms["parameters"] == terms["optimizer"] == 0
     assert terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6  # the block that runs, the next, and one block's gradients
-    with pytest.raises(ConfigError, match=r"plan.parameters=host can be planned for, but not trained"):
-        search(model, machines, PlanConfig(parameters="host"), global_batch=8)
+    tied = replace(model, ties=((4 * 10**6, (0, 2)),))
+    with pytest.raises(ConfigError, match=r"plan.parameters=host: blocks of m share parameters"):
+        search(tied, machines, PlanConfig(parameters="host"), global_batch=8)
     with pytest.raises(ConfigError, match=r"use plan.optimizer=host"):
         PlanConfig(parameters="host", optimizer="device")
 
