@@ -105,6 +105,9 @@ class Memory:
     def give(self, bucket: Bucket) -> None:
         """They stay there."""
 
+    def leave(self, bucket: Bucket) -> None:
+        """They stay there."""
+
     def flush(self) -> None:
         """Nothing is under way."""
 
@@ -150,6 +153,12 @@ class Shelf:
             return
         self._slots[bucket], pending = self._store.write(flat)
         self._going.append((flat, pending))
+
+    def leave(self, bucket: Bucket) -> None:
+        """They were only looked at: what is stored is right."""
+        flat = self._here.pop(bucket, None)
+        if flat is not None:
+            bucket.unload(flat)
 
     def flush(self) -> None:
         """Wait for writes."""

@@ -18,11 +18,10 @@ from parallax.errors import SwapError
 from parallax.swap.slots import Slot
 from parallax.swap.store import Pending, Store
 from parallax.swap.verify import checksum
-from parallax.swap.weights import Segment
+from parallax.swap.weights import Segment, bytes_of, stepped_in
 
 ALIGNMENT = 64  # bytes, as torch's own allocator on a CPU: kernels round in another way where vectors begin elsewhere
 _GOING = 2  # chunks that the optimizer's thread may leave behind in host memory while they are written
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Tier:
@@ -134,7 +133,7 @@ class Gradient:
         if transfer is not None:
             transfer.wait()
             self._tier.check(self._places[segment][0], _bytes(found))
-        return _shaped(found.to(_stepped_in(found.dtype)), segment)
+        return _shaped(found.to(stepped_in(found.dtype)), segment)
 
     def drop(self, segments: Iterable[Segment]) -> None:
         """Zero, from here on."""
@@ -170,7 +169,7 @@ class Chunk:
         aged: Callable[[Slot | None], None],
     ) -> None:
         self.segments, self.start = tuple(segments), start
-        self.size = sum(span(segment) for segment in segments[:-1]) + _bytes_of(segments[-1])
+        self.size = sum(span(segment) for segment in segments[:-1]) + bytes_of(segments[-1])
         self.updating = False
         self._tier, self._gradients, self._aged = tier, gradients, aged
         self._slot: Slot | None = None
@@ -190,7 +189,7 @@ class Chunk:
             assert self._host is not None
             self.fetch(self._host).wait()
             self.check(self._host)
-            self._steps = [place.to(_stepped_in(place.dtype)) for place in low]
+            self._steps = [place.to(stepped_in(place.dtype)) for place in low]
         else:
             flat = torch.empty(sum(place.numel() for place in low), dtype=torch.float32)
             self._tier.read(self._master, _bytes(flat)).wait()
@@ -218,7 +217,7 @@ class Chunk:
         """Each segment, with its elements in the chunk's bytes ``data``."""
         offset = 0
         for segment in self.segments:
-            yield segment, data[offset : offset + _bytes_of(segment)].view(segment.parameter.dtype)
+            yield segment, data[offset : offset + bytes_of(segment)].view(segment.parameter.dtype)
             offset += span(segment)
 
     def end(self) -> None:
@@ -284,18 +283,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _bytes_of(segment: Segment) -> int:
-    return (segment.stop - segment.start) * segment.parameter.element_size()
-
-
 def span(segment: Segment) -> int:
     """Bytes from where a segment begins to where the next one does."""
-    return -(-_bytes_of(segment) // ALIGNMENT) * ALIGNMENT
+    return -(-bytes_of(segment) // ALIGNMENT) * ALIGNMENT
 
 
 def _shaped(flat: Tensor, segment: Segment) -> Tensor:
     return flat.view(segment.parameter.shape) if segment.whole else flat
-
-
-def _stepped_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _LOW_PRECISION else dtype

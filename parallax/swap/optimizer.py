@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,9 @@ from parallax.errors import ConfigError
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.buckets import Bucket, Memory, Shelf, runs, settings_of
 from parallax.swap.store import Store
-from parallax.swap.weights import CopiedWeights, ResidentWeights, Segment, Weights, part_of, stepped_in
+from parallax.swap.weights import CopiedWeights, ResidentWeights, Segment, Weights, bytes_of, part_of, stepped_in
 
+_ALIGNMENT = 64  # bytes at which a bucket's place begins
 _LARGE_BUCKET_BYTES = 16 * STATE_BUCKET_BYTES  # where states need no room elsewhere: a bucket costs 0.2 ms by itself
 _WHOLE = (torch.optim.Adafactor,)  # looks at rows and columns, so a parameter may not be cut
 
@@ -75,17 +77,19 @@ class HostOptimizer:
             raise ConfigError("LBFGS looks at all parameters at once: its states cannot live below the device")
         self.optimizer = optimizer
         self.update_seconds = self.stall_seconds = 0.0  # of the stepping thread; of the main one waiting for it
-        self._exchange = exchange
+        self._exchange, self._copies = exchange, copies
         self._home: Memory | Shelf = Memory() if store is None else Shelf(store)
         self._stepping = ThreadPoolExecutor(1, thread_name_prefix="parallax-update")
         self._spreading = ThreadPoolExecutor(1, thread_name_prefix="parallax-spread") if exchange else None
         bucket_bytes = bucket_bytes or (_LARGE_BUCKET_BYTES if store is None else STATE_BUCKET_BYTES)
         groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         cut = not isinstance(optimizer, _WHOLE)
-        found = runs([p for p in parameters if p in groups], bucket_bytes, self._owner, cut=cut)
+        found = list(runs([p for p in parameters if p in groups], bucket_bytes, self._owner, cut=cut))
+        self._pinned = copies.arena(sum(_place_bytes(segments) for segments in found))
+        ends = list(accumulate((_place_bytes(segments) for segments in found), initial=0))
         self._buckets = [
-            Bucket(self._weights(segments, copies), optimizer, groups, self._owner(segments[0].parameter))
-            for segments in found
+            Bucket(self._weights(run, copies, at), optimizer, groups, self._owner(run[0].parameter))
+            for run, at in zip(found, ends)
         ]
         self._buckets += [Bucket(weights, optimizer, groups, None) for weights in extra]
         self._of: dict[Tensor, list[Bucket]] = {}
@@ -147,8 +151,7 @@ class HostOptimizer:
                     for key, value in bucket.states(index).items():
                         if isinstance(value, Tensor):
                             found.setdefault(key, []).append(value.clone())
-            self._home.give(bucket)
-        self._home.flush()
+            self._home.leave(bucket)
         return {key: _join(values, parameter) for key, values in found.items()}
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
@@ -172,6 +175,8 @@ class HostOptimizer:
         for pool in (self._stepping, self._spreading):
             if pool is not None:
                 pool.shutdown(wait=True)
+        self._copies.synchronize()
+        self._pinned.close()
 
     def _step(
         self,
@@ -217,11 +222,20 @@ class HostOptimizer:
     def _owns(self, parameter: Tensor) -> bool:
         return self._exchange is None or self._exchange.owns(parameter)
 
-    def _weights(self, segments: Sequence[Segment], copies: CopyEngine) -> Weights:
-        first = segments[0].parameter
-        if first.device.type == "cpu" and stepped_in(first.dtype) is first.dtype:
+    def _weights(self, segments: Sequence[Segment], copies: CopyEngine, at: int) -> Weights:
+        size = _place_bytes(segments)
+        if not size:
             return ResidentWeights(segments)
-        return CopiedWeights(segments, copies, owned=self._owns(first))
+        place = self._pinned.data[at : at + size]
+        return CopiedWeights(segments, copies, place, owned=self._owns(segments[0].parameter))
+
+
+def _place_bytes(segments: Sequence[Segment]) -> int:
+    """Host memory that weights pass through; none where they are in host memory, and stepped as they are."""
+    first = segments[0].parameter
+    if first.device.type == "cpu" and stepped_in(first.dtype) is first.dtype:
+        return 0
+    return -(-sum(map(bytes_of, segments)) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _join(values: list[Tensor], parameter: Tensor) -> Tensor:

@@ -85,15 +85,13 @@ class ResidentWeights:
 class CopiedWeights:
     """Weights on a device, or in a type too short to be stepped in: the step has full-precision copies of its own.
 
-    Each segment has one place in pinned memory, of the size of its weights: its gradient lands there, and when that is
-    used its new weights leave from there.
+    ``place`` is pinned memory of the size of the weights: gradients land there, and when they are used, new weights
+    leave from there.
     """
 
-    def __init__(self, segments: Sequence[Segment], copies: CopyEngine, *, owned: bool) -> None:
-        self.segments, self._copies = segments, copies
-        first = segments[0].parameter
-        self._dtype = stepped_in(first.dtype)
-        self._place = copies.empty_host(sum((s.stop - s.start) * s.parameter.element_size() for s in segments))
+    def __init__(self, segments: Sequence[Segment], copies: CopyEngine, place: Tensor, *, owned: bool) -> None:
+        self.segments, self._copies, self._place = segments, copies, place
+        self._dtype = stepped_in(segments[0].parameter.dtype)
         self._master = [torch.empty_like(place, dtype=self._dtype) for place in self.shared()] if owned else []
         self._landed: list[Event] = []
         self._risen: list[Event] = []
@@ -123,7 +121,7 @@ class CopiedWeights:
         """Pinned memory."""
         found, offset = [], 0
         for segment in self.segments:
-            size = (segment.stop - segment.start) * segment.parameter.element_size()
+            size = bytes_of(segment)
             shape = part_of(segment.parameter, segment).shape
             found.append(self._place[offset : offset + size].view(segment.parameter.dtype).view(shape))
             offset += size
@@ -144,6 +142,11 @@ class CopiedWeights:
         """Take the weights from the device, where somebody else has set them."""
         for segment, master in zip(self.segments, self._master):
             master.copy_(part_of(segment.parameter.detach(), segment))
+
+
+def bytes_of(segment: Segment) -> int:
+    """Of the weights."""
+    return (segment.stop - segment.start) * segment.parameter.element_size()
 
 
 def stepped_in(dtype: torch.dtype) -> torch.dtype:

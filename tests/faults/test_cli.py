@@ -514,24 +514,23 @@ def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [p for p in psutil.Process(launcher.pid).children(recursive=True) if "--run-dir" in " ".join(p.cmdline())]
 
 
-def started(run: Path, last: list[int]) -> subprocess.Popen[str]:
-    """A run that has saved a checkpoint after those seen before."""
+def started(run: Path) -> subprocess.Popen[str]:
+    """A run that has saved a checkpoint beyond those that are there."""
 
     def newest() -> int:
         found = list_checkpoints(run / "checkpoints")
         return int(found[-1].name[5:]) if found else 0
 
+    before = newest()
     process = start([*MODULE, "train", "--run-dir", str(run)])
-    wait_for(lambda: newest() > last[-1] or process.poll() is not None, "a checkpoint")
+    wait_for(lambda: newest() > before or process.poll() is not None, "a checkpoint")
     assert process.poll() is None, process.communicate()
-    last.append(newest())
     return process
 
 
 def test_killed_and_interrupted_runs(here: Path) -> None:
     run = prepared(*TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0")
-    last = [0]
-    process = started(run, last)
+    process = started(run)
     assert len(ranks(process)) == 2
     ranks(process)[1].kill()
     code, _, err = finish(process)
@@ -539,7 +538,7 @@ def test_killed_and_interrupted_runs(here: Path) -> None:
     assert "was killed by SIGKILL" in one_line(err)
     assert running(here) == []
 
-    process = started(run, last)
+    process = started(run)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert code == 130
@@ -548,7 +547,7 @@ def test_killed_and_interrupted_runs(here: Path) -> None:
     assert running(here) == []
     assert temporary() == []
 
-    process = started(run, last)
+    process = started(run)
     process.kill()
     finish(process)
     wait_for(lambda: not running(here), "the ranks of a launcher that was killed")
