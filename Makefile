@@ -1,9 +1,10 @@
 # A fresh clone needs Python >= 3.11, pip, git and make; everything else goes into .venv.
-# Settings:  make train ARGS="trainer.steps=20 name=short"    make test PYTHON=python3.12
+# Settings:  make train ARGS="trainer.steps=20 name=short"    make test PYTHON=python3.12 JOBS=4
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # A stamp is newer than what it was made from, so nothing is installed twice and a changed pin is.
@@ -25,7 +26,7 @@ train: $(INSTALLED)  ## install into .venv, then plan and train the main job (AR
 
 test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
 	@echo "== ruff check"

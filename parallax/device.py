@@ -75,6 +75,7 @@ class CudaEvent:
     """A CUDA event recorded on a stream; ``start`` is the event before the copy that it ends."""
 
     def __init__(self, stream: torch.cuda.Stream, start: torch.cuda.Event | None = None) -> None:
+        self._device = stream.device
         self._start, self._event = start, torch.cuda.Event(enable_timing=start is not None)
         self._event.record(stream)
 
@@ -88,7 +89,7 @@ class CudaEvent:
 
     def wait_stream(self) -> None:
         """Order the current stream after it."""
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def seconds(self) -> float:
         """The device's own measure."""
@@ -126,8 +127,8 @@ class PinnedArena:
             pages = mmap.mmap(-1, self.allocated_bytes)
         except (OSError, OverflowError) as error:
             raise SwapError(f"cannot allocate {format_bytes(count)} of host memory: {error}; {remedy}") from error
-        self.data = torch.frombuffer(pages, dtype=torch.uint8)[:count]
-        self._address = self.data.data_ptr()
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        self.data, self._address = whole[:count], whole.data_ptr()
         code = int(torch.cuda.cudart().cudaHostRegister(self._address, self.allocated_bytes, 1))  # 1: for all contexts
         if code:
             raise SwapError(f"cannot pin {format_bytes(count)} of host memory: CUDA error {code}; {remedy}")
@@ -238,6 +239,9 @@ class CopyEngine(Protocol):
         """Copy after all work already given to the compute stream (not ``ordered``: the caller has waited for what
         matters); the event is its end."""
 
+    def adopt(self) -> None:
+        """The calling thread works for this device from here on."""
+
     def synchronize(self) -> None:
         """Wait for the device."""
 
@@ -268,6 +272,9 @@ class CpuCopies:
         target.copy_(source)
         return TimedEvent(time.perf_counter() - start)
 
+    def adopt(self) -> None:
+        """As every thread does."""
+
     def synchronize(self) -> None:
         """Nothing runs behind this thread's back."""
 
@@ -297,7 +304,11 @@ class CudaCopies:
         return CudaEvent(torch.cuda.current_stream(self._device))
 
     def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
-        """Asynchronous; the caller keeps both tensors until the event is done."""
+        """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""
+        if not source.is_cuda and not target.is_cuda:
+            begun = time.perf_counter()
+            target.copy_(source)
+            return TimedEvent(time.perf_counter() - begun)
         stream = self._down if source.is_cuda else self._up
         if ordered:
             # The source's last kernel, or the last user of the block that the target was carved from, is on the
@@ -311,6 +322,10 @@ class CudaCopies:
             start.record(stream)
             target.copy_(source, non_blocking=True)
         return CudaEvent(stream, start)
+
+    def adopt(self) -> None:
+        """Otherwise a new thread would work for the first device, and make a context there."""
+        torch.cuda.set_device(self._device)
 
     def synchronize(self) -> None:
         """Wait for every stream of the device."""

@@ -243,8 +243,18 @@ def load_states(
     if device.tier == "disk":
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = min(states - lower, math.ceil(largest * per_byte)) if lower else 0
+    if streamed:
+        whole = math.ceil(parameter_bytes * (1 + profile.gradient_bytes))
+        rounding += min(whole - streamed - gone, math.ceil(largest * (1 + profile.gradient_bytes)))
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
+    passing = 0.0
+    if (
+        device.tier == "host"
+    ):  # weights and gradients pass through a place there; the weights that are stepped are copies
+        copies = 1 if profile.master_bytes else 2
+        passing = copies * min(parameter_bytes, moving + (largest if moving else 0))
+    pages = (lower + streamed + gone) // 128  # every place in a store begins at one
     update = (
         parameter_bytes - stepped
     ) * profile.optimizer_seconds / device.speed + stepped * device.host_update_seconds
@@ -254,7 +264,7 @@ def load_states(
         optimizer_bytes=optimizer,
         master_bytes=states - lower - optimizer,
         staging_bytes=window,
-        host_bytes=lower + rounding + streamed + gone + visiting,
+        host_bytes=lower + rounding + streamed + gone + visiting + pages + math.ceil(passing),
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallax.device import CopyEngine, copies_for
 from parallax.errors import CheckpointError, NonFiniteError, PlanError
@@ -27,7 +27,7 @@ from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.plan.plan import STATE_BUCKET_BYTES, Plan, StagePlan
+from parallax.plan.plan import Plan
 from parallax.plan.schedule import RUNNABLE, actions, evaluation_actions
 from parallax.runtime import checkpoint
 from parallax.runtime.batch import Rows
@@ -35,14 +35,11 @@ from parallax.runtime.executor import Executor, Loss, Step
 from parallax.runtime.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.replicate import SharedStates, sync_for
 from parallax.runtime.stage import Stage
+from parallax.runtime.tiers import Tiers
 from parallax.runtime.transport import staging_for
 from parallax.swap.config import SwapConfig
 from parallax.swap.manager import SwapManager
-from parallax.swap.parameters import StreamedParameters
 from parallax.swap.statistics import SwapStatistics
-from parallax.swap.store import Store
-
-_PAGE = 4096  # bytes; every place in a store begins at one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ class Engine:
         self._stage_plan = plan.stages[mesh.stage]
         self._memory = _memory_for(mesh.device)
         copies = copies_for(mesh.device, configs.swap.delay())
-        self._below = _Tiers(plan, configs, copies)
+        self._below = Tiers(plan.tier, configs.swap, configs.scratch, copies)
         self._stage = Stage(chain, self._stage_plan, mesh.device, configs.precision, self._below.open_stream)
         self._manager: SwapManager | None = None
         swap = None
@@ -139,11 +136,19 @@ class Engine:
             configs.optimizer,
             mesh.device,
             below=self._stage_plan.optimizer_offload,
+            lowest=self._stepped_below_elsewhere(),
             copies=copies,
             open_store=self._below.open_states,
             share=partial(SharedStates, group, mesh.replica, mesh.replica_count) if group is not None else None,
             streamed=self._stage.streamed,
         )
+
+    def _stepped_below_elsewhere(self) -> set[Tensor]:
+        """Parameters of this stage that others share, where any of them steps it below the device."""
+        tensors, stages = self._stage.named_tensors(), self.plan.stages
+        shared = _shared_between_stages(self._chain, self.plan)
+        names = [name for name, users in shared.items() if any(stages[user].optimizer_offload for user in users)]
+        return {tensors[name] for name in names if name in tensors}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -255,7 +260,6 @@ class Engine:
 
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
-        self._optimizer.finish()
         names = self._stage.named_tensors()
         readers: list[checkpoint.CheckpointReader] = []
 
@@ -266,6 +270,7 @@ class Engine:
             readers.append(reader)
 
         self._together(check)
+        self._optimizer.reset()
         with torch.no_grad():
             self._stage.assign((name, tensor, readers[0].read(f"model/{name}")) for name, tensor in names.items())
             for name, tensor in names.items():
@@ -315,6 +320,7 @@ class Engine:
         return self._sum(mine)[0] or 1.0
 
     def _update(self, loss_share: float) -> dict[str, float]:
+        self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         owned = self._owned() if self.mesh.replica == 0 else {}
         gradients = self._stage.norm_terms(owned.values())
         mine = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
@@ -354,39 +360,6 @@ class Engine:
             if self.mesh.stage in stages[1:]
         }
         return {name: tensor for name, tensor in self._stage.named_tensors().items() if name not in later}
-
-
-class _Tiers:
-    """Opens stores below one rank, and closes them."""
-
-    def __init__(self, plan: Plan, configs: EngineConfigs, copies: CopyEngine) -> None:
-        self._plan, self._configs, self._copies = plan, configs, copies
-        self._opened: list[Store] = []
-
-    def open_store(self, capacity: int) -> Store:
-        """A store in the plan's tier."""
-        store = self._configs.swap.open_store(self._plan.tier, capacity, self._copies, self._configs.scratch)
-        self._opened.append(store)
-        return store
-
-    def open_states(self, capacity: int) -> Store | None:
-        """A store for optimizer states; none where they are stepped where they lie."""
-        return None if self._plan.tier == "host" else self.open_store(capacity)
-
-    def open_stream(
-        self, chain: Chain, stage: StagePlan, blocks: Iterable[Iterable[nn.Parameter]]
-    ) -> StreamedParameters:
-        """A store for parameters and their gradients. New ones are written before the old are given up."""
-        described = [list(block.module.parameters()) for block in chain.blocks[stage.start : stage.stop]]
-        sizes = [sum(parameter.numel() for parameter in block) * chain.dtype.itemsize for block in described]
-        chunks = sum(size // STATE_BUCKET_BYTES + 1 for size in sizes) + sum(map(len, described))
-        capacity = 2 * sum(sizes) + 2 * max(sizes) + 2 * _PAGE * chunks
-        return StreamedParameters(blocks, self.open_store(capacity), verify=self._configs.swap.verify)
-
-    def close(self) -> None:
-        """Give everything back."""
-        for store in self._opened:
-            store.close()
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ class Executor:
         """Forget micro-batches in flight, so that their graphs and swapped data are released."""
         for held in (self._received, self._outgoing, self._gradients, self._flights):
             held.clear()
+        self._sync.disarm()
 
     def _execute(self, action: Action, step: Step, update: Callable[[float], None]) -> float:
         """Run one action; the seconds it only waited."""

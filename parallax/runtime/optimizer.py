@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from parallax.device import CopyEngine
 from parallax.errors import ConfigError, check_choice, check_positive
 from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.runtime.stage import first_below
 from parallax.swap.optimizer import Exchange, HostOptimizer
 from parallax.swap.parameters import StreamedParameters
 from parallax.swap.statistics import SwapStatistics
@@ -120,7 +120,8 @@ class OptimizerConfig:
 
 class StageOptimizer:
     """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``below`` of their
-    bytes, on the host, beside the next forward (:mod:`parallax.swap.optimizer`)."""
+    bytes, on the host, beside the next forward (:mod:`parallax.swap.optimizer`). ``lowest`` are among the latter in any
+    case: other stages have them too, and step them there, with kernels that may round otherwise than the device's."""
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class StageOptimizer:
         device: torch.device,
         *,
         below: float,
+        lowest: Collection[Tensor],
         copies: CopyEngine,
         open_store: OpenStore,
         share: Callable[[Sequence[nn.Parameter]], Exchange] | None,
@@ -137,9 +139,11 @@ class StageOptimizer:
         self._config, self._streamed = config, streamed
         self._counted = 0.0  # seconds of stalls that were told
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        first = _first_below([parameter.nbytes for parameter in trained], below)
-        self._on_device, lower = trained[:first], trained[first:]
-        self._below: set[Tensor] = set(lower)
+        falling = sorted(trained, key=lambda parameter: parameter in lowest)
+        first = first_below([parameter.nbytes for parameter in falling], below)
+        self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
+        self._on_device = [parameter for parameter in trained if parameter not in self._below]
+        lower = [parameter for parameter in trained if parameter in self._below]
         self._shared = frozenset(self._below)
         self._device_optimizer = config.build(self._on_device, device)
         self._store: Store | None = None
@@ -210,15 +214,20 @@ class StageOptimizer:
         """Whether replicas share the states of ``parameter``, and this one has them."""
         return self._exchange is not None and parameter in self._shared and self._exchange.owns(parameter)
 
+    def reset(self) -> None:
+        """Forget all states, and a step that failed: everything is about to be set."""
+        self._device_optimizer.state.clear()
+        if self._host is not None:
+            self._host.reset()
+        if self._streamed is not None:
+            self._streamed.zero_gradients()
+
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """``parameter`` has been set; what is known of it is ``states``."""
         if self._host is not None and parameter in self._below:
             self._host.restore(parameter, states)
         elif states and parameter.requires_grad:
-            copies = {key: value.to(parameter.device, copy=True) for key, value in states.items()}
-            self._device_optimizer.state[parameter] = copies
-        else:
-            self._device_optimizer.state.pop(parameter, None)
+            self._device_optimizer.state[parameter] = {key: _like(parameter, value) for key, value in states.items()}
 
     def close(self) -> None:
         """End the threads; a step that has begun is let end."""
@@ -237,10 +246,11 @@ class StageOptimizer:
             self._counted = self._host.stall_seconds
 
 
-def _first_below(sizes: Sequence[int], share: float) -> int:
-    """The most parameters that may come first for the others to have ``share`` of all bytes, or more."""
-    above = (1 - share) * sum(sizes)
-    return sum(1 for end in accumulate(sizes) if end <= above)
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A copy of a state on the parameter's device that lies in memory as the parameter does: kernels walk along it."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)
 
 
 def _capacity(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:

@@ -37,6 +37,9 @@ class GradientSync(Protocol):
     def arm(self) -> None:
         """The next backward is the step's last: reduce each bucket as soon as it is complete."""
 
+    def disarm(self) -> None:
+        """The backward that was expected ended early, or there is none."""
+
     def finish(self) -> float:
         """Return with every gradient reduced; the seconds waited. Reduces here what was not armed."""
 
@@ -63,6 +66,10 @@ class NoSync:
     def arm(self) -> None:
         """What the next backward adds is the last."""
         self._armed = True
+
+    def disarm(self) -> None:
+        """What is added is not the last."""
+        self._armed = False
 
     def finish(self) -> float:
         """Nothing to wait for."""
@@ -115,6 +122,10 @@ class ReplicaSync:
         """Tell the reducer to expect a backward."""
         self._armed, self._books.numbers = True, 0
         self._ddp.reducer.prepare_for_backward([])
+
+    def disarm(self) -> None:
+        """Gradients are reduced at the end."""
+        self._armed = False
 
     def finish(self) -> float:
         """The armed backward has ended with everything reduced; otherwise reduce here, in the same order everywhere."""
@@ -179,6 +190,10 @@ class StreamedSync:
         """Expect the last backward."""
         self._inner.arm()
 
+    def disarm(self) -> None:
+        """Expect none."""
+        self._inner.disarm()
+
     def finish(self) -> float:
         """Those on the device first."""
         waited = self._inner.finish()
@@ -211,6 +226,10 @@ class SharedSync:
     def arm(self) -> None:
         """Expect the last backward."""
         self._inner.arm()
+
+    def disarm(self) -> None:
+        """Expect none."""
+        self._inner.disarm()
 
     def finish(self) -> float:
         """Replicas first, then the stages."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallax.errors import PlanError
 from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
@@ -17,6 +18,7 @@ from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations import offloading
 from parallax.swap.manager import SwapManager
 from parallax.swap.parameters import StreamedParameters
+from parallax.units import format_bytes
 
 OpenStream = Callable[[Chain, StagePlan, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
 
@@ -50,6 +52,7 @@ class Stage(nn.Module):
             for index, block in enumerate(self.blocks):
                 if self.streamed.parameters(index):
                     self.streamed.attach(index, block)
+            self._check_share(plan.parameter_offload)
         else:
             for _ in made:
                 pass
@@ -57,10 +60,24 @@ class Stage(nn.Module):
     def _make(self, chain: Chain, plan: StagePlan, device: torch.device) -> Iterator[list[nn.Parameter]]:
         """Make block after block; of each, the parameters that live below: the last blocks' do."""
         sizes = [sum(p.nbytes for p in b.module.parameters()) for b in chain.blocks[plan.start : plan.stop]]
-        above = (1 - plan.parameter_offload) * sum(sizes)
-        for block, end in zip(materialise_each(chain, plan.start, plan.stop, device), accumulate(sizes)):
+        first = first_below(sizes, plan.parameter_offload)
+        for index, block in enumerate(materialise_each(chain, plan.start, plan.stop, device)):
             self.blocks.append(block)
-            yield [] if end <= above else list(block.parameters())
+            yield [] if index < first else list(block.parameters())
+
+    def _check_share(self, share: float) -> None:
+        """Refuse a model that keeps more on the device than the plan was promised."""
+        whole = sum(parameter.nbytes for parameter in self.parameters())
+        held = {n: t.nbytes for n, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
+        for name, tensor in self.named_tensors().items():
+            if self.streams(tensor):
+                held.pop(name, None)
+        if sum(held.values()) > (1 - share) * whole:
+            raise PlanError(
+                f"the plan leaves {format_bytes(int((1 - share) * whole))} of parameters on the device, and "
+                f"{format_bytes(sum(held.values()))} cannot leave it ({', '.join(sorted(held)[:3])}): they are shared "
+                "or do not lie in one run of memory; plan with plan.parameters=device"
+            )
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Model-wide name → parameter or buffer; a shared parameter appears once."""
@@ -153,6 +170,12 @@ class Stage(nn.Module):
         seed_block(self._device, seed)
         with self._precision.autocast(self._device.type):
             return as_tuple(block(*inputs))
+
+
+def first_below(sizes: Sequence[int], share: float) -> int:
+    """The most that may come first for the others to have ``share`` of all bytes, or more."""
+    above = (1 - share) * sum(sizes)
+    return sum(1 for end in accumulate(sizes) if end <= above)
 
 
 def seed_block(device: torch.device, seed: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
+from torch.nn import Parameter
 
 from parallax.errors import SwapError
 from parallax.swap.store import Store
@@ -19,6 +20,29 @@ def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
     """Keys of the tensors worth moving that nothing else holds."""
     held = {t.untyped_storage().data_ptr() for t in (parameter, parameter.grad) if t is not None and _dense(t)}
     return [key for key, value in _tensors(state) if value.device == parameter.device and _alone(value, held)]
+
+
+# Tensors like the parameter that its first step makes, by the settings of its group. A subclass may make others.
+_MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
+    optim.ASGD: lambda group: 1,
+    optim.Adadelta: lambda group: 2,
+    optim.Adam: lambda group: 2 + bool(group["amsgrad"]),
+    optim.AdamW: lambda group: 2 + bool(group["amsgrad"]),
+    optim.Adamax: lambda group: 2,
+    optim.NAdam: lambda group: 2,
+    optim.RAdam: lambda group: 2,
+    optim.RMSprop: lambda group: 1 + bool(group["centered"]) + (group["momentum"] > 0),
+    optim.Rprop: lambda group: 2,
+    optim.SGD: lambda group: int(group["momentum"] != 0),
+}
+
+
+def yet_to_be_made(optimizer: optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int | None:
+    """Bytes worth moving among the states that the first step of ``parameter`` will make; None: nobody can say."""
+    made, gradient = _MADE.get(type(optimizer)), parameter.grad
+    if made is None or type(parameter) not in (Tensor, Parameter) or gradient is None or not _dense(gradient):
+        return None
+    return made(group) * parameter.nbytes if parameter.nbytes >= _SMALLEST else 0
 
 
 class Below(dict[Any, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallax.errors import SwapError
 from parallax.swap.slots import Slot
 from parallax.swap.store import Pending, Store
 from parallax.swap.weights import Segment, Weights, stepped_in
@@ -23,6 +25,7 @@ class _Place(NamedTuple):
     segment: int
     key: str
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     start: int
     stop: int
@@ -68,6 +71,12 @@ class Bucket:
         found: dict[str, Any] = self._kernel.state[self._stepped[index]]
         return found
 
+    def reset(self) -> None:
+        """Forget all states, and what a step left unfinished."""
+        self._kernel.state.clear()
+        self.places, self.due = (), self.count
+        self.weights.reset()
+
     def measure(self) -> None:
         """Note which states there are, and where each lies in one run of bytes."""
         places, at = [], 0
@@ -75,7 +84,7 @@ class Bucket:
             for key, value in self.states(index).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     at = -(-at // value.element_size()) * value.element_size()
-                    places.append(_Place(index, key, value.shape, value.dtype, at, at + value.nbytes))
+                    places.append(_Place(index, key, value.shape, _stride(value), value.dtype, at, at + value.nbytes))
                     at += value.nbytes
         self.places = tuple(places)
 
@@ -107,6 +116,9 @@ class Memory:
 
     def leave(self, bucket: Bucket) -> None:
         """They stay there."""
+
+    def reset(self) -> None:
+        """Each bucket forgets its own."""
 
     def flush(self) -> None:
         """Nothing is under way."""
@@ -141,18 +153,28 @@ class Shelf:
 
     def give(self, bucket: Bucket) -> None:
         """Begin to write them."""
+        self.flush()
         bucket.measure()
         flat = self._here.pop(bucket, None)
         if flat is None or flat.numel() != bucket.state_bytes:
             flat = torch.empty(bucket.state_bytes, dtype=torch.uint8)
         bucket.unload(flat)
-        self.flush()
         if bucket in self._slots:
             self._store.free(self._slots.pop(bucket))  # first, so that the same place is written again
         if not bucket.places:
             return
         self._slots[bucket], pending = self._store.write(flat)
         self._going.append((flat, pending))
+
+    def reset(self) -> None:
+        """Forget everything, whatever failed."""
+        for _, pending in [*self._coming.values(), *self._going]:
+            with contextlib.suppress(SwapError):
+                pending.wait()
+        for slot in self._slots.values():
+            self._store.free(slot)
+        for books in (self._slots, self._coming, self._here, self._going):
+            books.clear()
 
     def leave(self, bucket: Bucket) -> None:
         """They were only looked at: what is stored is right."""
@@ -210,4 +232,11 @@ def _nothing(segment: Segment) -> Tensor:
 
 
 def _view(flat: Tensor, place: _Place) -> Tensor:
-    return flat[place.start : place.stop].view(place.dtype).view(place.shape)
+    return flat[place.start : place.stop].view(place.dtype).as_strided(place.shape, place.stride)
+
+
+def _stride(value: Tensor) -> tuple[int, ...]:
+    """That of ``value`` where its elements fill their memory, in whatever order: kernels walk along memory, so weights
+    and states must lie alike."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    return value.stride() if span == value.numel() else torch.empty(value.shape, device="meta").stride()

@@ -237,6 +237,10 @@ class Chunk:
     def wait(self) -> None:
         """The next :meth:`StreamedParameters.enter` reads the new weights, and waits for them itself."""
 
+    def reset(self) -> None:
+        """A step was not finished, and what is below is right."""
+        self.updating, self._host, self._steps = False, None, []
+
     def put(self, slot: Slot, pending: Pending) -> None:
         """The weights are in ``slot`` from here on, and no longer as the device may have them."""
         with self._tier.lock:

@@ -19,9 +19,10 @@ of its own, of the class and with the settings of the one given: fused kernels o
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.device import CopyEngine
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, SwapError
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.buckets import Bucket, Memory, Shelf, runs, settings_of
 from parallax.swap.store import Store
@@ -78,9 +79,10 @@ class HostOptimizer:
         self.optimizer = optimizer
         self.update_seconds = self.stall_seconds = 0.0  # of the stepping thread; of the main one waiting for it
         self._exchange, self._copies = exchange, copies
+        self._failure: str | None = None
         self._home: Memory | Shelf = Memory() if store is None else Shelf(store)
-        self._stepping = ThreadPoolExecutor(1, thread_name_prefix="parallax-update")
-        self._spreading = ThreadPoolExecutor(1, thread_name_prefix="parallax-spread") if exchange else None
+        self._stepping = ThreadPoolExecutor(1, "parallax-update", initializer=copies.adopt)
+        self._spreading = ThreadPoolExecutor(1, "parallax-spread", initializer=copies.adopt) if exchange else None
         bucket_bytes = bucket_bytes or (_LARGE_BUCKET_BYTES if store is None else STATE_BUCKET_BYTES)
         groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         cut = not isinstance(optimizer, _WHOLE)
@@ -109,7 +111,7 @@ class HostOptimizer:
         self.finish()
         settings = [settings_of(self.optimizer, index) for index in range(len(self.optimizer.param_groups))]
         for bucket in self._buckets:
-            if bucket.due > 0:
+            if bucket.due != 0:
                 bucket.weights.reduced()
             bucket.due = bucket.count
         mine = [bucket for bucket in self._buckets if self._steps(bucket)]
@@ -122,7 +124,9 @@ class HostOptimizer:
                 bucket.future = self._spreading.submit(self._spread, bucket, stepped.get(bucket))
 
     def ready(self, parameters: Iterable[Tensor]) -> None:
-        """Return when ``parameters`` may be used by the device's current stream."""
+        """Return when ``parameters`` may be used by the device's current stream. Raises :class:`SwapError` where their
+        step failed, and from then on: the weights are half new, until they are set again."""
+        self._check()
         for parameter in parameters:
             for bucket in self._of.get(parameter, ()):
                 self._arrive(bucket)
@@ -130,7 +134,18 @@ class HostOptimizer:
     def finish(self) -> None:
         """Return when every parameter may be used, and every state is where it belongs."""
         self.ready(self._of)
-        self._stepping.submit(self._home.flush).result()
+        self._flush()
+
+    def reset(self) -> None:
+        """Forget all states, and a step that failed; the weights on the device, or wherever they live, are right."""
+        for bucket in self._buckets:
+            if bucket.future is not None:
+                wait([bucket.future])
+                bucket.future = None
+        self._home.reset()
+        for bucket in self._buckets:
+            bucket.reset()
+        self._failure = None
 
     def zero_grad(self) -> None:
         """Gradients of a step that was never begun become zero; a step makes them zero itself."""
@@ -160,21 +175,23 @@ class HostOptimizer:
         for bucket in self._of.get(parameter, ()):
             if not self._steps(bucket):
                 continue
+            resident = isinstance(bucket.weights, ResidentWeights)
             self._home.take(bucket)
             for index, segment in enumerate(bucket.segments):
                 if segment.parameter is parameter:
+                    found = {key: _cut(value, segment, resident=resident) for key, value in states.items()}
                     bucket.states(index).clear()
-                    bucket.states(index).update({key: _cut(value, segment) for key, value in states.items()})
+                    bucket.states(index).update(found)
             self._home.give(bucket)
-            if isinstance(bucket.weights, CopiedWeights):
-                bucket.weights.refresh()
-        self._home.flush()
+            bucket.weights.reset()
+        self._flush()
 
     def close(self) -> None:
-        """End the threads; a step that has begun is let end."""
-        for pool in (self._stepping, self._spreading):
-            if pool is not None:
-                pool.shutdown(wait=True)
+        """End the threads; a step that has begun is let end, unless one failed: then other replicas may wait for what
+        will never come."""
+        self._stepping.shutdown(wait=True, cancel_futures=self._failure is not None)
+        if self._spreading is not None:
+            self._spreading.shutdown(wait=self._failure is None, cancel_futures=self._failure is not None)
         self._copies.synchronize()
         self._pinned.close()
 
@@ -186,7 +203,7 @@ class HostOptimizer:
         coefficient: Tensor | None,
     ) -> None:
         start = time.perf_counter()
-        with torch.no_grad():
+        with self._noting_failure(), torch.no_grad():
             self._home.take(bucket)
             if following is not None:
                 self._home.ahead(following)
@@ -200,9 +217,30 @@ class HostOptimizer:
         assert self._exchange is not None
         if stepped is not None:
             stepped.result()
-        with torch.no_grad():
+        with self._noting_failure(), torch.no_grad():
             self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
             bucket.weights.end()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """After one failure nothing is stepped and nothing spread, until all is set again."""
+        self._check()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = self._failure or str(error)
+            raise
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise SwapError(
+                f"an optimizer step below the device failed ({self._failure}), so weights are half new: load the last "
+                "checkpoint"
+            )
+
+    def _flush(self) -> None:
+        with self._noting_failure():
+            self._home.flush()
 
     def _arrive(self, bucket: Bucket) -> None:
         if bucket.future is not None:
@@ -245,7 +283,10 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
     return torch.cat(values).view(parameter.shape)
 
 
-def _cut(value: Tensor, segment: Segment) -> Tensor:
-    """A segment's own copy of the state of a parameter."""
-    value = value.detach().to("cpu", copy=True)
-    return value if value.dim() == 0 else part_of(value.contiguous(), segment).clone()
+def _cut(value: Tensor, segment: Segment, *, resident: bool) -> Tensor:
+    """A segment's own copy of the state of a parameter, which lies in memory as its weights do: where they are
+    ``resident``, as the parameter, otherwise in one run."""
+    value = value.detach().to("cpu").contiguous()
+    if resident and segment.whole and value.shape == segment.parameter.shape:
+        return torch.empty_like(segment.parameter, dtype=value.dtype, device="cpu").detach().copy_(value)
+    return value.clone() if value.dim() == 0 else part_of(value, segment).clone()

@@ -11,7 +11,20 @@ from torch.optim import Optimizer
 
 from parallax.errors import ConfigError, SwapError
 
-_WHOLE = ("LBFGS", "ZeroRedundancyOptimizer", "DAdaptAdam", "DAdaptSGD", "Prodigy")  # look at all parameters together
+# These look at all parameters together whatever their settings, others by such a setting: they clip or divide by the
+# norm of all gradients inside ``step``. Of a piece the norm would be another, and nothing would tell.
+_WHOLE = (
+    "LBFGS",
+    "ZeroRedundancyOptimizer",
+    "DAdaptAdam",
+    "DAdaptSGD",
+    "Prodigy",
+    "NVLAMB",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "DistributedFusedLAMB",
+)
+_OF_ALL = ("max_grad_norm", "pre_norm")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
@@ -68,12 +81,21 @@ def plain(optimizer: Optimizer) -> Optimizer:
 
 def check_per_parameter(optimizer: Optimizer) -> None:
     """Refuse what cannot be stepped in pieces."""
-    whole = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WHOLE), None)
+    names = {name.casefold() for name in _WHOLE}
+    whole = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__.casefold() in names), None)
     if whole is not None:
         raise ConfigError(
             f"optimizer={type(optimizer).__name__}: {whole} updates all parameters together, so its states cannot "
             "visit the device in pieces: leave optimizer= out, or use another such as AdamW"
         )
+    for settings in (optimizer.defaults, vars(optimizer), *optimizer.param_groups):
+        for name in _OF_ALL:
+            if settings.get(name):
+                raise ConfigError(
+                    f"optimizer={type(optimizer).__name__}: {name}={settings[name]} takes the norm of all gradients "
+                    f"inside step, so its states cannot visit the device in pieces: set {name} to 0 and call "
+                    "torch.nn.utils.clip_grad_norm_ before the step, or leave optimizer= out"
+                )
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:

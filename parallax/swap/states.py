@@ -13,25 +13,30 @@ see one step, and the same kernels run on the same numbers as without.
 
 States that fit beside the activations stay, and leave when the activations need their room
 (:meth:`OptimizerStates.give_room`).
+
+A step that fails between two pieces cannot be taken back: the first are stepped, and a second attempt would step them
+again. So what can be known before is asked before (the room for the largest piece); after any other failure no step is
+taken until a checkpoint is loaded.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parallax.errors import BudgetExceeded, SwapError
-from parallax.swap.below import Below, movable
+from parallax.errors import BudgetExceeded, ParallaxError, SwapError
+from parallax.swap.below import Below, movable, yet_to_be_made
 from parallax.swap.stand_in import Arguments, Piece, PieceByPiece, check_per_parameter, evaluated, raw_step
 from parallax.swap.store import Store
 from parallax.units import format_bytes, format_seconds
 
 PIECE_BYTES = 64 * 2**20
-_GUESS = 2  # states per parameter before the first step has shown how many
+_GUESS = 2  # states per parameter where only the first step shows how many
 
 
 class Room(Protocol):
@@ -47,7 +52,9 @@ class Room(Protocol):
 class OptimizerStates:
     """Moves the states of ``optimizer`` between the device and ``store`` until closed.
 
-    Exact for every optimizer that updates each parameter by itself: all of ``torch.optim`` but LBFGS.
+    Exact for every optimizer that updates each parameter by itself: all of ``torch.optim`` but LBFGS. Raises
+    :class:`ConfigError` for others as far as they can be told, here or in ``step``; ``step`` also raises
+    :class:`BudgetExceeded` before anything is stepped, and :class:`SwapError`.
     """
 
     def __init__(self, optimizer: Optimizer, store: Store, room: Room, *, piece_bytes: int = PIECE_BYTES) -> None:
@@ -61,6 +68,7 @@ class OptimizerStates:
         self.stall_seconds = 0.0
         self._closed_bytes = 0
         self._current: PieceByPiece | None = None
+        self._half_done = False
         self._spare = 0
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
@@ -88,7 +96,7 @@ class OptimizerStates:
         state = self._optimizer.state
         for parameter in [p for p, below in self._below.items() if state.get(p) is not below]:
             self._drop(self._below.pop(parameter))
-        held = {p: s for p, s in state.items() if isinstance(p, Tensor) and p not in self._below}
+        held = {p: s for p, s in state.items() if isinstance(p, Tensor) and s and p not in self._below}
         self._here = {p: sum(s[key].nbytes for key in movable(p, s)) for p, s in held.items()}
         self.device_bytes = sum(self._here.values()) + sum(b.size for b in self._below.values() if b.on_device)
 
@@ -125,26 +133,25 @@ class OptimizerStates:
         """Step all pieces but the last, and let the step that the optimizer is about to take be that of the last."""
         if optimizer is not self._optimizer:
             return None  # a stand-in, whose step calls a step that has hooks again
+        if self._half_done:
+            raise SwapError(f"the step before failed: {self._half_done_words()}")
+        check_per_parameter(optimizer)  # its groups may be others by now
         args, kwargs = evaluated(args, kwargs)
         self._current = None
         self.count()
         self._spare = self._room.between_steps()
         pieces = self._pieces()
-        expected = sum(self._size(parameter) for piece in pieces for _, parameter in piece)
-        if not self._below and (len(pieces) < 2 or expected <= self._spare):
+        self._check_room(pieces)
+        expected = sum(self._size(*each) for piece in pieces for each in piece)
+        if not pieces or (not self._below and (len(pieces) < 2 or expected <= self._spare)):
             return args, kwargs
         self._current = PieceByPiece(optimizer, pieces)
-        kept = 0
-        for index, piece in enumerate(pieces):
-            self._bring(piece)
-            if index + 1 < len(pieces):
-                self._read_ahead(pieces[index + 1])
-            stand_in = self._current.stand_in(piece)
-            if index + 1 == len(pieces):
-                return (stand_in, *args[1:]), kwargs
-            raw_step(optimizer)(stand_in, *args[1:], **kwargs)
-            kept = self._let_go(piece, kept)
-        return args, kwargs
+        try:
+            return (self._step_all_but_last(self._current, pieces, args, kwargs), *args[1:]), kwargs
+        except ParallaxError as error:
+            if not self._half_done:
+                raise
+            raise SwapError(f"{error}; {self._half_done_words()}") from error
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         if optimizer is not self._optimizer:
@@ -152,6 +159,7 @@ class OptimizerStates:
         step, self._current = self._current, None
         if step is not None:
             step.finish()
+        self._half_done = False
         self._stepped |= {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         self.count()
         self._tidy()
@@ -165,6 +173,7 @@ class OptimizerStates:
         return found
 
     def _loaded(self, optimizer: Optimizer) -> None:  # noqa: ARG002
+        self._half_done = False
         self.count()
         self._tidy()
 
@@ -179,17 +188,58 @@ class OptimizerStates:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                size += self._size(parameter)
+                size += self._size(index, parameter)
                 if size > most:
                     pieces.append([])
-                    size = self._size(parameter)
+                    size = self._size(index, parameter)
                 pieces[-1].append((index, parameter))
         return pieces
 
-    def _size(self, parameter: Tensor) -> int:
+    def _size(self, index: int, parameter: Tensor) -> int:
+        known = self._known_size(index, parameter)
+        return _GUESS * parameter.nbytes if known is None else known
+
+    def _known_size(self, index: int, parameter: Tensor) -> int | None:
+        """Bytes of its states, also of those that its first step will make; None where only that step shows them."""
         if parameter in self._below:
             return self._below[parameter].size
-        return self._here.get(parameter, 0 if parameter in self._stepped else _GUESS * parameter.nbytes)
+        if parameter in self._here:
+            return self._here[parameter]
+        made = yet_to_be_made(self._optimizer, self._optimizer.param_groups[index], parameter)
+        return 0 if made is None and parameter in self._stepped else made
+
+    def _check_room(self, pieces: list[Piece]) -> None:
+        """There is room for each piece, all others being below. A mere guess refuses nothing: where an optimizer of
+        somebody else's makes more than fits, the room is exceeded in its first step and the second refused."""
+        room = self._room.now()
+        need = max((sum(self._known_size(*each) or 0 for each in piece) for piece in pieces), default=0)
+        if need > max(0, room):
+            raise BudgetExceeded(
+                f"a step of {type(self._optimizer).__name__} needs {format_bytes(need)} of states on the device at one "
+                f"time, where {format_bytes(max(0, room))} are left for them by parameters, gradients, saved "
+                f"activations and other optimizers; nothing was stepped: raise limit by {format_bytes(need - room)}"
+            )
+
+    def _step_all_but_last(
+        self, step: PieceByPiece, pieces: list[Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Optimizer:
+        """The stand-in that is to step the last piece; the step is half done until then."""
+        kept = 0
+        for piece, following in pairwise(pieces):
+            self._bring(piece)
+            self._read_ahead(following)
+            stand_in = step.stand_in(piece)
+            self._half_done = True
+            raw_step(self._optimizer)(stand_in, *args[1:], **kwargs)
+            kept = self._let_go(piece, kept)
+        self._bring(pieces[-1])
+        return step.stand_in(pieces[-1])
+
+    def _half_done_words(self) -> str:
+        return (
+            f"{type(self._optimizer).__name__} has updated some parameters and not others, so no further step is "
+            "taken: load a checkpoint of the model and of the optimizer (load_state_dict)"
+        )
 
     def _bring(self, piece: Piece) -> None:
         """The states of a piece are on the device, or there is room for those that are yet to be made."""
@@ -199,11 +249,11 @@ class OptimizerStates:
             if below is not None and not below.on_device:
                 self._make_room(below.size, parameters)
                 self._call(below)
-        for _, parameter in piece:
+        for index, parameter in piece:
             if parameter in self._below:
                 self._return(parameter, self._below[parameter])
             elif parameter not in self._here:
-                self._make_room(self._size(parameter), parameters, strict=False)
+                self._make_room(self._size(index, parameter), parameters, strict=False)
 
     def _read_ahead(self, piece: Piece) -> None:
         for _, parameter in piece:

@@ -188,8 +188,8 @@ class DiskStore:
         self._file = private_file(directory)
         self._bounce = copies.bounce(2 * threads, _REQUEST)
         self.waste_bytes = self._bounce.waste_bytes
-        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap-write")
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="parallax-swap-read")
+        self._writers = ThreadPoolExecutor(threads, "parallax-swap-write", initializer=copies.adopt)
+        self._readers = ThreadPoolExecutor(threads, "parallax-swap-read", initializer=copies.adopt)
         self._sums: dict[Slot, int] = {}
         self._closed = False
 

@@ -53,6 +53,9 @@ class Weights(Protocol):
     def wait(self) -> None:
         """The current stream of the device sees the new weights from here on."""
 
+    def reset(self) -> None:
+        """Forget what an unfinished step left behind: the weights on the device are right."""
+
 
 class ResidentWeights:
     """Weights in host memory, in the type that they are stepped in: a step reaches them where they are."""
@@ -81,6 +84,9 @@ class ResidentWeights:
     def wait(self) -> None:
         """Nothing is under way."""
 
+    def reset(self) -> None:
+        """Nothing is left behind."""
+
 
 class CopiedWeights:
     """Weights on a device, or in a type too short to be stepped in: the step has full-precision copies of its own.
@@ -95,7 +101,7 @@ class CopiedWeights:
         self._master = [torch.empty_like(place, dtype=self._dtype) for place in self.shared()] if owned else []
         self._landed: list[Event] = []
         self._risen: list[Event] = []
-        self.refresh()
+        self.reset()
 
     def reduced(self) -> None:
         """Copy beside the backward, where they are stepped here."""
@@ -138,7 +144,7 @@ class CopiedWeights:
         for event in self._risen:
             event.wait_stream()
 
-    def refresh(self) -> None:
+    def reset(self) -> None:
         """Take the weights from the device, where somebody else has set them."""
         for segment, master in zip(self.segments, self._master):
             master.copy_(part_of(segment.parameter.detach(), segment))

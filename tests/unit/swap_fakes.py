@@ -88,6 +88,9 @@ class LateCopies:
             self._running = {other for other in self._running if not other.done()} | {future}
         return LateEvent(future)
 
+    def adopt(self) -> None:
+        """As every thread does."""
+
     def synchronize(self) -> None:
         with self._lock:
             running = self._running

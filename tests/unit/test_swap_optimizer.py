@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +145,137 @@ def test_a_full_tier_is_told_where_the_weights_are_needed(scratch: Path) -> None
         with pytest.raises(SwapError, match="is full"):
             host.ready(mine.parameters())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("parallax-update")]
+
+
+class Permuted(nn.Module):
+    """Parameters that fill their memory in another order than contiguous ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(40, 30).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x).square().sum() + (self.transposed * x.sum()).tanh().sum()
+
+
+def test_moments_lie_as_their_weights_do(store: Store | None) -> None:
+    torch.manual_seed(0)
+    plain = Permuted()
+    mine = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    with contextlib.closing(below(torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True), mine, store)) as host:
+        for step in range(8):
+            x = torch.randn(2, 3, 9, 9)
+            host.ready(mine.parameters())
+            host.zero_grad()
+            optimizer.zero_grad()
+            plain(x).backward()
+            mine(x).backward()
+            optimizer.step()
+            host.commit()
+            if step == 3:
+                host.finish()
+                host.reset()
+                for one, other in zip(plain.parameters(), mine.parameters()):
+                    host.restore(other, {key: value.contiguous() for key, value in optimizer.state[one].items()})
+        host.finish()
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), mine.parameters()))
+
+
+def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(store: Store | None) -> None:
+    """A backward that had been called the last raised; the next step's were more."""
+    mine = make_net(torch.bfloat16)
+    twin = copy.deepcopy(mine)
+    with contextlib.closing(below(make_optimizer("adamw", mine), mine, store)) as host:
+        for step in range(2):
+            backward(mine, step, 1)
+            for parameter in mine.parameters():
+                host.reduced(parameter)
+        host.commit()
+        host.finish()
+    with contextlib.closing(below(make_optimizer("adamw", twin), twin, None)) as host:
+        for step in range(2):
+            backward(twin, step, 1)
+        host.commit()
+        host.finish()
+    assert all(torch.equal(one, other) for one, other in zip(mine.parameters(), twin.parameters()))
+
+
+def test_after_a_failure_nothing_goes_on_half_updated(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, plain = make_net(), make_net()
+    optimizer = make_optimizer("adamw", plain)
+    disk = DiskStore(scratch, 2**24, CpuCopies(), threads=1)
+    with contextlib.closing(disk), contextlib.closing(below(make_optimizer("adamw", mine), mine, disk)) as host:
+
+        def step(number: int) -> None:
+            host.zero_grad()
+            backward(mine, number)
+            host.commit()
+            host.finish()
+
+        step(0)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "preadv", _full)
+            with pytest.raises(SwapError, match="cannot read"):
+                step(1)
+        for again in (host.finish, lambda: host.ready(mine.parameters()), lambda: host.states(mine[0].weight)):
+            with pytest.raises(SwapError, match=r"weights are half new: load the last checkpoint"):
+                again()
+        backward(plain, 0)
+        optimizer.step()
+        host.reset()
+        for one, other in zip(plain.parameters(), mine.parameters()):
+            other.detach().copy_(one)
+            host.restore(other, {k: v for k, v in optimizer.state[one].items() if isinstance(v, Tensor)})
+        optimizer.zero_grad()
+        backward(plain, 2)
+        optimizer.step()
+        step(2)
+        assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), mine.parameters()))
+
+
+def _full(*_: object) -> int:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+class Peer:
+    """Replicas of which the other never answers."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def owner(self, parameter: Tensor) -> int:
+        return int(parameter.dim() == 1)
+
+    def owns(self, parameter: Tensor) -> bool:
+        return parameter.dim() > 1
+
+    def spread(self, parameter: Tensor, tensors: list[Tensor]) -> None:
+        if not self.owns(parameter):
+            self.answer.wait(20)
+
+
+def test_who_failed_does_not_wait_for_other_replicas(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, peer = make_net(), Peer()
+    disk = DiskStore(scratch, 2**24, CpuCopies(), threads=1)
+    template = make_optimizer("adamw", mine)
+    host = HostOptimizer(
+        template, mine.parameters(), copies=CpuCopies(), store=disk, exchange=peer, bucket_bytes=BUCKET
+    )
+    monkeypatch.setattr(os, "pwrite", _full)
+    backward(mine, 0)
+    start = time.monotonic()
+    host.commit()
+    with pytest.raises(SwapError, match="cannot write"):
+        host.ready([mine[3].weight])
+    host.close()
+    assert time.monotonic() - start < 10
+    peer.answer.set()
+    disk.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("parallax-spread"):
+            thread.join(10)
 
 
 def test_optimizers_that_look_at_several_parameters_are_refused() -> None:
