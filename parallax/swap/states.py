@@ -254,6 +254,7 @@ class OptimizerStates:
                 self._return(parameter, self._below[parameter])
             elif parameter not in self._here:
                 self._make_room(self._size(index, parameter), parameters, strict=False)
+        self._make_room(0, parameters, strict=False)  # on entry, or of optimizers not known, there may be too much
 
     def _read_ahead(self, piece: Piece) -> None:
         for _, parameter in piece:

@@ -540,6 +540,66 @@ def test_who_looks_at_all_parameters_is_refused(tight: Callable[..., Swapping]) 
         plain_loop(model, together)
 
 
+class Lamb(torch.optim.Optimizer):
+    """Clips by the norm of all gradients inside ``step``, as timm's Lamb and Adan do."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(torch.stack([p.grad.norm() for p in found]).norm())
+        for group in self.param_groups:
+            most = group.get("max_grad_norm")
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].lerp_(p.grad * min(1.0, most / norm) if most else p.grad, 0.1)
+                state["v"].lerp_(state["m"].square(), 0.1)
+                p.addcdiv_(state["m"], state["v"].sqrt() + 1e-3, value=-group["lr"])
+
+
+class FusedLamb(Lamb):
+    """Only its name tells."""
+
+
+class NormedLamb(Lamb):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.max_grad_norm = 1.0
+
+
+def test_who_clips_inside_step_is_refused(tight: Callable[..., Swapping]) -> None:
+    """The norm of a piece is not the norm of all: plain and swapped losses would part without a word."""
+    model = build()
+    weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    refused = [
+        (Lamb(model.parameters(), max_grad_norm=1.0), "Lamb: max_grad_norm=1.0 takes the norm of all.*clip_grad_norm_"),
+        (Lamb(model.parameters(), pre_norm=True), "pre_norm=True"),
+        (Lamb([{"params": weights}, {"params": biases, "max_grad_norm": 2.0}]), r"max_grad_norm=2\.0"),
+        (NormedLamb(model.parameters()), r"NormedLamb: max_grad_norm=1\.0"),
+        (FusedLamb(model.parameters()), "FusedLamb updates all parameters together"),
+    ]
+    for optimizer, message in refused:
+        with pytest.raises(ConfigError, match=message), tight(model, optimizer):
+            pass
+    compare(tight, optimize=lambda m: Lamb(m.parameters(), max_grad_norm=None))
+
+
+def test_who_begins_to_clip_later_is_refused_then(tight: Callable[..., Swapping]) -> None:
+    model = build()
+    optimizer = Lamb(model.parameters(), max_grad_norm=0.0)
+    with tight(model, optimizer):
+        plain_loop(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        optimizer.param_groups[0]["max_grad_norm"] = 1.0
+        with pytest.raises(ConfigError, match="max_grad_norm"):
+            plain_loop(model, optimizer)
+        assert_equal(model.state_dict(), before)
+
+
 def test_hooks_of_the_optimizer_run_once_and_see_all(tight: Callable[..., Swapping]) -> None:
     model = build()
     optimizer = adamw(model)
@@ -625,6 +685,69 @@ def test_a_full_tier_loses_no_state(tight: Callable[..., Swapping]) -> None:
     found = optimizer.state_dict()["state"]
     assert found.keys() == before["state"].keys()
     assert all(isinstance(state["exp_avg"], Tensor) for state in found.values())
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The kernel refuses every write into a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_step_that_failed_in_the_middle_is_not_taken_again(tight: Callable[..., Swapping]) -> None:
+    model, other = build(), build()
+    optimizer, same = adamw(model), adamw(other)
+    expected = [plain_loop(other, same), plain_loop(other, same)]
+    with tight(model, optimizer):
+        losses = [plain_loop(model, optimizer)]
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        x, y = next(batches(1, 8))
+        F.cross_entropy(model(x), y).backward()
+        with (
+            full_disk(),
+            pytest.raises(SwapError, match=r"(?s)cannot write.*AdamW has updated some parameters and not"),
+        ):
+            optimizer.step()
+        half = copy.deepcopy(model.state_dict())
+        moved = [not torch.equal(half[name], saved[0][name]) for name in half]
+        assert any(moved)
+        assert not all(moved)
+        for _ in range(2):
+            with pytest.raises(SwapError, match=r"the step before failed: AdamW .*load a checkpoint of the model and"):
+                optimizer.step(lambda: pytest.fail("a closure of a step that is refused"))
+        assert_equal(model.state_dict(), half)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        losses.append(plain_loop(model, optimizer))
+    assert losses == expected
+    assert_equal(outcome(model, optimizer, []), outcome(other, same, []))
+
+
+def test_a_step_that_raised_in_the_middle_is_not_taken_again(tight: Callable[..., Swapping]) -> None:
+    """Not our error, as where one piece finds no memory for a temporary."""
+
+    class Failing(torch.optim.SGD):
+        left = 2 * LAYERS  # more than one step has pieces
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.left -= 1
+            if not Failing.left:
+                raise MemoryError
+            return super().step(closure)
+
+    model = build()
+    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    with tight(model, optimizer):
+        with pytest.raises(MemoryError):
+            plain_loop(model, optimizer)
+        with pytest.raises(SwapError, match="the step before failed"):
+            optimizer.step()
+    assert all(isinstance(state["momentum_buffer"], Tensor) for state in optimizer.state.values())
 
 
 def test_a_graph_that_outlives_the_scope_still_runs_backward(tight: Callable[..., Swapping]) -> None:
@@ -735,6 +858,70 @@ def test_a_limit_that_cannot_be_kept_says_why(tight: Callable[..., Swapping]) ->
     ):
         optimizer.step(lambda: F.cross_entropy(model(x), y).backward())  # type: ignore[arg-type,return-value]
     assert all(isinstance(state["exp_avg"], Tensor) for state in optimizer.state_dict()["state"].values())
+
+
+def uneven() -> nn.Module:
+    """The states of its last weight are most of all states."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH))
+
+
+MAKING: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], int]] = {
+    "adamw": (torch.optim.AdamW, {}, 2),
+    "adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}, 3),
+    "adamax": (torch.optim.Adamax, {}, 2),
+    "adadelta": (torch.optim.Adadelta, {}, 2),
+    "adagrad": (torch.optim.Adagrad, {}, 1),
+    "asgd": (torch.optim.ASGD, {}, 1),
+    "nadam": (torch.optim.NAdam, {}, 2),
+    "radam": (torch.optim.RAdam, {}, 2),
+    "rmsprop": (torch.optim.RMSprop, {}, 1),
+    "rmsprop, all": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, 3),
+    "rprop": (torch.optim.Rprop, {}, 2),
+    "sgd, momentum": (torch.optim.SGD, {"momentum": 0.9}, 1),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "states"), MAKING.values(), ids=MAKING)
+def test_a_step_without_room_for_its_largest_piece_steps_nothing(
+    kind: Callable[..., Optimizer], settings: dict[str, Any], states: int, tight: Callable[..., Swapping]
+) -> None:
+    """Refused in the first step too, which would make the states; a little more room is enough."""
+    largest = states * 4 * WIDTH * WIDTH * 4
+    for made in (False, True):
+        model = uneven()
+        optimizer = kind(model.parameters(), lr=1e-3, **settings)
+        x = torch.ones(2, WIDTH)
+        if made:
+            model(x).sum().backward()
+            optimizer.step()
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with tight(model, optimizer, room=largest - 4096, minimum_bytes=MIB // 16):
+            model(x).sum().backward()
+            for _ in range(2):
+                words = rf"a step of {kind.__name__} needs .* nothing was stepped: raise limit by 4\.0 KiB"
+                with pytest.raises(BudgetExceeded, match=words):
+                    optimizer.step()
+                assert_equal((model.state_dict(), optimizer.state_dict()), before)
+        with tight(model, optimizer, room=largest, minimum_bytes=MIB // 16) as swapping:
+            for _ in range(3):
+                optimizer.step()
+                assert swapping.states[0].device_bytes <= largest
+
+
+def test_what_makes_no_states_needs_no_room_for_them(tight: Callable[..., Swapping]) -> None:
+    """Nor is an optimizer of somebody else's refused for a guess."""
+
+    class Plain(torch.optim.SGD):
+        pass
+
+    for kind in (torch.optim.SGD, Plain):
+        model = uneven()
+        optimizer = kind(model.parameters(), lr=1e-3)
+        with tight(model, optimizer, room=MIB // 64, minimum_bytes=4096):
+            for _ in range(3):
+                model(torch.ones(2, WIDTH)).sum().backward()
+                optimizer.step()
 
 
 def test_auto_takes_what_is_free() -> None:
