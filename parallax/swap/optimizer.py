@@ -30,14 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from parallax.device import CopyEngine
-from parallax.errors import ConfigError, SwapError
+from parallax.errors import SwapError
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.buckets import Bucket, Memory, Shelf, runs, settings_of
+from parallax.swap.stand_in import check_per_parameter
 from parallax.swap.store import Store
 from parallax.swap.weights import CopiedWeights, ResidentWeights, Segment, Weights, bytes_of, part_of, stepped_in
 
 _ALIGNMENT = 64  # bytes at which a bucket's place begins
-_LARGE_BUCKET_BYTES = 16 * STATE_BUCKET_BYTES  # where states need no room elsewhere: a bucket costs 0.2 ms by itself
+_LARGE_BUCKET_BYTES = 64 * STATE_BUCKET_BYTES  # where states need no room elsewhere: a bucket costs 0.4 ms by itself
+_FEWEST_BUCKETS = 4  # so that the first block does not wait for all
 _WHOLE = (torch.optim.Adafactor,)  # looks at rows and columns, so a parameter may not be cut
 
 
@@ -60,7 +62,7 @@ class HostOptimizer:
     ``parameters`` are in the order of the forward. ``store``: where states lie between steps; None is host memory.
     ``extra``: buckets whose weights and gradients somebody else keeps (streamed parameters), in the order of the
     forward, after the others; replicas do not share their states. Optimizers that look at several parameters at once
-    are refused with :class:`ConfigError`.
+    are refused with :class:`~parallax.errors.ConfigError`.
     """
 
     def __init__(
@@ -74,8 +76,7 @@ class HostOptimizer:
         extra: Sequence[Weights] = (),
         bucket_bytes: int | None = None,
     ) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("LBFGS looks at all parameters at once: its states cannot live below the device")
+        check_per_parameter(optimizer)
         self.optimizer = optimizer
         self.update_seconds = self.stall_seconds = 0.0  # of the stepping thread; of the main one waiting for it
         self._exchange, self._copies = exchange, copies
@@ -83,8 +84,10 @@ class HostOptimizer:
         self._home: Memory | Shelf = Memory() if store is None else Shelf(store)
         self._stepping = ThreadPoolExecutor(1, "parallax-update", initializer=copies.adopt)
         self._spreading = ThreadPoolExecutor(1, "parallax-spread", initializer=copies.adopt) if exchange else None
-        bucket_bytes = bucket_bytes or (_LARGE_BUCKET_BYTES if store is None else STATE_BUCKET_BYTES)
         groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        if bucket_bytes is None:
+            part = sum(parameter.nbytes for parameter in groups) // _FEWEST_BUCKETS
+            bucket_bytes = STATE_BUCKET_BYTES if store is not None else min(_LARGE_BUCKET_BYTES, part)
         cut = not isinstance(optimizer, _WHOLE)
         found = list(runs([p for p in parameters if p in groups], bucket_bytes, self._owner, cut=cut))
         self._pinned = copies.arena(sum(_place_bytes(segments) for segments in found))

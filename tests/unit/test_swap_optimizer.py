@@ -280,5 +280,5 @@ def test_who_failed_does_not_wait_for_other_replicas(scratch: Path, monkeypatch:
 
 def test_optimizers_that_look_at_several_parameters_are_refused() -> None:
     mine = make_net()
-    with pytest.raises(ConfigError, match="LBFGS looks at all parameters at once"):
+    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
         below(torch.optim.LBFGS(mine.parameters()), mine, None)
