@@ -42,7 +42,7 @@ format: $(INSTALLED_DEV)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## measure this machine: the pipeline's overhead, what swap and the host's optimizer cost, how right predictions are
+bench: $(INSTALLED)  ## measure this machine: pipeline, swap and host optimizer against their peers, and predictions
 	@$(BIN)/python -m benchmarks.pipeline
 	@$(BIN)/python -m benchmarks.swap
 	@$(BIN)/python -m benchmarks.host_adam

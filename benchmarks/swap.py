@@ -60,8 +60,9 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.units import format_bytes
 
-FRACTIONS = (0.75, 0.5, 0.25, 0.1)
+FRACTIONS = (0.75, 0.5, 0.25, 0.12, 0.1)
 AMPLE = 2**40  # bytes: more than anything here needs
+THREADS = 3 * 2**20  # bytes that the copying threads and their queues take, which is no activation
 SMALLEST = 65536  # bytes of a tensor that a hook moves
 
 
@@ -368,7 +369,7 @@ def _offload(sizes: Sizes, fraction: float, activations: int) -> Way | Row:
     head = 4 * sizes.rows * sizes.sequence * (2 * sizes.hidden + sizes.vocabulary)  # is first in the backward: stays
     layer = (activations - head) / sizes.layers
     running = layer / sizes.micro_batches  # a block's own variables hold what it has saved, written or not
-    left = budget - head
+    left = budget - head - THREADS
     if left < 2 * running:
         needed = math.ceil(2 * layer / left) if left > 0 else 0
         why = f"a block takes {running / activations:.1%} while it runs and as much again as the smallest swap limit"
