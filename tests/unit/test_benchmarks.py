@@ -69,7 +69,7 @@ def test_pipeline_benchmark_refuses_nonsense(argument: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_swap_benchmark_puts_its_bars_at_the_top(tmp_path: Path) -> None:
-    sizes = {"repetitions": 1, "layers": 3, "hidden": 64, "heads": 2, "sequence": 64, "rows": 4, "micro-batches": 2}
+    sizes = {"repetitions": 1, "layers": 3, "hidden": 64, "heads": 2, "sequence": 128, "rows": 16, "micro-batches": 4}
     options = [f"--{key}={value}" for key, value in sizes.items()]
     found = json.loads(run("swap", "--json", f"--directory={tmp_path}", *options).splitlines()[-1])
     rows = {(row["mode"], row["fraction"]): row for row in found["rows"]}
