@@ -111,11 +111,11 @@ def build_on_meta(factory: ModelFactory) -> nn.Module:
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
     """Blocks ``start`` to ``stop`` with real, initialised parameters on ``device``."""
-    return list(materialise_each(chain, start, stop, device))
+    return list(materialise_each(chain, range(start, stop), device))
 
 
-def materialise_each(chain: Chain, start: int, stop: int, device: torch.device) -> Iterator[nn.Module]:
-    """The same one by one, for whom all do not fit at one time.
+def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device) -> Iterator[nn.Module]:
+    """The blocks ``indices``, in rising order, one by one, for whom all do not fit at one time.
 
     Initialisation happens on the CPU, block by block, so that the weights depend neither on the plan nor on the
     device. A shared parameter takes the values of its first user, also where that user is in another stage, and is
@@ -127,7 +127,7 @@ def materialise_each(chain: Chain, start: int, stop: int, device: torch.device) 
         with torch.random.fork_rng(devices=[]):
             whole = _build_on_host(chain)
     made: dict[int, nn.Module] = {}
-    for index in range(start, stop):
+    for index in indices:
         with torch.random.fork_rng(devices=[]):
             made[index] = whole[index] if whole else _initialise(chain, index)
             for users in chain.ties.values():
@@ -136,11 +136,12 @@ def materialise_each(chain: Chain, start: int, stop: int, device: torch.device) 
         yield made[index]
 
 
-def parameter_names(chain: Chain, start: int, stop: int) -> dict[str, tuple[int, str]]:
-    """Model-wide name → (block, name inside) of each parameter and buffer of a stage; a shared one has one name."""
+def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:
+    """Model-wide name → (block, name inside) of each parameter and buffer of the blocks ``indices``; a shared one has
+    one name."""
     shared = {user: name for name, users in chain.ties.items() for user in users}
     names: dict[str, tuple[int, str]] = {}
-    for i in range(start, stop):
+    for i in indices:
         block = chain.blocks[i]
         for inner in block.module.state_dict():
             names.setdefault(shared.get((i, inner), block.prefix + inner), (i, inner))

@@ -265,7 +265,7 @@ class Engine:
 
         def check() -> None:
             reader = checkpoint.CheckpointReader(directory)
-            reader.check_names(parameter_names(self._chain, 0, len(self._chain.blocks)), self._chain.fingerprint())
+            reader.check_names(parameter_names(self._chain, range(len(self._chain.blocks))), self._chain.fingerprint())
             reader.check(names)
             readers.append(reader)
 

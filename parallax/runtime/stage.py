@@ -43,7 +43,7 @@ class Stage(nn.Module):
         self._first, self._seed = plan.start, chain.seed
         self._directives: Sequence[Directive] = plan.directives
         self._precision, self._device = precision, device
-        self._names = parameter_names(chain, plan.start, plan.stop)
+        self._names = parameter_names(chain, range(plan.start, plan.stop))
         self._arrive: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None
         made = self._make(chain, plan, device)
         self.streamed: StreamedParameters | None = None
@@ -61,7 +61,7 @@ class Stage(nn.Module):
         """Make block after block; of each, the parameters that live below: the last blocks' do."""
         sizes = [sum(p.nbytes for p in b.module.parameters()) for b in chain.blocks[plan.start : plan.stop]]
         first = first_below(sizes, plan.parameter_offload)
-        for index, block in enumerate(materialise_each(chain, plan.start, plan.stop, device)):
+        for index, block in enumerate(materialise_each(chain, range(plan.start, plan.stop), device)):
             self.blocks.append(block)
             yield [] if index < first else list(block.parameters())
 

@@ -196,7 +196,7 @@ def plain_blocks(case: Case) -> tuple[list[nn.Module], Weights]:
     chain = case.chain()
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     states = [block.state_dict(keep_vars=True) for block in blocks]
-    return blocks, {name: states[i][inner] for name, (i, inner) in parameter_names(chain, 0, len(blocks)).items()}
+    return blocks, {name: states[i][inner] for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()}
 
 
 def plain_loss(case: Case, blocks: list[nn.Module], batch: TensorRows) -> Tensor:

@@ -57,7 +57,7 @@ def theirs(schedule: str, stages: int) -> Found:
     losses: list[Tensor] = []
     inputs = batch.inputs(0, ROWS) if stage == 0 else ()
     runner.step(*inputs, target=batch.targets(0, ROWS) if last else None, losses=losses)
-    names = parameter_names(chain, cut.start, cut.stop)
+    names = parameter_names(chain, range(cut.start, cut.stop))
     gradients = {name: blocks[index - cut.start].get_parameter(inner).grad for name, (index, inner) in names.items()}
     return sum(loss.item() for loss in losses), copy.deepcopy(gradients)
 

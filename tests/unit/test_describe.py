@@ -81,7 +81,7 @@ def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -
     found: dict[str, Tensor] = {}
     for low, high in itertools.pairwise(bounds):
         blocks = materialise(chain, low, high, CPU)
-        for name, (i, inner) in parameter_names(chain, low, high).items():
+        for name, (i, inner) in parameter_names(chain, range(low, high)).items():
             tensor = blocks[i - low].state_dict(keep_vars=True)[inner]
             if name in found:
                 assert torch.equal(found[name], tensor), name
@@ -157,8 +157,8 @@ def test_tied_parameters() -> None:
     (embedding,) = materialise(chain, 0, 1, CPU)
     assert torch.equal(head.get_parameter("linear.weight"), embedding.get_parameter("token.weight"))
     assert torch.equal(head.get_parameter("linear.weight"), whole[0].get_parameter("token.weight"))
-    assert parameter_names(chain, 4, 5)["embedding.token.weight"] == (4, "linear.weight")
-    names = parameter_names(chain, 0, 5)
+    assert parameter_names(chain, range(4, 5))["embedding.token.weight"] == (4, "linear.weight")
+    names = parameter_names(chain, range(0, 5))
     assert names["embedding.token.weight"] == (0, "token.weight")
     assert "head.linear.weight" not in names
 
@@ -187,7 +187,7 @@ def test_a_parameter_tied_inside_one_block_is_one_parameter() -> None:
     chain = describe(factory)
     (block,) = materialise(chain, 1, 2, CPU)
     assert block[0].weight is block[1].weight
-    assert sorted(parameter_names(chain, 1, 2)) == ["1.0.bias", "1.0.weight", "1.1.bias"]
+    assert sorted(parameter_names(chain, range(1, 2))) == ["1.0.bias", "1.0.weight", "1.1.bias"]
 
 
 def test_a_module_that_cannot_initialise_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -254,8 +254,8 @@ def test_buffers_have_their_values() -> None:
     assert block.norm.num_batches_tracked.dtype is torch.int64
     assert torch.equal(block.mask, torch.tril(torch.ones(3, 3)))
     assert torch.equal(block.hidden, torch.arange(3.0))
-    assert "1.mask" in parameter_names(chain, 1, 2)
-    assert "1.hidden" not in parameter_names(chain, 1, 2)
+    assert "1.mask" in parameter_names(chain, range(1, 2))
+    assert "1.hidden" not in parameter_names(chain, range(1, 2))
 
 
 def test_a_buffer_that_only_the_constructor_knows(caplog: pytest.LogCaptureFixture) -> None:
