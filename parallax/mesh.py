@@ -18,6 +18,17 @@ from parallax.plan.plan import Plan
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
 
 
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One way between two ranks: messages from ``sender`` to ``receiver`` across the cut after the stage ``boundary``;
+    ``backward`` ones are gradients."""
+
+    sender: int
+    receiver: int
+    boundary: int
+    backward: bool
+
+
 @dataclass(frozen=True)
 class Mesh:
     """One rank's view: its stage and replica, and the group of its stage's replicas.
@@ -27,7 +38,7 @@ class Mesh:
     parameter that several stages hold to the group of all their ranks. ``world`` is None in a plan of one rank.
 
     Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
-    tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each (sender, receiver) instead: NCCL
+    tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each edge instead: NCCL
     matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
     activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
     holds the lock that gloo's thread spins on to deliver the other's message.
@@ -44,7 +55,7 @@ class Mesh:
     shared: dict[str, dist.ProcessGroup]
     forth: dist.ProcessGroup | None
     back: dist.ProcessGroup | None
-    edges: dict[tuple[int, int], dist.ProcessGroup]
+    edges: dict[Edge, dist.ProcessGroup]
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
@@ -74,10 +85,7 @@ class Mesh:
                 ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
         back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
-        edges: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for low, high in _neighbours(plan) if direct else ():
-            edges[low, high] = _group([low, high], backend)
-            edges[high, low] = _group([low, high], backend)
+        edges = {edge: _group([edge.sender, edge.receiver], backend) for edge in _edges(plan)} if direct else {}
         return cls(plan, rank, stage, replica, device, world, own, updates, ties, world, back, edges)
 
     @property
@@ -85,15 +93,13 @@ class Mesh:
         """Whether device tensors travel between stages without the host."""
         return bool(self.edges)
 
-    def channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int, int]:
-        """The group in which ``sender`` talks to ``receiver``, the other one's place in it, and the tag of the edge."""
-        other = receiver if self.rank == sender else sender
-        here, there = self.plan.locate(sender)[0], self.plan.locate(receiver)[0]
-        tag = max(here, there)
+    def channel(self, edge: Edge) -> tuple[dist.ProcessGroup | None, int, int]:
+        """The group in which messages travel along ``edge``, the other rank's place in it, and their tag."""
+        other = edge.receiver if self.rank == edge.sender else edge.sender
         if self.edges:
-            group = self.edges[sender, receiver]
-            return group, dist.get_group_rank(group, other), tag
-        return self.forth if here < there else self.back, other, tag
+            group = self.edges[edge]
+            return group, dist.get_group_rank(group, other), edge.boundary
+        return self.back if edge.backward else self.forth, other, edge.boundary
 
     @property
     def is_first(self) -> bool:
@@ -135,10 +141,12 @@ def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
-def _neighbours(plan: Plan) -> Iterator[tuple[int, int]]:
-    """Every two ranks of neighbour stages that may share rows."""
-    for index in range(len(plan.stages) - 1):
-        yield from itertools.product(plan.ranks(index), plan.ranks(index + 1))
+def _edges(plan: Plan) -> Iterator[Edge]:
+    """Every way between ranks of neighbour stages that may share rows."""
+    for boundary in range(len(plan.stages) - 1):
+        for low, high in itertools.product(plan.ranks(boundary), plan.ranks(boundary + 1)):
+            yield Edge(low, high, boundary, backward=False)
+            yield Edge(high, low, boundary, backward=True)
 
 
 def start_processes(file: str | None = None) -> None:

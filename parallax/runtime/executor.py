@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallax.events import Span
-from parallax.mesh import Mesh
+from parallax.mesh import Edge, Mesh
 from parallax.model.describe import as_tuple
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
@@ -110,11 +110,15 @@ class Executor:
         ahead = len(mesh.plan.stages)  # 1F1B has no more in flight, so it never waits to send
         below, above = self._ranks(mesh.stage - 1), self._ranks(mesh.stage + 1)
 
+        def edge(sender: int, receiver: int) -> Edge:
+            ends = mesh.plan.locate(sender)[0], mesh.plan.locate(receiver)[0]
+            return Edge(sender, receiver, min(ends), backward=ends[0] > ends[1])
+
         def receivers(ranks: tuple[int, ...]) -> dict[int, Receiver]:
-            return {r: Receiver(Address(*mesh.channel(r, mesh.rank)), staging) for r in ranks}
+            return {r: Receiver(Address(*mesh.channel(edge(r, mesh.rank))), staging) for r in ranks}
 
         def senders(ranks: tuple[int, ...]) -> dict[int, Sender]:
-            return {r: Sender(Address(*mesh.channel(mesh.rank, r)), staging, ahead) for r in ranks}
+            return {r: Sender(Address(*mesh.channel(edge(mesh.rank, r))), staging, ahead) for r in ranks}
 
         self._receivers = {Kind.RECEIVE_ACTIVATION: receivers(below), Kind.RECEIVE_GRADIENT: receivers(above)}
         self._senders = {Kind.SEND_ACTIVATION: senders(above), Kind.SEND_GRADIENT: senders(below)}
