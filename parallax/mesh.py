@@ -31,11 +31,13 @@ class Edge:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view: its stage and replica, and the group of its stage's replicas.
+    """One rank's view: its stage (the first, where several share its position) and replica, and the group of its
+    stage's replicas.
 
     ``replicas`` is None where the stage has one replica; so is ``updates``, the gloo group of the same ranks in which
-    new weights are spread, and also where all optimizer states are on the device. ``shared`` maps the name of a
-    parameter that several stages hold to the group of all their ranks. ``world`` is None in a plan of one rank.
+    new weights of states below the device are spread, beside the computing, and also where there are none. ``shared``
+    maps the name of a parameter that several stages hold to the group of all their ranks. ``world`` is None in a plan
+    of one rank.
 
     Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
     tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each edge instead: NCCL
@@ -59,7 +61,7 @@ class Mesh:
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
-        """Make the groups; every rank calls this with the same plan. ``shared``: parameter name → stages."""
+        """Make the groups; every rank calls this with the same plan. ``shared``: parameter name → positions."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
             raise PlanError(
@@ -72,7 +74,7 @@ class Mesh:
         backend = "nccl" if direct else "gloo"
         own: dist.ProcessGroup | None = None
         updates: dist.ProcessGroup | None = None
-        for index, planned in enumerate(plan.stages):
+        for index, planned in enumerate(plan.stages[: plan.positions]):
             ranks = list(plan.ranks(index))
             group = _group(ranks, backend) if len(ranks) > 1 else None
             spread = _group(ranks, "gloo") if len(ranks) > 1 and planned.optimizer_offload > 0 else None
@@ -102,14 +104,14 @@ class Mesh:
         return self.back if edge.backward else self.forth, other, edge.boundary
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
-        return self.stage == 0
+    def stages(self) -> range:
+        """The stages of this rank: one, unless several share its position."""
+        return range(self.stage, len(self.plan.stages), self.plan.positions)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.stage == len(self.plan.stages) - 1
+        return self.stage == self.plan.positions - 1
 
     @property
     def replica_count(self) -> int:
