@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
 from parallax.model.describe import Chain, as_tuple, block_by_block, tie_costs
-from parallax.model.precision import AnyPrecision
+from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Saved, address
 from parallax.plan.profile import Affine
 from parallax.plan.recipe import recipe
@@ -45,7 +46,7 @@ def count(
     loss: Loss,
     sample: Sample,
     *,
-    precision: AnyPrecision,
+    precision: PrecisionConfig,
     minimum_bytes: int,
     rows: tuple[int, int] = COUNTED_ROWS,
     name: str = "model",
@@ -104,6 +105,7 @@ class _Counted:
     leaving: int
     forward_work: int
     backward_work: int
+    deferred: int
     outputs: tuple[Tensor, ...]
 
 
@@ -182,6 +184,39 @@ def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+class _Deferring(TorchFunctionMode):
+    """Sees what weight gradients are made of that :mod:`parallax.model.halves` puts off: the inputs of products with
+    parameters, each storage once, the gradients of their outputs, and autocast's copies of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs: dict[int, int] = {}
+        self._outputs = 0
+
+    @property
+    def bytes(self) -> int:
+        """All of them together."""
+        return sum(self._inputs.values()) + self._outputs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [part for part in (*args, *(kwargs or {}).values()) if isinstance(part, Tensor)]
+        weights = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad and t.dim() > 1]
+        if getattr(func, "__name__", "") in PRODUCTS and weights and isinstance(out, Tensor):
+            for tensor in tensors:
+                if not isinstance(tensor, nn.Parameter):
+                    # Autocast hands a product a copy in the type of its output.
+                    storage = tensor.untyped_storage()
+                    size = storage.nbytes() // tensor.element_size() * out.element_size()
+                    self._inputs[address(storage)] = size
+            cast = sum(weight.numel() for weight in weights if weight.dtype is not out.dtype) * out.element_size()
+            self._outputs += out.nbytes + cast
+        return out
+
+
+PRODUCTS = ("linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d", "conv3d")
+
+
 class _Counter:
     """Counts block after block; remembers those that look the same."""
 
@@ -189,7 +224,7 @@ class _Counter:
         self,
         chain: Chain,
         loss: Loss,
-        precision: AnyPrecision,
+        precision: PrecisionConfig,
         minimum_bytes: int,
         progress: Callable[[str], None],
     ) -> None:
@@ -227,6 +262,8 @@ class _Counter:
             results = self._forward(block, entering, targets)
         forward, forward_peak = seen()
         total, backward_peak = self._backward(meter, results, block, leaves, targets)
+        with _Deferring() as deferring:
+            self._forward(block, entering, None)
         partial = _Pass()
         if any(leaf.requires_grad for leaf in leaves):
             results = self._forward(block, entering, targets)
@@ -243,6 +280,7 @@ class _Counter:
             leaving=sum(tensor.nbytes for tensor in outputs),
             forward_work=max(0, forward_peak - new),
             backward_work=backward_peak,
+            deferred=deferring.bytes,
             outputs=tuple(tensor.detach() for tensor in outputs),
         )
 
@@ -261,7 +299,7 @@ class _Counter:
 
     def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
         with self._precision.autocast("cpu"):
-            return (self._loss(outputs[0] if len(outputs) == 1 else outputs, targets),)
+            return (self._loss(self._chain.results(outputs), targets),)
 
     def _backward(
         self,
@@ -349,6 +387,7 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
         name=chain.blocks[index].name,
         parameters=parameters,
         parameter_bytes=parameters * chain.dtype.itemsize,
+        largest_bytes=max((parameter.numel() for parameter in module.parameters()), default=0) * chain.dtype.itemsize,
         buffer_bytes=sum(
             buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
             for buffer in module.buffers()
@@ -363,4 +402,5 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
         output=line(lambda c: c.leaving),
         forward_work=line(lambda c: c.forward_work),
         backward_work=line(lambda c: c.backward_work),
+        deferred=line(lambda c: c.deferred),
     )

@@ -1,74 +1,94 @@
-"""Number formats: the type of the parameters, and the type that matrix products are computed in."""
+"""Number formats: of the parameters, of matrix products, of what travels between stages, and of the optimizer.
+
+Half the bits are twice the speed and half the bytes, but two things are lost on the way: a weight in two bytes does not
+feel a small step, and in fp16 small gradients become zero. So a step is taken on copies of full precision, and the
+loss is multiplied by a number that keeps gradients in range (Micikevicius et al. 2018, "Mixed Precision Training",
+sections 3.1 and 3.2).
+
+====================  ===========  ==================================================================
+``parameters``        ``compute``  what it is
+====================  ===========  ==================================================================
+fp32                  fp32         single precision throughout
+fp32                  tf32         the same, factors of matrix products shortened to 19 bits on a GPU
+fp32                  bf16, fp16   autocast: full-precision weights, cast for each matrix product
+bf16, fp16            the same     mixed precision: copies of full precision, with the optimizer only
+fp64                  fp64         double precision, to compare plans without rounding noise
+====================  ===========  ==================================================================
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from parallax.errors import check_choice
+from parallax.errors import ConfigError, check_choice
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-RECIPES_PLANNED = ("bf16", "fp16", "tf32")
+COMPUTED_IN = {"fp32": ("fp32", "tf32", "bf16", "fp16"), "fp64": ("fp64",), "bf16": ("bf16",), "fp16": ("fp16",)}
+_SHORT = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """``parameters``: type of weights, gradients and optimizer states. ``compute``: type that autocast uses for
-    matrix products; equal to ``parameters`` means no autocast."""
+    """``parameters``: type of weights and gradients; those of two bytes have copies in fp32 with the optimizer, which
+    are what is stepped, and its states are in fp32 too. ``compute``: type of matrix products.
 
-    name: str = "native"
+    ``boundary``: ``compute`` sends what floats between stages in the type of matrix products where that has two bytes;
+    ``native`` as the blocks made it. ``loss_scale``: what the loss is multiplied by before the backward; ``auto`` finds
+    it out in fp16 (:class:`~parallax.runtime.scaling.LossScale`), and is 1 in other types, whose range is enough.
+    """
+
     parameters: str = "fp32"
     compute: str = "fp32"
+    boundary: str = "compute"
+    loss_scale: float | str = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("precision.parameters", self.parameters, ["fp32", "fp64"])
-        check_choice("precision.compute", self.compute, [self.parameters, "bf16"])
+        check_choice("precision.parameters", self.parameters, COMPUTED_IN)
+        check_choice("precision.compute", self.compute, COMPUTED_IN[self.parameters])
+        check_choice("precision.boundary", self.boundary, ["compute", "native"])
+        given = self.loss_scale
+        if given != "auto" and (isinstance(given, str) or not 0 < given < float("inf")):
+            raise ConfigError(f"precision.loss_scale={given}: accepted are auto and finite numbers above 0")
 
     @property
     def parameter_dtype(self) -> torch.dtype:
         """torch's name for ``parameters``."""
         return DTYPES[self.parameters]
 
+    @property
+    def boundary_dtype(self) -> torch.dtype | None:
+        """What floating tensors are sent in between stages; None is as they are."""
+        return DTYPES[self.compute] if self.boundary == "compute" and self.compute in _SHORT else None
+
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """The context in which blocks and the loss run forward."""
-        if self.compute == self.parameters:
+        if self.compute in (self.parameters, "tf32"):
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=DTYPES[self.compute])
 
-    def __str__(self) -> str:
-        return self.parameters if self.compute == self.parameters else f"{self.parameters}+{self.compute} autocast"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeConfig:
-    """Formats to plan for, not to train in. ``recipe``: bf16 or fp16 is mixed precision with parameters and gradients
-    of two bytes and full-precision copies in the optimizer; tf32 is fp32 with shorter factors of matrix products
-    (:mod:`parallax.plan.recipe`)."""
-
-    name: str = "recipe"
-    recipe: str = "bf16"
-
-    def __post_init__(self) -> None:
-        check_choice("precision.recipe", self.recipe, RECIPES_PLANNED)
-
-    @property
-    def parameter_dtype(self) -> torch.dtype:
-        """torch's name for the type of parameters."""
-        return DTYPES.get(self.recipe, torch.float32)
-
-    @property
-    def compute(self) -> str:
-        """Type of matrix products."""
-        return self.recipe
-
-    def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
-        """Parameters have the type of matrix products already."""
-        return contextlib.nullcontext(device_type)
+    @contextlib.contextmanager
+    def products(self) -> Iterator[None]:
+        """The context in which matrix products run, forward and backward. tf32 is a setting of the process, which is
+        put back; on a CPU without such products it changes nothing. Others leave torch's settings as they are."""
+        if self.compute != "tf32":
+            yield
+            return
+        convolutions = torch.backends.cudnn
+        before = torch.get_float32_matmul_precision(), convolutions.allow_tf32
+        torch.set_float32_matmul_precision("high")
+        convolutions.allow_tf32 = True
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            convolutions.allow_tf32 = before[1]
 
     def __str__(self) -> str:
-        return self.recipe
-
-
-AnyPrecision = PrecisionConfig | RecipeConfig
+        """The name of its recipe (:data:`parallax.plan.recipe.RECIPES`)."""
+        if self.compute in (self.parameters, "tf32"):
+            return self.compute
+        return f"{self.parameters}+{self.compute} autocast"

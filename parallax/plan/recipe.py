@@ -2,7 +2,8 @@
 
 Mixed precision is done in two ways. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters and
 gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients in
-full precision and casts each weight once per micro-batch, which is what ``parallax/model/precision.py`` does.
+full precision and casts each weight once per micro-batch. Both run as they are planned here:
+``parallax/model/precision.py`` names its formats as recipes are named.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ def _mixed(dtype: str) -> Recipe:
     return Recipe(dtype=dtype, compute=2, residual=2, weight=2, gradient=2, master=4, optimizer=8)
 
 
+def _cast(dtype: str) -> Recipe:
+    return Recipe(dtype=dtype, compute=2, residual=4, weight=4, gradient=4, master=0, optimizer=8, cast=2)
+
+
 AUTOCAST = "fp32+bf16 autocast"
 
 RECIPES: dict[str, Recipe] = {
@@ -45,9 +50,10 @@ RECIPES: dict[str, Recipe] = {
     "fp64": _full("fp64", 8),
     "fp16": _mixed("fp16"),
     "bf16": _mixed("bf16"),
-    AUTOCAST: Recipe(dtype="bf16", compute=2, residual=4, weight=4, gradient=4, master=0, optimizer=8, cast=2),
+    AUTOCAST: _cast("bf16"),
+    "fp32+fp16 autocast": _cast("fp16"),
 }
-"""By name. fp16 and bf16 are mixed precision in Megatron's way; the last is Parallax's own bf16."""
+"""By name. fp16 and bf16 alone are mixed precision in Megatron's way."""
 
 
 def recipe(precision: str) -> Recipe:

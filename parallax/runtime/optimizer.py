@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from parallax.device import CopyEngine
 from parallax.errors import ConfigError, check_choice, check_positive
 from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.runtime.resident import DeviceOptimizer
+from parallax.runtime.scaling import Correction
 from parallax.runtime.stage import first_below
 from parallax.swap.optimizer import Exchange, HostOptimizer
 from parallax.swap.parameters import StreamedParameters
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.store import Store
+from parallax.swap.weights import stepped_in
 
 _PAGE = 4096  # bytes; every place in a store begins at one
+Deal = Callable[[Sequence[nn.Parameter]], Exchange]
 OpenStore = Callable[[int], Store | None]  # given a capacity in bytes; None where states stay in host memory
 
 
@@ -52,6 +56,20 @@ class Lion(torch.optim.Optimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
                 average.lerp_(parameter.grad, 1 - second)
         return loss
+
+
+class Momentum(torch.optim.SGD):
+    """SGD with momentum, whose parameters may have their first gradients at different steps: torch's fused kernel asks
+    of one parameter whether it is the first step of all. Zeros as the velocity before the first step are the same."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update, as torch's."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return super().step(closure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +126,19 @@ class OptimizerConfig:
         groups = [group for group in (decaying, others) if group["params"]]
         match self.name:
             case "sgd":
-                return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
+                kind = Momentum if self.momentum else torch.optim.SGD
+                return kind(groups, lr=self.lr, momentum=self.momentum, fused=True)
             case "lion":
                 return Lion(groups, lr=self.lr, betas=self.betas)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
-
-    def coefficient(self, norm: Tensor) -> Tensor | None:
-        """What gradients of the global ``norm`` are multiplied by, as torch.nn.utils.clip_grads_with_norm_ does."""
-        return torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0) if self.clip_norm > 0 else None
 
 
 class StageOptimizer:
     """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``below`` of their
     bytes, on the host, beside the next forward (:mod:`parallax.swap.optimizer`). ``lowest`` are among the latter in any
-    case: other stages have them too, and step them there, with kernels that may round otherwise than the device's."""
+    case: other stages have them too, and step them there, with kernels that may round otherwise than the device's.
+    Where replicas ``share`` what is below, or ``shard`` what is on the device, each parameter is stepped by one of
+    them; both functions deal out the parameters they are given."""
 
     def __init__(
         self,
@@ -133,8 +150,9 @@ class StageOptimizer:
         lowest: Collection[Tensor],
         copies: CopyEngine,
         open_store: OpenStore,
-        share: Callable[[Sequence[nn.Parameter]], Exchange] | None,
+        share: Deal | None,
         streamed: StreamedParameters | None,
+        shard: Deal | None = None,
     ) -> None:
         self._config, self._streamed = config, streamed
         self._counted = 0.0  # seconds of stalls that were told
@@ -142,10 +160,12 @@ class StageOptimizer:
         falling = sorted(trained, key=lambda parameter: parameter in lowest)
         first = first_below([parameter.nbytes for parameter in falling], below)
         self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
-        self._on_device = [parameter for parameter in trained if parameter not in self._below]
+        upper = [parameter for parameter in trained if parameter not in self._below]
         lower = [parameter for parameter in trained if parameter in self._below]
+        spread = shard(upper) if shard is not None and upper else None
+        self._on_device = DeviceOptimizer(config.build(upper, device), upper, spread)
+        self._sharded = frozenset(upper if spread is not None else ())
         self._shared = frozenset(self._below)
-        self._device_optimizer = config.build(self._on_device, device)
         self._store: Store | None = None
         self._host: HostOptimizer | None = None
         self._exchange = share(lower) if share is not None else None
@@ -170,7 +190,7 @@ class StageOptimizer:
 
     def zero_grad(self) -> None:
         """Gradients are zero, or will be before a backward adds to them."""
-        self._device_optimizer.zero_grad(set_to_none=False)
+        self._on_device.zero_grad()
         if self._streamed is not None:
             self._streamed.zero_gradients()
         if self._host is not None:
@@ -181,17 +201,21 @@ class StageOptimizer:
         if self._host is not None:
             self._host.reduced(parameter)
 
-    def step(self, norm: Tensor, rate: float) -> None:
-        """Update everything, with gradients of the global ``norm`` clipped, at learning rate ``rate``."""
-        if self._config.clip_norm > 0:
-            clipped = [parameter for parameter in self._on_device if parameter.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(clipped, self._config.clip_norm, norm)
-        for optimizer in (self._device_optimizer, *([self._host.optimizer] if self._host else [])):
+    def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
+        """Update everything, at learning rate ``rate``. Gradients are ``scale`` times too large; without that their
+        global norm is ``norm``, by which they are clipped."""
+        for optimizer in (self._on_device.optimizer, *([self._host.optimizer] if self._host else [])):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        self._device_optimizer.step()
+        self._on_device.step(Correction(norm, self._config.clip_norm, scale))
         if self._host is not None:
-            self._host.commit(self._config.coefficient(norm.cpu()))
+            self._host.commit(Correction(norm.cpu(), self._config.clip_norm, scale).coefficient)
+
+    def skip(self) -> None:
+        """Update nothing: the gradients, which overflowed, are dropped."""
+        if self._host is not None:
+            self._host.skip()
+        self.zero_grad()
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Return when ``parameters`` may be used."""
@@ -207,16 +231,17 @@ class StageOptimizer:
         """What is known of ``parameter``; nothing where another replica steps it."""
         if self._host is not None and parameter in self._below:
             return self._host.states(parameter)
-        found = self._device_optimizer.state.get(parameter, {})
-        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        return self._on_device.states(parameter)
 
     def alone_knows(self, parameter: Tensor) -> bool:
         """Whether replicas share the states of ``parameter``, and this one has them."""
+        if parameter in self._sharded:
+            return self._on_device.owns(parameter)
         return self._exchange is not None and parameter in self._shared and self._exchange.owns(parameter)
 
     def reset(self) -> None:
         """Forget all states, and a step that failed: everything is about to be set."""
-        self._device_optimizer.state.clear()
+        self._on_device.reset()
         if self._host is not None:
             self._host.reset()
         if self._streamed is not None:
@@ -226,8 +251,8 @@ class StageOptimizer:
         """``parameter`` has been set; what is known of it is ``states``."""
         if self._host is not None and parameter in self._below:
             self._host.restore(parameter, states)
-        elif states and parameter.requires_grad:
-            self._device_optimizer.state[parameter] = {key: _like(parameter, value) for key, value in states.items()}
+        elif isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            self._on_device.restore(parameter, states)
 
     def close(self) -> None:
         """End the threads; a step that has begun is let end."""
@@ -246,14 +271,9 @@ class StageOptimizer:
             self._counted = self._host.stall_seconds
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A copy of a state on the parameter's device that lies in memory as the parameter does: kernels walk along it."""
-    if value.shape != parameter.shape:
-        return value.to(parameter.device, copy=True)
-    return torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)
-
-
 def _capacity(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of a store for the states of ``parameters``; every bucket begins at a page."""
+    """Bytes of a store for the states of ``parameters``, masters included; every bucket begins at a page."""
     buckets = sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)
-    return config.states * sum(parameter.nbytes for parameter in parameters) + _PAGE * (buckets + 1)
+    wide = [(parameter, stepped_in(parameter.dtype)) for parameter in parameters]
+    kept = sum((config.states + (p.dtype is not dtype)) * p.numel() * dtype.itemsize for p, dtype in wide)
+    return kept + _PAGE * (buckets + 1)

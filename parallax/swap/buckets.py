@@ -1,10 +1,10 @@
-"""Buckets of an optimizer below the device, and where their states are between steps."""
+"""Buckets of an optimizer, and where their states are between steps: beside the weights, in host memory, in a store."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from parallax.errors import SwapError
 from parallax.swap.slots import Slot
 from parallax.swap.store import Pending, Store
-from parallax.swap.weights import Segment, Weights, stepped_in
+from parallax.swap.weights import MasterWeights, ResidentWeights, Segment, Weights, part_of, stepped_in
 
+MASTER = "master"  # a state's key: the weights themselves, in full precision
 _LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
 
 
@@ -71,6 +72,26 @@ class Bucket:
         found: dict[str, Any] = self._kernel.state[self._stepped[index]]
         return found
 
+    def copies(self, parameter: Tensor) -> list[dict[str, Tensor]]:
+        """All that is known of the segments of ``parameter``, in order."""
+        mine = [index for index, segment in enumerate(self.segments) if segment.parameter is parameter]
+        masters = self.weights.masters() if mine else []
+        found = []
+        for index in mine:
+            known = {**self.states(index), **({MASTER: masters[index]} if masters else {})}
+            found.append({key: value.clone() for key, value in known.items() if isinstance(value, Tensor)})
+        return found
+
+    def restore(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
+        """``parameter`` has been set; what is known of it is ``states``."""
+        in_place = isinstance(self.weights, (ResidentWeights, MasterWeights))
+        for index, segment in enumerate(self.segments):
+            if segment.parameter is parameter:
+                known = {key: _cut(value, segment, in_place=in_place) for key, value in states.items()}
+                self.weights.restore(index, known.pop(MASTER, None))
+                self.states(index).clear()
+                self.states(index).update(known)
+
     def reset(self) -> None:
         """Forget all states, and what a step left unfinished."""
         self._kernel.state.clear()
@@ -81,8 +102,8 @@ class Bucket:
         """Note which states there are, and where each lies in one run of bytes."""
         places, at = [], 0
         for index in range(len(self.segments)):
-            for key, value in self.states(index).items():
-                if isinstance(value, Tensor) and value.dim() > 0:
+            for key, value in self._held(index).items():
+                if isinstance(value, Tensor) and (value.dim() > 0 or key == MASTER):
                     at = -(-at // value.element_size()) * value.element_size()
                     places.append(_Place(index, key, value.shape, _stride(value), value.dtype, at, at + value.nbytes))
                     at += value.nbytes
@@ -91,15 +112,26 @@ class Bucket:
     def unload(self, flat: Tensor) -> None:
         """Put the states into ``flat``, those that are not there already, and let go of them."""
         for place in self.places:
-            view, states = _view(flat, place), self.states(place.segment)
-            if states[place.key].data_ptr() != view.data_ptr():
-                view.copy_(states[place.key])
-            states[place.key] = None
+            view, held = _view(flat, place), self._held(place.segment)[place.key]
+            if held.data_ptr() != view.data_ptr():
+                view.copy_(held)
+            self._hold(place, None)
 
     def load(self, flat: Tensor) -> None:
         """States are what ``flat`` holds."""
         for place in self.places:
-            self.states(place.segment)[place.key] = _view(flat, place)
+            self._hold(place, _view(flat, place))
+
+    def _held(self, index: int) -> dict[str, Any]:
+        """What is kept of one segment between steps."""
+        kept = self.weights.kept
+        return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
+
+    def _hold(self, place: _Place, value: Tensor | None) -> None:
+        if place.key == MASTER:
+            self.weights.kept[place.segment] = value
+        else:
+            self.states(place.segment)[place.key] = value
 
 
 class Memory:
@@ -211,6 +243,15 @@ def runs(
         yield run
 
 
+def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
+    """What is known of a whole parameter from what is known of its segments; scalars are the same in all."""
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for key, value in part.items():
+            found.setdefault(key, []).append(value)
+    return {key: _join(values, parameter) for key, values in found.items()}
+
+
 def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
     """A group without its parameters; what is only for graphs on a GPU is switched off."""
     found = {key: copy.copy(value) for key, value in optimizer.param_groups[group].items() if key != "params"}
@@ -225,6 +266,22 @@ def _same_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -
     for key, value in vars(optimizer).items():
         vars(kernel).setdefault(key, value)
     return kernel
+
+
+def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
+    if values[0].dim() == 0 or len(values) == 1:
+        return values[0]
+    return torch.cat(values).view(parameter.shape)
+
+
+def _cut(value: Tensor, segment: Segment, *, in_place: bool) -> Tensor:
+    """A segment's own copy of the state of a parameter, which lies in memory as what is stepped does: as the parameter,
+    where that is stepped ``in_place``, otherwise in one run on the host."""
+    device = segment.parameter.device if in_place else torch.device("cpu")
+    value = value.detach().to(device).contiguous()
+    if in_place and segment.whole and value.shape == segment.parameter.shape:
+        return torch.empty_like(segment.parameter, dtype=value.dtype, device=device).detach().copy_(value)
+    return value.clone() if value.dim() == 0 else part_of(value, segment).clone()
 
 
 def _nothing(segment: Segment) -> Tensor:

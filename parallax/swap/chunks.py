@@ -101,7 +101,7 @@ class Gradient:
             slot, pending = self._tier.write(_bytes(flat[segment.start : segment.stop]))
             self._places[segment] = slot, pending
             begun.append((pending, old[0] if old else None))
-        self.norm, self.seen = torch.linalg.vector_norm(total.detach()), True
+        self.norm, self.seen = torch.linalg.vector_norm(total.detach(), dtype=stepped_in(total.dtype)), True
         return begun
 
     def read(self, segment: Segment, target: Tensor) -> Pending | None:
@@ -177,6 +177,7 @@ class Chunk:
         self._master: Slot | None = None
         self._host: Tensor | None = None
         self._steps: list[Tensor] = []
+        self.kept: list[Tensor | None] = []  # the master is a place of its own
 
     def reduced(self) -> None:
         """The gradients are below already; from here on the device's copy is about to age."""
@@ -184,17 +185,7 @@ class Chunk:
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The weights and gradients of each segment, read into host memory."""
-        low = self.shared()
-        if self._master is None:
-            assert self._host is not None
-            self.fetch(self._host).wait()
-            self.check(self._host)
-            self._steps = [place.to(stepped_in(place.dtype)) for place in low]
-        else:
-            flat = torch.empty(sum(place.numel() for place in low), dtype=torch.float32)
-            self._tier.read(self._master, _bytes(flat)).wait()
-            parts = flat.split([place.numel() for place in low])
-            self._steps = [part.view(place.shape) for part, place in zip(parts, low)]
+        self._steps = self._full()
         return [(step, self._gradients[s.parameter].stepped(s)) for step, s in zip(self._steps, self.segments)]
 
     def stepped(self) -> None:
@@ -226,10 +217,8 @@ class Chunk:
         host, self._host = self._host, None
         steps, self._steps = self._steps, []
         self.put(*self._tier.write_behind(host))
-        if steps and steps[0].dtype is not self.segments[0].parameter.dtype:
-            self.drop_master()
-            self._master, pending = self._tier.write_behind(_bytes(torch.cat([step.view(-1) for step in steps])))
-            pending.wait()
+        if steps and self._is_short:
+            self._write_master(steps)
         for segment in self.segments:
             self._gradients[segment.parameter].drop([segment])
         self.updating = False
@@ -237,9 +226,32 @@ class Chunk:
     def wait(self) -> None:
         """The next :meth:`StreamedParameters.enter` reads the new weights, and waits for them itself."""
 
+    def skip(self) -> None:
+        """Gradients are the parameters' again, to be dropped."""
+        self.updating = False
+
     def reset(self) -> None:
         """A step was not finished, and what is below is right."""
         self.updating, self._host, self._steps = False, None, []
+
+    def masters(self) -> list[Tensor | None]:
+        """Those of each segment, read into host memory; none before the first step."""
+        if self._master is None:
+            return []
+        try:
+            return list(self._full())
+        finally:
+            self._host = None
+
+    def restore(self, index: int, master: Tensor | None) -> None:
+        """Somebody else has written the weights below; the master of one segment is this one, or made of them."""
+        if master is None:
+            self.drop_master()
+        elif self._is_short:
+            steps = self._full()
+            steps[index].copy_(master)
+            self._host = None
+            self._write_master(steps)
 
     def put(self, slot: Slot, pending: Pending) -> None:
         """The weights are in ``slot`` from here on, and no longer as the device may have them."""
@@ -273,6 +285,30 @@ class Chunk:
         if self._master is not None:
             self._tier.free(self._master)
             self._master = None
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether weights are of a type too short to be stepped in."""
+        dtype = self.segments[0].parameter.dtype
+        return stepped_in(dtype) is not dtype
+
+    def _full(self) -> list[Tensor]:
+        """The weights of each segment as they are stepped, read into host memory; beside them, as the device has
+        them where there is no master yet."""
+        low = self.shared()
+        if self._master is None:
+            assert self._host is not None
+            self.fetch(self._host).wait()
+            self.check(self._host)
+            return [place.to(stepped_in(place.dtype)) for place in low]
+        flat = torch.empty(sum(place.numel() for place in low), dtype=torch.float32)
+        self._tier.read(self._master, _bytes(flat)).wait()
+        return [part.view(place.shape) for part, place in zip(flat.split([place.numel() for place in low]), low)]
+
+    def _write_master(self, steps: list[Tensor]) -> None:
+        self.drop_master()
+        self._master, pending = self._tier.write_behind(_bytes(torch.cat([step.view(-1) for step in steps])))
+        pending.wait()
 
 
 def is_over(pending: Pending) -> bool:

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from parallax.device import CopyEngine
 from parallax.errors import SwapError
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.swap.buckets import Bucket, Memory, Shelf, runs, settings_of
+from parallax.swap.buckets import Bucket, Memory, Shelf, joined, runs, settings_of
 from parallax.swap.stand_in import check_per_parameter
 from parallax.swap.store import Store
-from parallax.swap.weights import CopiedWeights, ResidentWeights, Segment, Weights, bytes_of, part_of, stepped_in
+from parallax.swap.weights import CopiedWeights, ResidentWeights, Segment, Weights, bytes_of, stepped_in
 
 _ALIGNMENT = 64  # bytes at which a bucket's place begins
 _LARGE_BUCKET_BYTES = 64 * STATE_BUCKET_BYTES  # where states need no room elsewhere: a bucket costs 0.4 ms by itself
@@ -150,6 +150,13 @@ class HostOptimizer:
             bucket.reset()
         self._failure = None
 
+    def skip(self) -> None:
+        """There is no step: what came down of the gradients is forgotten, and nothing changes."""
+        self.finish()
+        for bucket in self._buckets:
+            bucket.due = bucket.count
+            bucket.weights.skip()
+
     def zero_grad(self) -> None:
         """Gradients of a step that was never begun become zero; a step makes them zero itself."""
         if all(bucket.future is None for bucket in self._buckets):
@@ -158,35 +165,25 @@ class HostOptimizer:
             bucket.due = bucket.count
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What the optimizer knows of ``parameter``, whole, as ``optimizer.state`` would have it; nothing where
-        another replica steps it, or before its first step."""
-        found: dict[str, list[Tensor]] = {}
+        """What the optimizer knows of ``parameter``, whole, as ``optimizer.state`` would have it, and its weights in
+        full precision (``master``) where its own are not; nothing where another replica steps it, or before its first
+        step."""
         self.finish()
+        parts: list[dict[str, Tensor]] = []
         for bucket in self._of.get(parameter, ()):
             self._home.take(bucket)
-            for index, segment in enumerate(bucket.segments):
-                if segment.parameter is parameter:
-                    for key, value in bucket.states(index).items():
-                        if isinstance(value, Tensor):
-                            found.setdefault(key, []).append(value.clone())
+            parts += bucket.copies(parameter)
             self._home.leave(bucket)
-        return {key: _join(values, parameter) for key, values in found.items()}
+        return joined(parts, parameter)
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """The weights of ``parameter`` are what it holds now, its states are ``states``."""
         self.finish()
         for bucket in self._of.get(parameter, ()):
-            if not self._steps(bucket):
-                continue
-            resident = isinstance(bucket.weights, ResidentWeights)
-            self._home.take(bucket)
-            for index, segment in enumerate(bucket.segments):
-                if segment.parameter is parameter:
-                    found = {key: _cut(value, segment, resident=resident) for key, value in states.items()}
-                    bucket.states(index).clear()
-                    bucket.states(index).update(found)
-            self._home.give(bucket)
-            bucket.weights.reset()
+            if self._steps(bucket):
+                self._home.take(bucket)
+                bucket.restore(parameter, states)
+                self._home.give(bucket)
         self._flush()
 
     def close(self) -> None:
@@ -277,19 +274,3 @@ def _place_bytes(segments: Sequence[Segment]) -> int:
     if first.device.type == "cpu" and stepped_in(first.dtype) is first.dtype:
         return 0
     return -(-sum(map(bytes_of, segments)) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
-    """One state of a whole parameter from those of its segments; scalars are the same in all."""
-    if values[0].dim() == 0 or len(values) == 1:
-        return values[0]
-    return torch.cat(values).view(parameter.shape)
-
-
-def _cut(value: Tensor, segment: Segment, *, resident: bool) -> Tensor:
-    """A segment's own copy of the state of a parameter, which lies in memory as its weights do: where they are
-    ``resident``, as the parameter, otherwise in one run."""
-    value = value.detach().to("cpu").contiguous()
-    if resident and segment.whole and value.shape == segment.parameter.shape:
-        return torch.empty_like(segment.parameter, dtype=value.dtype, device="cpu").detach().copy_(value)
-    return value.clone() if value.dim() == 0 else part_of(value, segment).clone()

@@ -35,6 +35,7 @@ from parallax.swap.layout import lay_out
 from parallax.swap.slots import Slot
 from parallax.swap.store import Pending, Store
 from parallax.swap.visits import Visits
+from parallax.swap.weights import stepped_in
 
 
 @dataclass
@@ -185,8 +186,8 @@ class StreamedParameters:
         self.enter(block, backward=True)
 
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """What stands for the gradients of ``parameters`` in ``torch.nn.utils.get_total_norm``, with the same result to
-        the last bit: of each that lives below, the norm alone."""
+        """What stands for the gradients of ``parameters`` in their total norm, with the same result to the last bit: of
+        each that lives below, the norm alone, in fp32 at least."""
         found = []
         for parameter in parameters:
             flat = self._of.get(parameter)
@@ -196,7 +197,7 @@ class StreamedParameters:
             elif gradient is not None and gradient.norm is not None:
                 found.append(gradient.norm.view(1))
             elif gradient is not None and gradient.seen:
-                found.append(torch.zeros(1, dtype=parameter.dtype, device=parameter.device))
+                found.append(torch.zeros(1, dtype=stepped_in(parameter.dtype), device=parameter.device))
         return found
 
     def read_gradient(self, parameter: nn.Parameter) -> Tensor | None:

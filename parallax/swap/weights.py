@@ -1,4 +1,8 @@
-"""Where the weights and gradients of a bucket are, and how a step of the optimizer below the device reaches them."""
+"""Where the weights and gradients of a bucket are, and how a step of the optimizer reaches them.
+
+Weights of two bytes are stepped as copies in fp32, the masters, and rounded afterwards: a small step that is lost in
+bfloat16 adds up there. Masters are made from the weights when they are first stepped.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,18 @@ class Segment(NamedTuple):
 
 
 class Weights(Protocol):
-    """Where the weights and gradients of one bucket are, and how a step reaches them. ``reduced`` and ``wait`` are
-    called on the main thread, the others beside it, in the order begin, stepped, shared, end; where another replica
-    steps the bucket, shared and end alone."""
+    """Where the weights and gradients of one bucket are, and how a step reaches them. In a step below the device,
+    ``reduced`` and ``wait`` are called on the main thread, the others beside it, in the order begin, stepped, shared,
+    end; where another replica steps the bucket, shared and end alone."""
 
     @property
     def segments(self) -> Sequence[Segment]:
         """What is in the bucket, in order."""
+
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """The masters of each segment, which whoever keeps the states keeps with them: None where it is not made, or
+        elsewhere. Empty where there are none, or these weights keep their own."""
 
     def reduced(self) -> None:
         """The gradients are final: begin to bring them to the host."""
@@ -53,18 +62,29 @@ class Weights(Protocol):
     def wait(self) -> None:
         """The current stream of the device sees the new weights from here on."""
 
+    def skip(self) -> None:
+        """No step follows: gradients that were on their way are forgotten."""
+
     def reset(self) -> None:
         """Forget what an unfinished step left behind: the weights on the device are right."""
 
+    def masters(self) -> list[Tensor | None]:
+        """Those of each segment, as far as they are known."""
+
+    def restore(self, index: int, master: Tensor | None) -> None:
+        """Somebody else has set the weights of one segment on the device; ``master`` is what they are in full
+        precision, where that is known."""
+
 
 class ResidentWeights:
-    """Weights in host memory, in the type that they are stepped in: a step reaches them where they are."""
+    """Weights where they are stepped, in the type that they are stepped in: a step reaches them where they are."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
+        self.kept: list[Tensor | None] = []
 
     def reduced(self) -> None:
-        """They are on the host."""
+        """They are where they are stepped."""
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The parameters themselves."""
@@ -84,8 +104,70 @@ class ResidentWeights:
     def wait(self) -> None:
         """Nothing is under way."""
 
+    def skip(self) -> None:
+        """Nothing was on its way."""
+
     def reset(self) -> None:
         """Nothing is left behind."""
+
+    def masters(self) -> list[Tensor | None]:
+        """The weights are in full precision."""
+        return self.kept
+
+    def restore(self, index: int, master: Tensor | None) -> None:
+        """They are where they belong."""
+
+
+class MasterWeights:
+    """Weights of two bytes that are stepped where they are: only the masters, beside them, are new."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.kept: list[Tensor | None] = [None] * len(segments)
+
+    def reduced(self) -> None:
+        """They are where they are stepped."""
+
+    def begin(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The masters, and gradients in their type."""
+        found = []
+        for index, (segment, weight) in enumerate(zip(self.segments, self.shared())):
+            gradient = _gradient(segment)
+            kept = self.kept[index] = _full(weight) if (master := self.kept[index]) is None else master
+            found.append((kept, None if gradient is None else _full(gradient)))
+        return found
+
+    def stepped(self) -> None:
+        """Round the new weights."""
+        for weight, master in zip(self.shared(), self.kept):
+            assert master is not None
+            weight.copy_(master)
+
+    def shared(self) -> list[Tensor]:
+        """The parameters themselves."""
+        return [part_of(segment.parameter.detach(), segment) for segment in self.segments]
+
+    def end(self) -> None:
+        """They are where they belong."""
+        _zero_gradients(self.segments)
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def skip(self) -> None:
+        """Nothing was on its way."""
+
+    def reset(self) -> None:
+        """The masters may be half new."""
+        self.kept = [None] * len(self.segments)
+
+    def masters(self) -> list[Tensor | None]:
+        """All that are made."""
+        return self.kept
+
+    def restore(self, index: int, master: Tensor | None) -> None:
+        """Taken over, or made again from the weights."""
+        self.kept[index] = master
 
 
 class CopiedWeights:
@@ -96,16 +178,20 @@ class CopiedWeights:
     """
 
     def __init__(self, segments: Sequence[Segment], copies: CopyEngine, place: Tensor, *, owned: bool) -> None:
-        self.segments, self._copies, self._place = segments, copies, place
+        self.segments, self._copies, self._place, self._owned = segments, copies, place, owned
         self._dtype = stepped_in(segments[0].parameter.dtype)
-        self._master = [torch.empty_like(place, dtype=self._dtype) for place in self.shared()] if owned else []
+        self._master: list[Tensor | None] = [None] * len(segments)
         self._landed: list[Event] = []
         self._risen: list[Event] = []
-        self.reset()
+
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """The copies, where they are masters; of other weights they stay in memory."""
+        return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
         """Copy beside the backward, where they are stepped here."""
-        if not self._master:
+        if not self._owned:
             return
         pairs = [(_gradient(segment), place) for segment, place in zip(self.segments, self.shared())]
         self._landed = [self._copies.copy(gradient, place) for gradient, place in pairs if gradient is not None]
@@ -116,11 +202,12 @@ class CopiedWeights:
             event.wait_host()
         have = [segment.parameter.grad is not None for segment in self.segments]
         gradients = [place.to(self._dtype) if here else None for here, place in zip(have, self.shared())]
-        return list(zip(self._master, gradients))
+        return list(zip(self._copied(), gradients))
 
     def stepped(self) -> None:
         """Round them to the device's type."""
         for place, master in zip(self.shared(), self._master):
+            assert master is not None
             place.copy_(master)
 
     def shared(self) -> list[Tensor]:
@@ -144,10 +231,33 @@ class CopiedWeights:
         for event in self._risen:
             event.wait_stream()
 
+    def skip(self) -> None:
+        """The next step's gradients come to the same place, after these."""
+        self._landed = []
+
     def reset(self) -> None:
-        """Take the weights from the device, where somebody else has set them."""
-        for segment, master in zip(self.segments, self._master):
-            master.copy_(part_of(segment.parameter.detach(), segment))
+        """The copies may be half new."""
+        self._landed = []
+        self._master = [None] * len(self.segments)
+
+    def masters(self) -> list[Tensor | None]:
+        """All that are made."""
+        return self.kept
+
+    def restore(self, index: int, master: Tensor | None) -> None:
+        """Taken over, or taken from the device when they are stepped next."""
+        self._master[index] = master
+
+    def _copied(self) -> list[Tensor]:
+        """Those of every segment, taken from the device where there is none."""
+        found = []
+        for index, (segment, place) in enumerate(zip(self.segments, self.shared())):
+            master = self._master[index]
+            if master is None:
+                master = torch.empty_like(place, dtype=self._dtype).copy_(part_of(segment.parameter.detach(), segment))
+                self._master[index] = master
+            found.append(master)
+        return found
 
 
 def bytes_of(segment: Segment) -> int:
@@ -158,6 +268,11 @@ def bytes_of(segment: Segment) -> int:
 def stepped_in(dtype: torch.dtype) -> torch.dtype:
     """The type that weights of ``dtype`` are stepped in."""
     return torch.float32 if dtype in _LOW_PRECISION else dtype
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """A copy in full precision, that lies in memory as ``tensor`` does."""
+    return tensor.to(stepped_in(tensor.dtype), copy=True)
 
 
 def part_of(tensor: Tensor, segment: Segment) -> Tensor:

@@ -16,7 +16,7 @@ from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.measure import measure
 from parallax.model.mlp import MLP, MLPConfig
-from parallax.model.precision import PrecisionConfig, RecipeConfig
+from parallax.model.precision import PrecisionConfig
 from parallax.plan.profile import Affine
 from parallax.plan.work import ModelWork
 
@@ -25,6 +25,7 @@ FP32, BF16, FP64 = (
     PrecisionConfig(compute="bf16"),
     PrecisionConfig(parameters="fp64", compute="fp64"),
 )
+MIXED = PrecisionConfig(parameters="bf16", compute="bf16")
 MINIMUM = 1100
 SMALL = GPTConfig(layers=2, hidden=64, heads=2, vocabulary=64, sequence=32)
 DROPPED = GPTConfig(layers=2, hidden=128, heads=2, sequence=64, dropout=0.1, tied=False)
@@ -119,10 +120,10 @@ def test_no_weight_is_ever_made() -> None:
     assert work.blocks[1].forward.flops == Affine(0.0, 2.0 * width * width)
 
 
-def test_a_recipe_to_plan_for() -> None:
+def test_mixed_precision() -> None:
     """Two bytes everywhere, but for statistics; four times as many for the optimizer, twice for its copies."""
-    chain = describe(SMALL.build, dtype=RecipeConfig().parameter_dtype)
-    work = count(chain, GPT.loss, tokens(64, SMALL.sequence), precision=RecipeConfig(), minimum_bytes=1)
+    chain = describe(SMALL.build, dtype=MIXED.parameter_dtype)
+    work = count(chain, GPT.loss, tokens(64, SMALL.sequence), precision=MIXED, minimum_bytes=1)
     assert (work.dtype, work.precision) == ("bf16", "bf16")
     assert (work.gradient_bytes, work.optimizer_bytes, work.master_bytes) == (1.0, 4.0, 2.0)
     layer, plain = work.blocks[1], counted(describe(SMALL.build), GPT.loss, FP32, SMALL.sequence).blocks[1]

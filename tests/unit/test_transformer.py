@@ -119,6 +119,7 @@ def test_recipes_take_what_is_known_of_them() -> None:
         "fp16": 16,
         "bf16": 16,
         AUTOCAST: 16,
+        "fp32+fp16 autocast": 16,
     }
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
         recipe("bf6")

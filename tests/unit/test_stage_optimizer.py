@@ -1,0 +1,308 @@
+"""A stage's optimizer against loops written out here: masters, scaled gradients, skipped steps, wherever states are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallax.device import CpuCopies
+from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.runtime import resident
+from parallax.runtime.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.scaling import gradient_norm
+from parallax.swap.parameters import StreamedParameters
+from parallax.swap.store import DiskStore, Store
+
+CPU = torch.device("cpu")
+STEPS = 50
+OPTIMIZERS = {
+    "adamw": OptimizerConfig(lr=1e-3, clip_norm=0.5),
+    "unclipped": OptimizerConfig(lr=1e-3, clip_norm=0.0),
+    "sgd": OptimizerConfig(name="sgd", lr=0.3, clip_norm=0.5),
+    "lion": OptimizerConfig(name="lion", lr=3e-3, betas=(0.9, 0.99), clip_norm=0.5),
+}
+PLACES = {"device": (0.0, False), "half": (0.5, False), "memory": (1.0, False), "disk": (1.0, True)}
+
+
+class Permuted(nn.Module):
+    """A parameter that is no run of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 30).t() / 5)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh() * self.gain
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 300), nn.LayerNorm(300), nn.Linear(300, 30), Permuted()).to(dtype)
+
+
+def backward(net: nn.Module, step: int, scale: float = 1.0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 100, generator=generator).to(next(net.parameters()).dtype)
+    (net(x).float().square().mean() * scale).backward()
+    return list(net.parameters())
+
+
+class Opener:
+    """Opens optimizers, and closes them and their stores."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self.stores: list[DiskStore] = []
+
+    def __call__(self, net: nn.Module, config: OptimizerConfig, place: str = "device") -> StageOptimizer:
+        share, on_disk = PLACES[place]
+
+        def store(capacity: int) -> Store | None:
+            if not on_disk:
+                return None
+            opened = DiskStore(self._folder / str(len(self.stores)), capacity, CpuCopies(), threads=1)
+            self.stores.append(opened)
+            self._stack.callback(opened.close)
+            return opened
+
+        optimizer = StageOptimizer(
+            list(net.parameters()),
+            config,
+            CPU,
+            below=share,
+            lowest=(),
+            copies=CpuCopies(),
+            open_store=store,
+            share=None,
+            streamed=None,
+        )
+        self._stack.callback(optimizer.close)
+        return optimizer
+
+
+@pytest.fixture
+def opener(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    monkeypatch.setattr(resident, "UPDATE_BUCKET_BYTES", 10_000)  # the widest parameter is in six
+    with contextlib.ExitStack() as stack:
+        yield Opener(scratch, stack)
+
+
+def take(optimizer: StageOptimizer, net: nn.Module, step: int, rate: float = 1e-3, scale: float = 1.0) -> None:
+    """One step, as the engine takes it."""
+    optimizer.ready(net.parameters())
+    optimizer.zero_grad()
+    parameters = backward(net, step, scale)
+    for parameter in reversed(parameters):
+        optimizer.reduced(parameter)
+    norm = gradient_norm([p.grad for p in parameters if p.grad is not None]) / scale
+    optimizer.step(torch.tensor(norm), rate / (1 + step), scale)
+
+
+class Plain:
+    """What every place must equal: torch's optimizer on full-precision copies of the weights."""
+
+    def __init__(self, net: nn.Module, config: OptimizerConfig) -> None:
+        self.net, self._config = net, config
+        self.masters = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in net.parameters()]
+        self.optimizer = config.build(self.masters, CPU)
+
+    def take(self, step: int) -> None:
+        self.net.zero_grad()
+        parameters = backward(self.net, step)
+        norm = torch.tensor(gradient_norm([p.grad for p in parameters if p.grad is not None]))
+        for master, parameter in zip(self.masters, parameters):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.to(torch.float32, copy=True)
+        if self._config.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self._config.clip_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._config.lr / (1 + step)
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, parameters):
+                parameter.copy_(master)
+
+
+def check_same(plain: Plain, net: nn.Module, optimizer: StageOptimizer) -> None:
+    """Weights, masters and states."""
+    optimizer.finish()
+    for master, one, other in zip(plain.masters, plain.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(one, other)
+        found = optimizer.states(other)
+        if other.dtype.itemsize == 2:
+            assert torch.equal(found.pop("master"), master)
+        known = {key: value for key, value in plain.optimizer.state[master].items() if isinstance(value, Tensor)}
+        assert found.keys() == known.keys()
+        assert all(torch.equal(found[key], value) for key, value in known.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps_are_those_of_full_precision_copies(
+    opener: Opener, config: OptimizerConfig, place: str, dtype: torch.dtype
+) -> None:
+    plain, net = Plain(make_net(dtype), config), make_net(dtype)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    optimizer = opener(net, config, place)
+    for step in range(STEPS):
+        plain.take(step)
+        take(optimizer, net, step, config.lr)
+    check_same(plain, net, optimizer)
+    assert not any(torch.equal(one, other) for one, other in zip(before, net.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_gradients_that_are_scaled_step_to_the_same_weights(
+    opener: Opener, config: OptimizerConfig, place: str, dtype: torch.dtype
+) -> None:
+    plain, net = Plain(make_net(dtype), config), make_net(dtype)
+    optimizer = opener(net, config, place)
+    for step in range(10):
+        plain.take(step)
+        take(optimizer, net, step, config.lr, scale=2.0**16 if step % 2 else 2.0**7)
+    check_same(plain, net, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_skipped_step_leaves_no_trace(opener: Opener, place: str, dtype: torch.dtype) -> None:
+    config = OPTIMIZERS["adamw"]
+    plain, net = Plain(make_net(dtype), config), make_net(dtype)
+    optimizer = opener(net, config, place)
+    for step in range(6):
+        if step % 2 == 0:  # the first of all too, and while the step before is under way
+            optimizer.ready(net.parameters())
+            optimizer.zero_grad()
+            for parameter in backward(net, 99, float("inf")):
+                optimizer.reduced(parameter)
+            optimizer.skip()
+            assert not any(p.grad.any() for p in net.parameters() if p.grad is not None)
+        plain.take(step)
+        take(optimizer, net, step)
+    check_same(plain, net, optimizer)
+
+
+def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
+    twin, config = copy.deepcopy(net), OptimizerConfig(clip_norm=0.5)
+    with contextlib.ExitStack() as stack:
+        store = DiskStore(scratch / "weights", 2**24, CpuCopies(), threads=1)
+        stack.callback(store.close)
+        streamed = StreamedParameters([block.parameters() for block in net], store)
+        stack.callback(streamed.close)
+        for index, block in enumerate(net):
+            streamed.attach(index, block)
+        open_optimizer = partial(
+            StageOptimizer, config=config, device=CPU, below=0.0, lowest=(), copies=CpuCopies(), share=None
+        )
+        mine = open_optimizer([], open_store=lambda size: None, streamed=streamed)
+        stack.callback(mine.close)
+        other = open_optimizer(list(twin.parameters()), open_store=lambda size: None, streamed=None)
+        for step in range(4):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))
+            for blocks, optimizer in ((twin, other), (net, mine)):
+                for overflows in (True, False) if optimizer is mine else (False,):
+                    for block in blocks:
+                        optimizer.ready(block.parameters())
+                    optimizer.zero_grad()
+                    (blocks[1](blocks[0](x)).square().sum() * (float("nan") if overflows else 1.0)).backward()
+                    if overflows:
+                        optimizer.skip()
+                    else:
+                        optimizer.step(torch.tensor(2.0), 1e-2)
+            mine.finish()
+        for index, block in enumerate(twin):
+            assert all(torch.equal(a, b) for a, b in zip(streamed.read_full(index), block.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("after", PLACES)
+@pytest.mark.parametrize("before", PLACES)
+def test_a_checkpoint_has_the_masters(opener: Opener, before: str, after: str) -> None:
+    config = OPTIMIZERS["adamw"]
+    plain, first, second = Plain(make_net(torch.bfloat16), config), make_net(torch.bfloat16), make_net(torch.bfloat16)
+    optimizer = opener(first, config, before)
+    for step in range(4):
+        plain.take(step)
+        take(optimizer, first, step)
+    optimizer.finish()
+    saved = [(p.detach().clone(), optimizer.states(p)) for p in first.parameters()]
+    restored = opener(second, config, after)
+    take(restored, second, 77)  # what it knew of another run is forgotten
+    load(restored, second, saved)
+    for step in range(4, 8):
+        plain.take(step)
+        take(restored, second, step)
+    check_same(plain, second, restored)
+
+
+def load(optimizer: StageOptimizer, net: nn.Module, saved: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+    optimizer.reset()
+    for parameter, (weight, _) in zip(net.parameters(), saved):
+        parameter.detach().copy_(weight)
+    for parameter, (_, states) in zip(net.parameters(), saved):
+        optimizer.restore(parameter, {key: value.contiguous() for key, value in states.items()})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_checkpoint_without_masters_begins_with_the_weights(opener: Opener, place: str) -> None:
+    config = OPTIMIZERS["sgd"]
+    plain, net = Plain(make_net(torch.bfloat16), config), make_net(torch.bfloat16)
+    optimizer = opener(net, config, place)
+    take(optimizer, net, 5)
+    load(optimizer, net, [(parameter.detach(), {}) for parameter in plain.net.parameters()])
+    plain.take(0)
+    take(optimizer, net, 0, config.lr)
+    check_same(plain, net, optimizer)
+
+
+def test_masters_lie_where_the_states_do(opener: Opener) -> None:
+    net = make_net(torch.bfloat16)
+    optimizer = opener(net, OPTIMIZERS["adamw"], "disk")
+    take(optimizer, net, 0)
+    optimizer.finish()
+    numbers = sum(parameter.numel() for parameter in net.parameters())
+    (store,) = opener.stores
+    assert 12 * numbers <= store.slots.used_bytes <= 12 * numbers + 8 * 4096
+    assert numbers * 2 < STATE_BUCKET_BYTES, "one bucket"
+    assert not any(isinstance(kept, Tensor) for bucket in optimizer._host._buckets for kept in bucket.weights.kept)  # type: ignore[union-attr]
+
+
+def test_full_precision_takes_no_master_from_a_checkpoint(opener: Opener) -> None:
+    short, net = make_net(torch.bfloat16), make_net()
+    one = opener(short, OPTIMIZERS["adamw"])
+    take(one, short, 0)
+    other = opener(net, OPTIMIZERS["adamw"])
+    load(other, net, [(p.detach().float(), one.states(p)) for p in short.parameters()])
+    take(other, net, 1)
+    assert all("master" not in other.states(parameter) for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("late", [0, 3])
+def test_first_gradients_may_come_at_different_steps(opener: Opener, late: int, place: str) -> None:
+    """torch's fused SGD raises where a later parameter has none yet, and forgets all momentum where the first has."""
+    plain, net = make_net(), make_net()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, fused=False)
+    optimizer = opener(net, OptimizerConfig(name="sgd", weight_decay=0.0, clip_norm=0.0), place)
+    for step in range(5):
+        for parameters in (backward(plain, step), backward(net, step)):
+            if step < 2:
+                parameters[late].grad = None
+        reference.step()
+        optimizer.step(torch.tensor(1.0), 0.1)
+        optimizer.finish()
+        for one, other in zip(plain.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+            one.grad = other.grad = None
