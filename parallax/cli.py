@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import os
-import re
 import sys
-import time
-import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 from parallax import __version__
-from parallax.errors import ParallaxError, UserError, printable
+from parallax.errors import ParallaxError
 
 COMMANDS = {
     "train": "plan and train; under torchrun, one rank of it",
@@ -28,9 +23,6 @@ COMMANDS = {
 }
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""
 
-PATIENCE_SECONDS = 1.5
-_BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
@@ -43,9 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (Exception, KeyboardInterrupt) as error:
         from parallax.launch import under_torchrun  # most commands do without, until they fail
+        from parallax.runtime.leaving import leave
 
         if under_torchrun():
-            _leave(error)
+            leave(error)
         if isinstance(error, KeyboardInterrupt):
             return 130
         if not isinstance(error, ParallaxError):
@@ -76,31 +69,3 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             command.set_defaults(call=module.run)
             module.add_arguments(command)
     return parser
-
-
-def _leave(error: BaseException) -> NoReturn:
-    """One rank's exception ends the run: say where and why, and go at once, so that torchrun stops the others.
-
-    A connection that broke is no cause: whoever broke it says more, and torchrun stops this rank meanwhile. It would
-    stop the one that speaks, too, if another left first.
-    """
-    from parallax.launch import speaks_first
-
-    if isinstance(error, KeyboardInterrupt):
-        os._exit(130)
-    if isinstance(error, RuntimeError) and _BROKEN.search(str(error)):
-        time.sleep(PATIENCE_SECONDS)
-    if speaks_first():
-        text = printable(str(error))
-        if not isinstance(error, ParallaxError):
-            traceback.print_exception(error)
-            text = f"{type(error).__name__}: {text}"
-        if not isinstance(error, UserError):
-            where = [f"rank {os.environ.get('RANK', '?')}", *getattr(error, "__notes__", [])]
-            text = f"{printable(', '.join(where))}: {text}"
-        print(f"parallax: {text}", file=sys.stderr)
-    else:
-        time.sleep(PATIENCE_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(error.exit_code if isinstance(error, ParallaxError) else 1)

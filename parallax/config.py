@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine import ClusterConfig
-from parallax.model.precision import PrecisionConfig, RecipeConfig
+from parallax.model.precision import PrecisionConfig
 from parallax.model.registry import ModelConfig
 from parallax.monitor import LoggerConfig
 from parallax.plan.catalog import CatalogClusterConfig
@@ -42,6 +42,7 @@ from parallax.plan.request import PlanConfig
 from parallax.runtime.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig
+from parallax.train.debug import DebugConfig
 from parallax.train.loop import TrainerConfig
 
 
@@ -57,9 +58,10 @@ class RunConfig:
     plan: PlanConfig
     swap: SwapConfig
     optimizer: OptimizerConfig
-    precision: PrecisionConfig | RecipeConfig
+    precision: PrecisionConfig
     trainer: TrainerConfig
     logger: LoggerConfig
+    debug: DebugConfig
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", self.name):
@@ -173,7 +175,8 @@ def _options() -> dict[str, list[str]]:
 
 def _homes(key: str) -> str:
     """A hint for a key without its group, such as ``steps=80``."""
-    homes = [f"{group}.{key}" for group in _options() for kind in _kinds(group) if key in typing.get_type_hints(kind)]
+    groups = typing.get_type_hints(RunConfig)
+    homes = [f"{group}.{key}" for group in groups for kind in _kinds(group) if key in typing.get_type_hints(kind)]
     return f" (did you mean '{homes[0]}'?)" if homes and key != "name" else ""
 
 

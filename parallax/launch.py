@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -35,7 +36,6 @@ from parallax.job import (
     open_source,
     plan_run,
     tokens_per_row,
-    trained_precision,
 )
 from parallax.machine import choose_devices
 from parallax.mesh import start_processes, stop_processes
@@ -46,11 +46,15 @@ from parallax.plan.request import AUTO
 from parallax.planning import Planned, settle
 from parallax.report import plan_table, summary_table
 from parallax.runtime.engine import Engine
+from parallax.runtime.leaving import LAST_WORDS, follows, leave, read_words, say, verdict_on
+from parallax.runtime.verdict import How, Verdict
+from parallax.runtime.watch import TERMINATED, Watch
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, train
 from parallax.units import format_seconds
 
 RUNS = Path("runs")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_STEPS_IN_ONE_ACTION = 2  # no action takes longer than its step; predictions are not better than that
 
 
 @dataclass(frozen=True)
@@ -189,13 +193,18 @@ def _start(run: Run, on_drift: OnDrift) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
         )
-        told = {"PARALLAX_RENDEZVOUS": str(Path(folder) / "ranks"), "PARALLAX_ON_DRIFT": on_drift.value}
+        words = Path(folder) / "last-words"
+        told = {
+            "PARALLAX_RENDEZVOUS": str(Path(folder) / "ranks"),
+            "PARALLAX_ON_DRIFT": on_drift.value,
+            LAST_WORDS: str(words),
+        }
         command = ["-m", "parallax", "train", "--run-dir", str(run.directory)]
         with _environment(rank_environment(run) | told), _no_logging():
             try:
                 elastic_launch(settings, sys.executable)(*command)
             except ChildFailedError as failed:
-                return _explain(failed)
+                return _explain(failed, words)
             except SignalException as stopped:
                 name, again = signal.Signals(stopped.sigval).name, f"parallax train name={run.config.name}"
                 print(f"parallax: stopped by {name}; `{again}` continues", file=sys.stderr)
@@ -203,15 +212,26 @@ def _start(run: Run, on_drift: OnDrift) -> int:
     return 0
 
 
-def _explain(failed: ChildFailedError) -> int:
-    """The exit code of a failed run. A rank that was killed could not say so; those stopped for it do not count."""
+def _explain(failed: ChildFailedError, words: Path) -> int:
+    """Say why the run failed, as the ranks told; the exit code. Which signal ended a rank only its parent knows, and
+    nobody else knows anything where no other rank was left."""
     ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    causes = {rank: code for rank, code in ended.items() if code != -signal.SIGTERM} or ended
-    rank, code = next(iter(causes.items()))
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (no memory left?)" if name == "SIGKILL" else ""
-        raise ParallaxError(f"rank {rank} was killed by {name}{hint}; run again to continue from the last checkpoint")
+    verdict = read_words(words)
+    killed = {rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM}
+    if killed and (verdict is None or verdict.how is How.LOST):
+        rank, code = next(iter(killed.items()))
+        if verdict is not None and verdict.rank in killed:
+            rank, code = verdict.rank, killed[verdict.rank]
+        hint = " (no memory left?)" if code == -signal.SIGKILL else ""
+        what = f"was killed by {signal.Signals(-code).name}{hint}"
+        known = verdict if verdict is not None and verdict.rank == rank else Verdict(rank, How.LOST, f"rank {rank}", "")
+        verdict = replace(known, what=what, remark=f"{known.remark}; run again to continue from the last checkpoint")
+    if verdict is not None:
+        print(f"parallax: {verdict.text}", file=sys.stderr)
+        return verdict.code
+    rank, code = next(iter(ended.items()))
+    if code in (-signal.SIGTERM, TERMINATED):
+        raise ParallaxError(f"rank {rank} was stopped by SIGTERM; run again to continue from the last checkpoint")
     return code if code == UserError.exit_code else 1
 
 
@@ -247,30 +267,24 @@ def rank_environment(run: Run) -> dict[str, str]:
 def work(overrides: Sequence[str], directory: Path | None) -> int:
     """What one rank under torchrun does. Without a prepared directory, rank 0 prepares one for all.
 
-    After an exception the process must end without more ado: leaving the world in order would wait for the others.
+    After an exception the process ends without more ado: leaving the world in order would wait for the others.
     """
-    if sys.platform == "linux":  # no rank is left over when the launcher is killed
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
-    run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
-    _compare(run)
-    _train(run)
-    stop_processes()
-    return 0
-
-
-def speaks_first() -> bool:
-    """Whether this is the first rank of its host to fail: what others could say follows from it."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        return True
+    watch: Watch | None = None
     try:
-        os.close(os.open(Path(file).parents[1] / "failed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
+        if sys.platform == "linux":  # no rank is left over when the launcher is killed
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(all_threads=False)  # a crash in compiled code says where it was called from
+        start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
+        watch = Watch.start(say)
+        run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
+        _compare(run)
+        _train(run, watch)
+        watch.close()
+        stop_processes()
+    except (Exception, KeyboardInterrupt) as error:
+        leave(error, watch)
+    return 0
 
 
 def _prepare_for_all(overrides: Sequence[str]) -> Run:
@@ -302,7 +316,7 @@ def _compare(run: Run) -> None:
             raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
 
 
-def _train(run: Run) -> None:
+def _train(run: Run, watch: Watch) -> None:
     choice = choose_devices(local_cluster(run.config))
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -316,16 +330,31 @@ def _train(run: Run) -> None:
         steps=run.config.trainer.steps,
         device=device,
         optimizer=run.config.optimizer,
-        precision=trained_precision(run.config),
+        precision=run.config.precision,
         swap=run.config.swap,
         scratch=run.directory / "swap",
     )
+    trainer, logger = run.config.trainer, run.config.logger
+    limit = trainer.watchdog_seconds and max(
+        trainer.watchdog_seconds, _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
+    )
+    watch.attend(engine, run.plan, run.directory, limit)
     try:
-        trainer, logger = run.config.trainer, run.config.logger
         tokens = tokens_per_row(run.config)
         summary = train(
-            engine, source, trainer, logger, run.directory, tokens_per_row=tokens, on_drift=_on_drift(run.config)
+            engine,
+            source,
+            trainer,
+            logger,
+            run.directory,
+            tokens_per_row=tokens,
+            on_drift=_on_drift(run.config),
+            debug=run.config.debug,
         )
+    except Exception as error:
+        if not follows(error):
+            watch.claim(verdict_on(error, watch))  # the others need not wait for this rank to tidy up
+        raise
     finally:
         engine.close()
     if dist.get_rank() == 0:
@@ -334,6 +363,9 @@ def _train(run: Run) -> None:
 
 
 def _on_drift(config: RunConfig) -> OnDrift:
-    """What the launcher asked for; ranks that were started by another can only say so."""
+    """What the launcher asked for; ranks that were started by another can only say so. Steps that are recorded take
+    longer than any plan says."""
+    if config.debug.record != "off":
+        return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE
     return OnDrift(os.environ.get("PARALLAX_ON_DRIFT", usual))

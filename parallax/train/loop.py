@@ -26,6 +26,7 @@ from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_par
 from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
+from parallax.train.debug import DebugConfig, Recorder, recorder
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
 MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
@@ -42,7 +43,9 @@ class TrainerConfig:
     ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch, auto lets
     the planner choose. ``eval_every``, ``checkpoint_every``: steps between; 0 is only at the end.
     ``eval_batches``: global batches per evaluation. ``keep_checkpoints``: older ones are deleted; 0 keeps all.
-    ``resume``: auto continues from the run directory's last checkpoint, never starts anew.
+    ``resume``: auto continues from the run directory's last checkpoint, never starts anew. ``watchdog_seconds``: a rank
+    that stays longer in one action, or does not answer for longer, ends the run with its name (never less than two
+    predicted steps); 0 lets it hang. The first steps compile, so with ``compile`` the limit must allow for that.
     """
 
     steps: int = 60
@@ -53,11 +56,12 @@ class TrainerConfig:
     checkpoint_every: int = 30
     keep_checkpoints: int = 2
     resume: str = "auto"
+    watchdog_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch", "eval_batches"):
             check_positive(f"trainer.{key}", getattr(self, key))
-        for key in ("eval_every", "checkpoint_every", "keep_checkpoints"):
+        for key in ("eval_every", "checkpoint_every", "keep_checkpoints", "watchdog_seconds"):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_count("trainer.microbatch", self.microbatch)
@@ -81,12 +85,14 @@ def train(
     *,
     tokens_per_row: int,
     on_drift: OnDrift = OnDrift.IGNORE,
+    debug: DebugConfig | None = None,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
 
     Its ``ended`` is "steps", or "drift" where the loop ended early at a checkpoint; ``drift`` then says why.
     """
-    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift)
+    recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
+    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift, recording)
     return run.run()
 
 
@@ -113,9 +119,10 @@ class _Run:
         directory: Path,
         tokens_per_row: int,
         on_drift: OnDrift,
+        recording: Recorder,
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
-        self._on_drift, self._drift = on_drift, ""
+        self._on_drift, self._drift, self._recording = on_drift, "", recording
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
@@ -135,13 +142,17 @@ class _Run:
         with (
             EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
             _voice(self._rank, self._directory, self._logger, total, self._engine.completed_steps) as voice,
+            contextlib.closing(self._recording),
         ):
             for refused in self._refused:
                 voice.note(f"skipped: {refused}")
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             while self._engine.completed_steps < total and not self._stopped:
-                result = self._engine.step(self._source.batch(self._trainer.global_batch))
+                batch = self._source.batch(self._trainer.global_batch)
+                with self._recording.step():
+                    result = self._engine.step(batch)
+                self._recording.add(result)
                 self._remember(result)
                 if self._logger.events:
                     events.extend(result.spans)

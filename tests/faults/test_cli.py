@@ -387,8 +387,7 @@ WRONG_ELSEWHERE = [
     (["train", *GPT2], "it has sizes but no code"),
     (["plan", *GPT2], "so it can be planned for (cluster=dgx_a100)"),
     (["profile", *GPT2], "it has sizes but no code"),
-    (["train", "precision=mixed_bf16"], "precision.recipe=bf16: it can be planned for"),
-    (["profile", "precision=tf32"], "precision.recipe=tf32: it can be planned for"),
+    (["train", "precision=mixed_bf16", "precision.compute=fp32"], "precision.compute=fp32: accepted are bf16"),
     (["plan", "cluster=dgx"], "did you mean"),
     (["plan", "cluster=dgx_a100", "cluster.nodes=0"], "cluster.nodes=0"),
     (["plan", *DGX, "--profile", "nowhere.json"], "cannot read profile nowhere.json"),
@@ -490,6 +489,30 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     assert temporary() == []
 
 
+# ---- what a run records on request
+
+
+@pytest.mark.parametrize("record", ["trace", "profiler", "memory"])
+def test_every_rank_records_the_steps_asked_for(here: Path, record: str) -> None:
+    run = prepared(*TINY, f"debug={record}", "debug.steps=[2,3]", "trainer.steps=4", "trainer.checkpoint_every=0")
+    code, _, err = call("train", "--run-dir", str(run))
+    assert code == 0
+    assert "parallax: " not in err  # torch.profiler has remarks of its own
+    for rank in range(2):
+        events = json.loads((run / f"{record}-rank{rank}.json").read_text())["traceEvents"]
+        names = {event.get("name") for event in events}
+        if record == "trace":
+            assert {event["args"]["step"] for event in events if "step" in event.get("args", {})} == {1, 2}
+            assert {"forward 0", "backward 0", "update"} <= names
+        else:
+            assert {"step 2", "step 3", "aten::addmm"} <= names
+            assert not {"step 1", "step 4"} & names
+        if record == "memory":
+            assert "[memory]" in names
+            assert len((run / f"memory-rank{rank}.csv").read_text().splitlines()) == 5
+    assert temporary() == []
+
+
 # ---- a rank that fails
 
 
@@ -501,9 +524,8 @@ def test_exception_on_one_rank(here: Path) -> None:
     assert time.time() - (here / "raised").stat().st_mtime < 5
     assert code == 1
     (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
-    assert line.startswith("parallax: rank 1, ")
-    assert "stage 1 of 2, step 1" in line
-    assert line.endswith(r"ValueError: boom\n\x1b[31m")
+    said = "rank 1 (stage 1, replica 0) failed in forward of micro-batch 0, step 1"
+    assert line == rf"parallax: {said}: ValueError: boom\n\x1b[31m"
     assert err.count("Traceback") == 1
     assert "own_model.py" in err
     assert temporary() == []
@@ -556,7 +578,9 @@ def test_killed_and_interrupted_runs(here: Path) -> None:
 def test_ranks_that_read_different_runs(here: Path) -> None:
     first = prepared(*TINY, name="first")
     second = prepared(*TINY, "trainer.steps=5", name="second", plan=lambda plan: replace(plan, microbatch=1))
-    second.joinpath("config.yaml").write_text(second.joinpath("config.yaml").read_text().replace("second", "first"))
+    second.joinpath("config.yaml").write_text(
+        second.joinpath("config.yaml").read_text().replace("name: second", "name: first")
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,0 +1,107 @@
+"""How a rank leaves a run that failed, and its last words.
+
+Every rank that is left behind has an exception of its own, and a launcher sees nothing but exit codes. Whoever trains
+wants one line: so a rank that failed asks the watch whether it is the one to speak, and tells its launcher, where that
+one is ours, instead of the terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from parallax.errors import ParallaxError, TransportError, UserError, printable
+from parallax.runtime.verdict import How, Verdict
+from parallax.runtime.watch import INTERRUPTED, PATIENCE_SECONDS, Watch
+
+LAST_WORDS = "PARALLAX_LAST_WORDS"  # names the file in which ranks tell their launcher why the run ended
+_BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up")
+
+
+def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
+    """One rank's exception ends the run: say where and why, once, and go.
+
+    A connection that broke is no cause: whoever broke it is known to the others soon, and this process ends meanwhile.
+    Before there is a watch, the first rank of a host speaks for the host.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        if watch is not None:
+            watch.claim(Verdict(watch.rank, How.STOPPED, "", "", code=INTERRUPTED))
+            time.sleep(PATIENCE_SECONDS)
+        os._exit(INTERRUPTED)
+    if follows(error):
+        time.sleep(PATIENCE_SECONDS)
+    verdict = verdict_on(error, watch)
+    if watch is not None:
+        watch.claim(verdict)
+        watch.wait()
+    if watch is not None or _speaks_first():
+        if not isinstance(error, ParallaxError):
+            traceback.print_exception(error)
+        (say if watch is None else watch.say)(verdict)
+    else:
+        time.sleep(PATIENCE_SECONDS)  # torchrun would stop the one that speaks, if another left first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(verdict.code)
+
+
+def say(verdict: Verdict) -> None:
+    """Why the run ended: to the launcher, which knows more and says it; otherwise to whoever reads this rank's errors.
+
+    Written past Python's buffers: the main thread may hold their locks for ever.
+    """
+    if not verdict.text:
+        return
+    file = os.environ.get(LAST_WORDS)
+    with contextlib.suppress(OSError):
+        if file is None:
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"parallax: {verdict.text}\n".encode())
+        else:
+            Path(file).write_text(json.dumps(verdict.to_dict()), encoding="utf-8")
+
+
+def read_words(words: Path) -> Verdict | None:
+    """What the ranks told; None where none was able to."""
+    try:
+        return Verdict.from_dict(json.loads(words.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an exception only says that another rank has gone."""
+    return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
+
+
+def verdict_on(error: BaseException, watch: Watch | None) -> Verdict:
+    """What is said of an exception. Wrong input is the same for every rank: it does not matter which one read it."""
+    rank, text = int(os.environ.get("RANK", "0")), printable(str(error))
+    if isinstance(error, UserError):
+        return Verdict(rank, How.RAISED, "", text, code=error.exit_code)
+    code = error.exit_code if isinstance(error, ParallaxError) else 1
+    cause = text if isinstance(error, ParallaxError) else f"{type(error).__name__}: {text}"
+    if watch is None:
+        return Verdict(rank, How.RAISED, f"rank {rank}", f"failed: {cause}", code=code)
+    return watch.failed(How.RAISED, cause, code)
+
+
+def _speaks_first() -> bool:
+    """Whether this is the first rank of its host to fail: what others could say follows from it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return True
+    try:
+        os.close(os.open(Path(file).parents[1] / "failed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,228 @@
+"""A rank that fails, dies or hangs in the middle of a step: all ranks are gone at once, and one line says why."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.test_cli import MODULE, finish, here, prepared, running, start, temporary, wait_for
+
+__all__ = ["here"]
+
+ALL_GONE_SECONDS = 5.0  # 2 s on a machine that has nothing else to do
+SIZES = ["trainer.global_batch=4", "trainer.microbatch=2", "trainer.steps=1000", "trainer.eval_every=0"]
+SIZES += ["trainer.checkpoint_every=0", "data.max_bytes=64KiB", "logger.tensorboard=false"]
+
+# Two forwards a step, so that the fault is in the first micro-batch of step 2.
+MODEL = """
+import ctypes, os, pathlib, signal, time, torch
+from torch import nn
+
+SEEN = 0.5  # of a process that ends without a word is known what it was seen doing
+
+def now():
+    pathlib.Path("fault").touch()
+
+def raises():
+    now()
+    raise ValueError("boom")
+
+def crashes():
+    time.sleep(SEEN)
+    now()
+    ctypes.string_at(0)
+
+def is_killed():
+    time.sleep(SEEN)
+    now()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def sleeps():
+    now()
+    time.sleep(600)
+
+def is_stopped():
+    time.sleep(SEEN)
+    now()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+class Fails(nn.Module):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.training and os.environ["RANK"] == os.environ["FAULT_RANK"] and self.calls == 5:
+            globals()[os.environ["FAULT"]]()
+        return x.clone()
+
+def build():
+    return nn.Sequential(Fails(), nn.Embedding(256, 8), nn.Linear(8, 256), Fails())
+"""
+
+
+def torchrun(ranks: int, *more: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *more, *MODULE[1:]]
+
+
+@pytest.fixture
+def gone(here: Path) -> Iterator[Callable[[subprocess.Popen[str]], float]]:
+    """Seconds from the fault until no rank was left; what launchers do afterwards is theirs."""
+
+    def wait(*launchers: subprocess.Popen[str]) -> float:
+        wait_for(lambda: (here / "fault").exists() or launchers[0].poll() is not None, "the fault")
+        assert (here / "fault").exists(), launchers[0].communicate()
+        wait_for(lambda: not ranks(here), "the end of the ranks")
+        return time.time() - (here / "fault").stat().st_mtime
+
+    return wait
+
+
+def ranks(folder: Path) -> list[psutil.Process]:
+    """Rank processes, of any launcher, that work in ``folder``."""
+    found = []
+    for process in running(folder):
+        try:
+            if "RANK" in process.environ():
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def training(*overrides: str) -> Path:
+    (Path.cwd() / "faulty_model.py").write_text(MODEL)
+    return prepared("model=custom", "model.target=faulty_model:build", "+model.kwargs={}", *SIZES, *overrides)
+
+
+def the_line(err: str) -> str:
+    (line,) = [line for line in err.splitlines() if "parallax: " in line and not line.startswith(("W1", "E1"))]
+    assert line.startswith("parallax: ")
+    return line
+
+
+RAISED = r"rank {rank} \(stage {rank}, replica 0\) failed in forward of micro-batch 0, step 2: ValueError: boom"
+SEEN = "last seen in forward of micro-batch 0, step 2"
+AGAIN = "run again to continue from the last checkpoint"
+KILLED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) was killed by {{signal}}( \(.*\?\))?, {SEEN}; {AGAIN}"
+ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SEEN}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "expected"),
+    [("raises", "0", RAISED), ("raises", "1", RAISED), ("crashes", "1", KILLED), ("is_killed", "0", KILLED)],
+)
+def test_one_host(here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str) -> None:
+    run = training()
+    launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT=fault, FAULT_RANK=rank)
+    seconds = gone(launcher)
+    code, _, err = finish(launcher)
+    print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s")
+    assert seconds < ALL_GONE_SECONDS
+    assert code == 1
+    signalled = "SIGSEGV" if fault == "crashes" else "SIGKILL"
+    assert re.fullmatch("parallax: " + expected.format(rank=rank, signal=signalled), the_line(err)), err
+    assert err.count("Traceback") == (fault == "raises")
+    assert ("Fatal Python error: Segmentation fault" in err) == (fault == "crashes")
+    assert running(here) == []
+    assert temporary() == []
+
+
+def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
+    """Two torchruns, as on two hosts: neither agent knows of the other's rank before the rendezvous times out."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launchers = []
+    for node in (0, 1):
+        command = torchrun(
+            1,
+            "--nnodes=2",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-id=watched",
+            f"--rdzv-conf=is_host={1 - node}",
+            f"--node-rank={node}",
+        )
+        command.insert(command.index("-m", 3), "--local-addr=127.0.0.1")
+        launchers.append(start([*command, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **added))
+    return launchers
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "expected"), [("raises", "1", RAISED), ("is_killed", "0", ENDED), ("is_killed", "1", ENDED)]
+)
+def test_two_agents(here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str) -> None:
+    run = training()
+    launchers = two_agents("train", "--run-dir", str(run), FAULT=fault, FAULT_RANK=rank)
+    seconds = gone(*launchers)
+    print(f"{fault} on rank {rank}, two agents: all ranks gone after {seconds:.2f} s")
+    assert seconds < ALL_GONE_SECONDS
+    ended = [finish(launcher) for launcher in launchers]
+    assert all(code != 0 for code, _, _ in ended)
+    line = the_line("".join(err for _, _, err in ended))
+    assert re.fullmatch("parallax: " + expected.format(rank=rank), line), line
+    assert running(here) == []
+
+
+SLEEPS = r"has been in forward of micro-batch 0, step 2, for \d+ s.*; the limit is 3 s .*stacks-rank{rank}.txt"
+STOPPED = (
+    r"has not answered for \d+ s \(stopped, or its host is gone\), last seen in forward of micro-batch 0, step 2 "
+    r"while rank \d waits in receive_\w+ of micro-batch 0, step 2; the limit is 3 s.*"
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "agents", "expected"),
+    [
+        ("sleeps", "0", 1, SLEEPS),
+        ("sleeps", "1", 2, SLEEPS),
+        ("is_stopped", "0", 2, STOPPED),
+        ("is_stopped", "1", 1, STOPPED),
+    ],
+)
+def test_a_hang(here: Path, gone: Callable[..., float], fault: str, rank: str, agents: int, expected: str) -> None:
+    run = training("trainer.watchdog_seconds=3")
+    arguments = ["train", "--run-dir", str(run)]
+    added = {"FAULT": fault, "FAULT_RANK": rank}
+    launchers = [start([*MODULE, *arguments], **added)] if agents == 1 else two_agents(*arguments, **added)
+    seconds = gone(*launchers)
+    print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s of a limit of 3 s")
+    assert seconds < 3 + ALL_GONE_SECONDS
+    ended = [finish(launcher) for launcher in launchers]
+    assert all(code == 1 for code, _, _ in ended)
+    line = the_line("".join(err for _, _, err in ended))
+    who = rf"parallax: rank {rank} \(stage {rank}, replica 0\) "
+    assert re.fullmatch(who + expected.format(rank=rank), line), line
+    if fault == "sleeps":
+        assert "in sleeps" in (run / f"stacks-rank{rank}.txt").read_text()
+    assert running(here) == []
+
+
+def test_stopped_and_continued_is_no_hang(here: Path) -> None:
+    """The whole job sleeps for longer than the limit, as with Ctrl-Z: nobody did anything wrong."""
+    run = training("trainer.watchdog_seconds=2")
+    launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT="raises", FAULT_RANK="none")
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: (metrics.exists() and metrics.stat().st_size > 0) or launcher.poll() is not None, "a step")
+    stopped = ranks(here)
+    for process in stopped:
+        process.suspend()
+    time.sleep(6)
+    for process in stopped:
+        process.resume()
+    size = metrics.stat().st_size
+    wait_for(lambda: metrics.stat().st_size > size + 2000 or launcher.poll() is not None, "more steps")
+    assert launcher.poll() is None, launcher.communicate()
+    launcher.send_signal(signal.SIGINT)
+    code, _, err = finish(launcher)
+    assert code == 130
+    assert "continues" in the_line(err)
+    assert running(here) == []

@@ -1,0 +1,70 @@
+"""The ranks' watches find each other, whoever else knocks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from parallax.errors import TransportError
+from parallax.runtime import links
+from parallax.runtime.links import Link, addresses, reach, welcome
+
+
+def everything(end: Link) -> list[dict[str, Any]]:
+    """What comes until the peer has gone."""
+    messages: list[dict[str, Any]] = []
+    with contextlib.suppress(ConnectionError):
+        while True:
+            messages += end.receive()
+    return messages
+
+
+def test_strangers_are_turned_away_and_ranks_are_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as threads:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as nonsense:
+            nonsense.sendall(b"GET / HTTP/1.1\n")
+            wrong = threads.submit(reach, ["127.0.0.1"], port, "guess", 1)
+            right = [threads.submit(reach, ["127.0.0.1"], port, "word", rank) for rank in (1, 2)]
+            found = welcome(listener, "word", 2)
+        assert sorted(found) == [1, 2]
+        with pytest.raises(TransportError, match="rank 1 cannot reach rank 0"):
+            wrong.result()
+        ends = [future.result() for future in right]
+        for rank, end in enumerate(ends, 1):
+            found[rank].send({"verdict": rank})
+            found[rank].send({"bye": True})
+            found[rank].close()
+            assert everything(end) == [{"verdict": rank}, {"bye": True}]
+            end.close()
+
+
+def test_the_first_address_that_answers_is_used() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        port = listener.getsockname()[1]
+        joining = threads.submit(reach, ["127.0.0.2", "no such host.", "127.0.0.1"], port, "word", 1)
+        ends: list[Link] = [*welcome(listener, "word", 1).values(), joining.result()]
+        assert ends[1].socket.getpeername()[0] == "127.0.0.1"
+        for end in ends:
+            end.close()
+
+
+def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MEETING_SECONDS", 0.05)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(TransportError, match="1 of 1 ranks did not"),
+    ):
+        welcome(listener, "word", 1)
+
+
+def test_addresses_begin_with_the_interface_torch_is_told_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert addresses(one_host=True) == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing,lo")
+    found = addresses(one_host=False)
+    assert "127.0.0.1" in found
+    assert not [a for a in found[: found.index("127.0.0.1")] if a.startswith("127.") or a == "::1"]

@@ -1,0 +1,74 @@
+"""Who is to blame, from what the ranks were last seen doing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from parallax.plan.schedule import Action, Kind
+from parallax.runtime.verdict import How, Seen, Verdict, complaint, culprit, name
+
+LIMIT = 60.0
+LONG, SHORT = 61.0, 59.0
+
+
+def seen(kind: Kind | None, step: int = 3, seconds: float = LONG, silent: float = 0.0) -> Seen:
+    micro = -1 if kind in (Kind.REDUCE, Kind.UPDATE) else 2
+    return Seen(Action(kind, 0, micro) if kind else None, step, seconds, silent)
+
+
+NOBODY = [
+    ("everybody works", [seen(Kind.FORWARD, seconds=SHORT), seen(Kind.BACKWARD, seconds=1.0)]),
+    ("a deep pipeline waits", [seen(Kind.FORWARD, seconds=SHORT), *[seen(Kind.RECEIVE_ACTIVATION, seconds=400.0)] * 3]),
+    ("all save a checkpoint", [seen(None, seconds=900.0)] * 3),
+    ("one has just gone on", [seen(Kind.RECEIVE_GRADIENT, seconds=0.1), seen(Kind.REDUCE, seconds=400.0)]),
+]
+
+
+@pytest.mark.parametrize("ranks", [ranks for _, ranks in NOBODY], ids=[text for text, _ in NOBODY])
+def test_nobody_is_to_blame(ranks: list[Seen]) -> None:
+    assert culprit(ranks, LIMIT) is None
+
+
+BLAMED = [
+    ("one computes", [seen(Kind.RECEIVE_GRADIENT, seconds=70.0), seen(Kind.BACKWARD), seen(Kind.REDUCE)], 1),
+    ("one waits for its swapped data", [seen(Kind.FETCH), seen(Kind.RECEIVE_ACTIVATION, seconds=70.0)], 0),
+    ("one loads rows", [seen(Kind.RECEIVE_ACTIVATION), seen(None, seconds=62.0), seen(Kind.UPDATE)], 1),
+    ("one is a step behind", [seen(Kind.RECEIVE_ACTIVATION, step=4), seen(Kind.UPDATE, step=3)], 1),
+    ("a message was lost", [seen(Kind.RECEIVE_GRADIENT, seconds=61.0), seen(Kind.RECEIVE_ACTIVATION, seconds=65.0)], 1),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [case[1:] for case in BLAMED], ids=[case[0] for case in BLAMED])
+def test_the_one_that_keeps_the_others_waiting(ranks: list[Seen], rank: int) -> None:
+    assert culprit(ranks, LIMIT) == (rank, How.HANGS)
+
+
+def test_silence_explains_everything_else() -> None:
+    ranks = [seen(Kind.FORWARD), seen(None, seconds=0.0, silent=LONG), seen(Kind.REDUCE)]
+    assert culprit(ranks, LIMIT) == (1, How.SILENT)
+
+
+def test_what_is_said() -> None:
+    ranks = [seen(Kind.RECEIVE_GRADIENT), seen(Kind.BACKWARD)]
+    assert "".join(complaint(ranks, 1, How.HANGS, LIMIT)) == (
+        "has been in backward of micro-batch 2, step 3, for 61 s while rank 0 waits in receive_gradient of micro-batch "
+        "2, step 3; the limit is 60 s (trainer.watchdog_seconds; 0 sets none)"
+    )
+    assert complaint([seen(None), seen(Kind.UPDATE)], 0, How.HANGS, LIMIT)[0] == (
+        "has been outside of a step, after step 3, for 61 s"
+    )
+    assert complaint([seen(None, silent=LONG)], 0, How.SILENT, LIMIT)[0].endswith("is gone), last seen after step 3")
+    assert name(3, None) == "rank 3"
+    assert name(3, (1, 0)) == "rank 3 (stage 1, replica 0)"
+    assert name(3, (1, 0), Action(Kind.FORWARD, 5, 0)) == "rank 3 (stage 5, replica 0)", "one of several of that rank"
+
+
+def test_what_travels_comes_back() -> None:
+    for each in (seen(Kind.UPDATE, seconds=2.5), seen(None), Seen()):
+        assert Seen.from_list(json.loads(json.dumps(each.to_list()))) == each
+    verdict = Verdict(1, How.LOST, "rank 1", "ended without a word", ", last seen after step 3")
+    assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
+    assert verdict.text == "rank 1 ended without a word, last seen after step 3"
+    assert Verdict(0, How.RAISED, "", "wrong input").text == "wrong input"
