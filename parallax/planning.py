@@ -17,7 +17,7 @@ from parallax.errors import ParallaxError
 from parallax.files import existing_parent
 from parallax.host import return_freed_memory
 from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices, probe_speeds
-from parallax.model.describe import Chain, as_tuple
+from parallax.model.describe import Chain
 from parallax.model.measure import measure, profile_path, remember
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.catalog import CatalogClusterConfig
@@ -130,7 +130,7 @@ def measure_model(
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``."""
-    return measure(chain, loss, **_conditions(batch, choice, precision, swap), name=name, progress=progress)
+    return measure(chain, loss, **_conditions(chain, batch, choice, precision, swap), name=name, progress=progress)
 
 
 def remember_profile(
@@ -144,19 +144,19 @@ def remember_profile(
     swap: SwapConfig,
 ) -> Path:
     """Put ``profile`` where :func:`measure_model`, asked the same, will find it instead of measuring; the file."""
-    path = profile_path(chain, loss, **_conditions(batch, choice, precision, swap))
+    path = profile_path(chain, loss, **_conditions(chain, batch, choice, precision, swap))
     remember(profile, path)
     return path
 
 
 def _conditions(
-    batch: Rows, choice: DeviceChoice, precision: PrecisionConfig | None, swap: SwapConfig | None
+    chain: Chain, batch: Rows, choice: DeviceChoice, precision: PrecisionConfig | None, swap: SwapConfig | None
 ) -> dict[str, Any]:
     """What a measurement depends on besides model and loss: arguments of :func:`~parallax.model.measure.measure`."""
     measured = min(MEASURED_ROWS, len(batch))
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        return as_tuple(batch.inputs(0, count)), batch.targets(0, count)
+        return chain.arguments(batch.inputs(0, count)), batch.targets(0, count)
 
     return {
         "sample": sample,

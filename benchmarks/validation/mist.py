@@ -26,7 +26,7 @@ from benchmarks.validation.table import Row, Table, read_rows
 from parallax.errors import DataError
 from parallax.plan.catalog import ALLOCATOR_BYTES, CatalogClusterConfig
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost import load_stage
+from parallax.plan.cost import Below, load_stage
 from parallax.plan.efficiency import Efficiency, Observation, calibrate, default_efficiency, price
 from parallax.plan.hardware import device_kind
 from parallax.plan.plan import Directive, StagePlan
@@ -147,7 +147,7 @@ class Case:
                 stage.directives,
                 self.rows(index),
                 device=device,
-                optimizer_offload=stage.optimizer_offload,
+                below=Below(stage.optimizer_offload),
             )
             flight = in_flight(SCHEDULE, len(self.partition), index, self.micro_batches)
             found.append(load.memory(flight, stage.swap_limit_bytes))

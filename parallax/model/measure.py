@@ -1,7 +1,8 @@
 """Measures what each block costs on the real device: seconds, saved bytes by storage, working memory.
 
 Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at two numbers
-of rows or more. The result is cached by model, device and library versions, so only the first run of a model pays.
+of rows or more. Their backward is measured whole and in halves (:mod:`parallax.model.halves`), for schedules that run
+these apart. The result is cached by model, device and library versions, so only the first run of a model pays.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,13 @@ from parallax.files import cache_directory, replacing
 from parallax.host import cpu_model
 from parallax.model.clock import Clock
 from parallax.model.describe import Chain, as_tuple, block_by_block, materialise, tie_costs
+from parallax.model.halves import Halves
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Saved
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
+from parallax.plan.recipe import recipe
 
+EDITION = 2  # of what is measured: profiles of another one are measured again
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
 _CHEAP_SECONDS = 0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
@@ -45,6 +50,8 @@ class _Measured:
     rows: int
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float
+    split_seconds: float
     moved: int
     stays: int
     by_loss: int
@@ -52,6 +59,8 @@ class _Measured:
     leaving: int
     forward_work: int
     backward_work: int
+    deferred: int
+    split_work: int
     outputs: tuple[Tensor, ...]
 
 
@@ -97,6 +106,7 @@ def measure(
             if count and sum(block.forward_seconds + block.backward_seconds for block in high) > _CHEAP_SECONDS:
                 break
             low, high = high, bench.run(n, *sample(n))
+    how = recipe(str(precision))
     profile = ModelProfile(
         model=name,
         fingerprint=chain.fingerprint(),
@@ -104,7 +114,10 @@ def measure(
         precision=str(precision),
         blocks=tuple(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks))),
         ties=tuple(tie_costs(chain)),
+        optimizer_bytes=how.optimizer / how.weight,
         optimizer_seconds=_optimizer_seconds(device, chain.dtype),
+        gradient_bytes=how.gradient / how.weight,
+        master_bytes=how.master / how.weight,
     )
     remember(profile, path)
     return profile
@@ -125,6 +138,7 @@ def profile_path(
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
     what = [
+        EDITION,
         chain.fingerprint(),
         _device_name(device),
         torch.__version__,
@@ -175,39 +189,73 @@ class _Bench:
         leaves = tuple(tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point()) for tensor in inputs)
         # As in a stage, what enters is no leaf: it comes from a node with two parents.
         anchor = torch.zeros((), device=self._device, requires_grad=True)
-        entering = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
+
+        def enter() -> tuple[Tensor, ...]:
+            return tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
+
+        entering = enter()
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
         outputs = self._forward(block, entering, None)
-        gradients = [torch.ones_like(t) for t in outputs if t.requires_grad]
+        moved, stays, by_loss, new = self._saved(block, entering, targets)
 
-        def forward() -> tuple[Tensor, ...]:
+        def forward(_: object) -> tuple[Tensor, ...]:
             return self._forward(block, entering, targets)
 
         def backward(results: tuple[Tensor, ...]) -> None:
             roots = [tensor for tensor in results if tensor.requires_grad]
             if roots:
-                torch.autograd.backward(roots, gradients if targets is None else None)
+                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots] if targets is None else None)
             for leaf in (*leaves, anchor):
                 leaf.grad = None
 
-        moved, stays, by_loss, new = self._saved(block, entering, targets)
+        def split(_: object) -> tuple[tuple[Tensor, ...], Halves]:
+            halves = Halves(self._device)
+            with halves.splitting():
+                return self._forward(block, enter(), targets), halves
+
+        def input_half(found: tuple[tuple[Tensor, ...], Halves]) -> Halves:
+            backward(found[0])
+            return found[1]
+
+        def weight_half(halves: Halves) -> None:
+            halves.finish()
+
         forward_seconds, backward_seconds = self._time(forward, backward)
-        forward_peak, backward_peak = self._peaks(forward, backward)
-        leaving = sum(tensor.nbytes for tensor in outputs)
+        (forward_peak, _), (backward_peak, _) = self._allocations(forward, backward)
+        arriving = 0 if targets is not None else sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
+        whole = forward_seconds + backward_seconds
+        *halved, weight_seconds = self._time(split, input_half, weight_half)
+        (_, made), (first_peak, given), (second_peak, _) = self._allocations(split, input_half, weight_half)
+        apart = self._splits(block, leaves, targets)
         return _Measured(
             rows=rows,
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
+            weight_seconds=min(weight_seconds, backward_seconds) if apart else 0.0,
+            split_seconds=max(0.0, sum(halved) + weight_seconds - whole),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
             entering=sum(tensor.nbytes for tensor in inputs),
-            leaving=leaving,
+            leaving=sum(tensor.nbytes for tensor in outputs),
             forward_work=max(0, forward_peak - new),
-            backward_work=backward_peak,
+            backward_work=max(0, backward_peak - arriving),
+            deferred=max(0, made + given),
+            split_work=max(0, first_peak - arriving, second_peak),
             outputs=tuple(tensor.detach() for tensor in outputs),
         )
+
+    def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
+        """Whether any gradient of a parameter is put off."""
+        halves = Halves(self._device)
+        with halves.splitting():
+            results = [tensor for tensor in self._forward(block, inputs, targets) if tensor.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
+        for leaf in inputs:
+            leaf.grad = None
+        return bool(halves.owes())
 
     def _forward(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> tuple[Tensor, ...]:
         with self._precision.autocast(self._device.type):
@@ -223,7 +271,7 @@ class _Bench:
 
     def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
         with self._precision.autocast(self._device.type):
-            return (self._loss(outputs[0] if len(outputs) == 1 else outputs, targets),)
+            return (self._loss(self._chain.results(outputs), targets),)
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
@@ -238,46 +286,48 @@ class _Bench:
                 results = self._add_loss(results, targets)
         return saved.sums(entering, results)
 
-    def _time(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[float, float]:
-        """Medians of processor time. What disturbs a wall clock only ever adds to it: there lower quartiles count. The
-        first run warms up."""
-        backward(forward())
+    def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
+        """Seconds of each pass, which is given what the one before it returned: medians of processor time. What
+        disturbs a wall clock only ever adds to it: there lower quartiles count. The first run warms up."""
         clock = self._clock
-        times: list[tuple[float, float]] = []
+        times: list[list[float]] = []
         begun = time.perf_counter()
-        while len(times) < _REPEATS[0] or (
-            len(times) < _REPEATS[1] and time.perf_counter() - begun < SECONDS_PER_BLOCK
+        while len(times) <= _REPEATS[0] or (
+            len(times) <= _REPEATS[1] and time.perf_counter() - begun < SECONDS_PER_BLOCK
         ):
-            clock.cool()
-            start = clock.now()
-            results = forward()
-            middle = clock.now()
-            clock.cool()
-            resumed = clock.now()
-            backward(results)
-            times.append((middle - start, clock.now() - resumed))
+            found, seconds = None, []
+            for each in passes:
+                clock.cool()
+                start = clock.now()
+                found = each(found)
+                seconds.append(clock.now() - start)
+            times.append(seconds)
         typical = statistics.median if clock.undisturbed else _quartile
-        return typical([t[0] for t in times]), typical([t[1] for t in times])
+        return [typical(list(column)) for column in zip(*times[1:])]
 
-    def _peaks(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> tuple[int, int]:
-        """The most that forward, and backward, allocate beyond what was there when each began."""
-        results: list[Any] = []
-        up = _allocation_peak(self._device, lambda: results.append(forward()))
-        down = _allocation_peak(self._device, lambda: backward(results.pop()))
-        return up, down
+    def _allocations(self, *passes: Callable[[Any], Any]) -> list[tuple[int, int]]:
+        """Of each pass the most that it allocates beyond what was there when it began, and what it leaves."""
+        results: list[Any] = [None]
+
+        def run(each: Callable[[Any], Any]) -> None:
+            results.append(each(results.pop()))
+
+        return [_allocations(self._device, partial(run, each)) for each in passes]
 
 
 def _quartile(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
-def _allocation_peak(device: torch.device, call: Callable[[], object]) -> int:
+def _allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, int]:
+    """The most bytes that ``call`` allocates beyond those before it, and how many more there are after it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         call()
-        return int(torch.cuda.max_memory_allocated(device)) - before
+        most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return int(most) - before, int(after) - before
     with (
         _quiet_stderr(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
@@ -292,7 +342,7 @@ def _allocation_peak(device: torch.device, call: Callable[[], object]) -> int:
     for event in sorted(steps, key=lambda event: float(event["ts"])):
         level += int(event["args"]["Bytes"])
         peak = max(peak, level)
-    return peak
+    return peak, level
 
 
 @contextlib.contextmanager
@@ -323,8 +373,11 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
             buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
             for buffer in module.buffers()
         ),
+        largest_bytes=max((parameter.numel() for parameter in module.parameters()), default=0) * chain.dtype.itemsize,
         forward_seconds=line("forward_seconds"),
         backward_seconds=line("backward_seconds"),
+        weight_seconds=line("weight_seconds"),
+        split_seconds=line("split_seconds"),
         moved=line("moved"),
         stays=line("stays"),
         by_loss=line("by_loss"),
@@ -332,6 +385,8 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
         output=line("leaving"),
         forward_work=line("forward_work"),
         backward_work=line("backward_work"),
+        deferred=line("deferred"),
+        split_work=line("split_work"),
     )
 
 

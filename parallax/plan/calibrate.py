@@ -27,6 +27,7 @@ ENOUGH = 0.005
 NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is an accident, not a measurement
 
 COMPUTE = ("forward", "backward")
+TERMS = {"forward": "forward", "backward": "backward", "backward_weight": "backward"}  # of kinds of actions
 Busy = Mapping[tuple[int, str], float]
 
 
@@ -79,8 +80,8 @@ def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
             span.rank, dict.fromkeys((*COMPUTE, "stall", "receive", "reduce", "update", "idle"), 0.0)
         )
         lasted = span.end - span.start
-        if span.kind in COMPUTE:
-            terms[span.kind] += lasted - span.wait
+        if span.kind in TERMS:
+            terms[TERMS[span.kind]] += lasted - span.wait
             terms["stall"] += span.wait
         elif span.kind in ("reduce", "update"):
             terms[span.kind] += lasted
@@ -107,6 +108,7 @@ def _corrected(profile: ModelProfile, before: Sequence[Span], after: Sequence[Sp
                 forward_seconds=scaled(block.forward_seconds, forward),
                 backward_seconds=scaled(block.backward_seconds, backward),
                 weight_seconds=scaled(block.weight_seconds, backward),
+                split_seconds=scaled(block.split_seconds, backward),
             )
     update = _ratio(_update(after), _update(before), (0, "update"))
     return replace(profile, blocks=tuple(blocks), optimizer_seconds=profile.optimizer_seconds * update)
@@ -134,6 +136,7 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
             forward_seconds=scaled(block.forward_seconds, ratio),
             backward_seconds=scaled(block.backward_seconds, ratio),
             weight_seconds=scaled(block.weight_seconds, ratio),
+            split_seconds=scaled(block.split_seconds, ratio),
         )
         for block in profile.blocks
     )
@@ -167,8 +170,8 @@ def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
     """
     lists: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.kind in COMPUTE:
-            lists[span.stage, span.rank, span.step, span.kind].append(span)
+        if span.kind in TERMS:
+            lists[span.stage, span.rank, span.step, TERMS[span.kind]].append(span)
     totals: defaultdict[tuple[int, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for (stage, _, step, kind), found in lists.items():
         found.sort(key=lambda span: span.end)

@@ -1,4 +1,4 @@
-"""What an all-reduce takes, from the links between its ranks.
+"""What an all-reduce, and a broadcast from every rank, take, from the links between their ranks.
 
 Inside a node, and between single ranks of several nodes, it is a ring: 2·(n − 1) messages of 1/n of the bytes, one
 after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -33,6 +33,17 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
     inside = 2 * _half_ring(count, max(members.values()), cluster.local)
     across = 2 * _half_ring(count / min(members.values()), len(members), cluster.remote)
     return inside, across
+
+
+def broadcast_seconds(count: float, members: int, link: Link) -> float:
+    """Seconds in which each of ``members`` in turn sends its share of ``count`` bytes to the others, who pass it on as
+    it comes."""
+    return members * link.latency_seconds + count / link.bytes_per_second if members > 1 and count > 0 else 0.0
+
+
+def link_among(ranks: Sequence[int], cluster: Cluster) -> Link:
+    """The slowest link between two of the ranks."""
+    return cluster.local if len({cluster.node_of[rank] for rank in ranks}) < 2 else cluster.remote
 
 
 def _half_ring(count: float, members: int, link: Link) -> float:

@@ -4,7 +4,8 @@ Bytes are whole: what a line through two measurements gives is rounded up. Devic
 
     static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve
   + boundary                    received and sent tensors under way
-  + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward
+  + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward; where
+                                backwards are split, what is held until the weight half counts like them
   + offloaded and resident      bounded by the stage's swap limit
   + work                        what the running block needs for itself, recomputed activations included
   + staging                     the blocks whose parameters visit the device at one time
@@ -19,15 +20,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallax.plan.cluster import Device
-from parallax.plan.plan import STATE_BUCKET_BYTES, Directive
-from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.plan.plan import STATE_BUCKET_BYTES, Directive, StagePlan
+from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
     """One block for one micro-batch on one rank. ``recompute_seconds`` is the part of ``backward_seconds`` that runs
     the forward again, ``weight_seconds`` the part that computes gradients of parameters; ``loss_bytes`` is the part
-    of ``kept_bytes`` that the loss saves."""
+    of ``kept_bytes`` that the loss saves. Where the weight half runs apart, ``deferred_bytes`` take the place of
+    ``kept_bytes`` between the halves."""
 
     forward_seconds: float
     backward_seconds: float
@@ -38,16 +40,31 @@ class BlockLoad:
     moved_bytes: int
     forward_work: int
     backward_work: int
+    deferred_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that a micro-batch in flight holds."""
+        return max(self.kept_bytes, self.deferred_bytes)
 
 
 class Below(NamedTuple):
-    """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below."""
+    """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below.
+    ``sharded``: of the states that are on the device each replica holds and steps its part, and sends what is new to
+    the others."""
 
     optimizer: float = 0.0
     parameters: float = 0.0
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> Below:
+        """Those of a planned stage."""
+        return cls(stage.optimizer_offload, stage.parameter_offload, stage.shard_optimizer)
 
 
 ALL_ON_DEVICE = Below()
+SHARDED = Below(sharded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +128,8 @@ class StageLoad:
 
     @property
     def kept_bytes(self) -> int:
-        """Saved activations of one micro-batch that stay on the device."""
-        return sum(block.kept_bytes for block in self.blocks)
+        """What one micro-batch in flight holds on the device at most."""
+        return sum(block.held_bytes for block in self.blocks)
 
     @property
     def moved_bytes(self) -> int:
@@ -157,8 +174,11 @@ class StageLoad:
         return self.static_bytes + passing + math.ceil(self.gap_share * passing)
 
 
-def load_block(cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0) -> BlockLoad:
-    """One block under one directive, on a device of a ``speed`` relative to the profile's."""
+def load_block(
+    cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0, split: bool = False
+) -> BlockLoad:
+    """One block under one directive, on a device of a ``speed`` relative to the profile's. Where backwards are
+    ``split``, a block that keeps its activations runs its weight half apart."""
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward, backward = cost.forward_seconds.at(rows) / speed, cost.backward_seconds.at(rows) / speed
     kept, moved, again = saved + stays, 0, 0.0
@@ -173,6 +193,13 @@ def load_block(cost: BlockCost, directive: Directive, rows: float, *, speed: flo
         forward_work += saved + stays
         backward_work += saved + stays
         again = forward
+    deferred = 0
+    if split:  # under every directive: nothing is offloaded to save what splitting costs
+        backward += cost.split_seconds.at(rows) / speed
+    if split and directive is Directive.KEEP:
+        unknown = cost.deferred == NOTHING and cost.weight_seconds != NOTHING
+        deferred = saved + stays if unknown else math.ceil(cost.deferred.at(rows))
+        backward_work = max(backward_work, math.ceil(cost.split_work.at(rows) + cost.output.at(rows)))
     loss = math.ceil(cost.by_loss.at(rows))
     return BlockLoad(
         forward_seconds=forward,
@@ -184,6 +211,7 @@ def load_block(cost: BlockCost, directive: Directive, rows: float, *, speed: flo
         moved_bytes=moved,
         forward_work=forward_work,
         backward_work=backward_work,
+        deferred_bytes=deferred,
     )
 
 
@@ -194,21 +222,24 @@ def load_stage(
     rows: float,
     *,
     device: Device,
-    optimizer_offload: float = 0.0,
-    parameter_offload: float = 0.0,
+    below: Below = ALL_ON_DEVICE,
+    replicas: int = 1,
+    split: bool = False,
 ) -> StageLoad:
     """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
-    ``device``; the share ``optimizer_offload`` of its optimizer's states, and ``parameter_offload`` of its parameters
-    and gradients, lives in the tier below."""
+    ``device``, which is that of one of ``replicas``. ``below`` is where its states live; ``split`` says whether the
+    schedule runs weight halves apart."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
     parameters = profile.unique_parameter_bytes(range(start, stop))
-    largest = max(cost.parameter_bytes for cost in costs)
+    sizes = Sizes(
+        parameters, max(cost.parameter_bytes for cost in costs), max(cost.largest_parameter_bytes for cost in costs)
+    )
     return StageLoad(
         parameter_bytes=parameters,
-        states=load_states(profile, parameters, largest, device, Below(optimizer_offload, parameter_offload)),
+        states=load_states(profile, sizes, device, below, replicas),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
         boundary_bytes=math.ceil(2 * entering + 2 * leaving),
@@ -216,26 +247,52 @@ def load_stage(
         input_bytes=entering,
         output_bytes=leaving,
         blocks=tuple(
-            load_block(cost, directive, rows, speed=device.speed) for cost, directive in zip(costs, directives)
+            load_block(cost, directive, rows, speed=device.speed, split=split)
+            for cost, directive in zip(costs, directives)
         ),
     )
 
 
+def load_planned(profile: ModelProfile, stage: StagePlan, rows: float, *, device: Device, split: bool) -> StageLoad:
+    """A stage of a plan."""
+    return load_stage(
+        profile,
+        stage.start,
+        stage.directives,
+        rows,
+        device=device,
+        below=Below.of(stage),
+        replicas=stage.replicas,
+        split=split,
+    )
+
+
+class Sizes(NamedTuple):
+    """Bytes of a stage's parameters, of those of its largest block, and of its largest parameter."""
+
+    parameters: int
+    block: int
+    parameter: int
+
+
 def load_states(
-    profile: ModelProfile, parameter_bytes: int, largest: int, device: Device, below: Below = ALL_ON_DEVICE
+    profile: ModelProfile, sizes: Sizes, device: Device, below: Below = ALL_ON_DEVICE, replicas: int = 1
 ) -> StateLoad:
-    """``parameter_bytes`` of parameters in training, ``largest`` in one block.
+    """Parameters of these ``sizes`` in training, on one of ``replicas``.
 
     Optimizer states below are stepped there: their gradients go down and their parameters come up again. On the disk
     they come up to be stepped, those of three buckets at a time. A share is rounded up to whole parameters. Parameters
     below come up for each forward and each backward, two blocks at a time, the one that runs and the next; the
     gradients of a block go down, where those of all micro-batches are summed: what is there comes up to be added to.
-    What is new is written before the old is given up.
+    What is new is written before the old is given up. Replicas hold one copy of the states below together, unless their
+    parameters stream, and one copy of those on the device where they are sharded.
     """
+    parameter_bytes, largest = sizes.parameters, sizes.block
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(parameter_bytes * per_byte)
     lower = math.floor(states * below.optimizer)
-    optimizer = math.ceil((states - lower) * _share(profile.optimizer_bytes, profile.master_bytes))
+    upper = _dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
+    optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed = math.floor(parameter_bytes * below.parameters)
     gone = math.floor(streamed * profile.gradient_bytes)
     visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
@@ -254,22 +311,35 @@ def load_states(
     ):  # weights and gradients pass through a place there; the weights that are stepped are copies
         copies = 1 if profile.master_bytes else 2
         passing = copies * min(parameter_bytes, moving + (largest if moving else 0))
-    pages = (lower + streamed + gone) // 128  # every place in a store begins at one
-    update = (
-        parameter_bytes - stepped
-    ) * profile.optimizer_seconds / device.speed + stepped * device.host_update_seconds
+    dealt = lower if streamed else _dealt(lower, sizes.parameter * per_byte, replicas)
+    pages = (dealt + streamed + gone) // 128  # every place in a store begins at one
+    on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))
+    update = on_device * profile.optimizer_seconds / device.speed + stepped * device.host_update_seconds
     return StateLoad(
         parameter_bytes=parameter_bytes - streamed,
         gradient_bytes=math.ceil(parameter_bytes * profile.gradient_bytes) - gone,
         optimizer_bytes=optimizer,
-        master_bytes=states - lower - optimizer,
+        master_bytes=upper - optimizer,
         staging_bytes=window,
-        host_bytes=lower + rounding + streamed + gone + visiting + pages + math.ceil(passing),
+        host_bytes=dealt + rounding + streamed + gone + visiting + pages + math.ceil(passing),
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
         update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
     )
+
+
+def _dealt(states: int, largest: float, replicas: int) -> int:
+    """The most of ``states`` that one of ``replicas`` gets: parameters are dealt out to whoever has least."""
+    return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
+
+
+def _step_share(profile: ModelProfile, share: float) -> float:
+    """How much of a step is left where only a ``share`` of the parameters is stepped: gradients are cleared, measured
+    and clipped all the same, which takes as long as moving four times their bytes. A step moves weight, gradient and
+    states, and all but the gradient back."""
+    stepping = 3 + 2 * profile.optimizer_bytes
+    return (4 + stepping * share) / (4 + stepping)
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:

@@ -179,6 +179,7 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
         name=block.name,
         parameters=block.parameters,
         parameter_bytes=block.parameter_bytes,
+        largest_bytes=block.largest_bytes,
         buffer_bytes=block.buffer_bytes,
         forward_seconds=rate.seconds(block.forward),
         backward_seconds=rate.seconds(block.input_gradient, block.weight_gradient),
@@ -190,6 +191,7 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
         output=block.output,
         forward_work=block.forward_work,
         backward_work=block.backward_work,
+        deferred=block.deferred,
     )
 
 

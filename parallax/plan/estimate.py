@@ -109,8 +109,8 @@ def without_seconds(work: ModelWork) -> ModelProfile:
 
 
 _SIZES = (
-    *("name", "parameters", "parameter_bytes", "buffer_bytes", "moved", "stays", "by_loss", "input", "output"),
-    *("forward_work", "backward_work"),
+    *("name", "parameters", "parameter_bytes", "largest_bytes", "buffer_bytes", "moved", "stays", "by_loss"),
+    *("input", "output", "forward_work", "backward_work", "deferred"),
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device
-from parallax.plan.cost import Below, BlockLoad, StateLoad, gap_bytes, load_block, load_states
+from parallax.plan.cost import Below, BlockLoad, Sizes, StateLoad, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.plan.stages import OFFERED, TIER_FLOOR, TIER_SLACK, buffer_bytes, copying_seconds
@@ -74,7 +74,8 @@ class _Sums:
 
 
 class Lanes:
-    """All positions of one kind of device whose ranks have ``rows`` rows of each micro-batch. ``kinds`` are those of
+    """All positions of one kind of device with so many ``replicas``, whose ranks have ``rows`` rows of each
+    micro-batch, under schedules that do or do not ``split`` backwards. ``kinds`` are those of
     :func:`~parallax.plan.stages.block_kinds`."""
 
     def __init__(
@@ -86,24 +87,28 @@ class Lanes:
         *,
         allowed: Sequence[Directive],
         host_states: Sequence[Below],
+        replicas: int,
+        split: bool,
     ) -> None:
-        self._profile, self._device, self._rows = profile, device, rows
-        self._allowed, self._host_states = [d for d in OFFERED if d in allowed], host_states
+        self._profile, self._device, self._rows, self._replicas = profile, device, rows, replicas
+        self._allowed = [d for d in OFFERED if d in allowed]
+        self._host_states = [b for b in host_states if replicas > 1 or not b.sharded] or list(host_states)
         numbers, costs = kinds
         self._kinds = np.array(numbers, dtype=np.int32)
         self._loads = {
-            directive: [load_block(cost, directive, rows, speed=device.speed) for cost in costs]
+            directive: [load_block(cost, directive, rows, speed=device.speed, split=split) for cost in costs]
             for directive in OFFERED
         }
         self.seconds = self._column(Directive.KEEP, lambda load: load.forward_seconds + load.backward_seconds)
         self._again = self._column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
         self._moved = self._column(Directive.OFFLOAD, lambda load: load.moved_bytes)
-        self._kept = {d: self._column(d, lambda load: load.kept_bytes) for d in OFFERED}
+        self._kept = {d: self._column(d, lambda load: load.held_bytes) for d in OFFERED}
         self._work = {d: self._column(d, lambda load: max(load.forward_work, load.backward_work)) for d in OFFERED}
         self._inputs = np.array([block.input.at(rows) for block in profile.blocks])
         self._entering = np.ceil(2 * self._inputs).astype(np.int64)
         self._leaving = np.array([math.ceil(2 * block.output.at(rows)) for block in profile.blocks])
         self._block_parameters = np.array([block.parameter_bytes for block in profile.blocks])
+        self._largest_parameters = np.array([block.largest_parameter_bytes for block in profile.blocks])
         self._parameters = np.concatenate([[0], np.cumsum(self._block_parameters)])
         self._buffers = np.cumsum([0, *(block.buffer_bytes for block in profile.blocks)])
         self._known: dict[Content, Lane | None] = {}
@@ -133,19 +138,24 @@ class Lanes:
         """Equal for parts that cost the same."""
         blocks = tuple((self._kinds[start:stop].tobytes(), flight) for start, stop, flight in parts)
         ends = tuple((start == 0, stop == len(self._kinds)) for start, stop, _ in parts)
-        return blocks, ends, self._parameter_bytes(parts), self._buffer_bytes(parts), self._largest(parts)
+        return blocks, ends, self._sizes(parts), self._buffer_bytes(parts)
 
     def _fastest(self, parts: tuple[Part, ...]) -> Lane | None:
-        """The first share of states below with which anything fits: the least, which streams and steps least."""
-        sums = self._sums(parts)
+        """The first share of states below with which anything fits: the least, which streams and steps least. Where
+        replicas can share states, that is better if more activations then stay."""
+        sums, plain = self._sums(parts), None
         for below in self._host_states:
+            if plain is not None and not below.sharded:
+                return plain
             states, static = self._states(parts, below)
             room = (self._device.memory_bytes - static) / (1 + self._device.gap_share) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
             found = self._fill(sums, room, tier, states.streaming_seconds) if room > 0 and tier >= 0 else None
-            if found is not None:
-                return Lane(found[0], states.update_seconds, below, found[1], found[2])
-        return None
+            if found is not None and (plain is None or found[0] < plain.seconds):
+                plain = Lane(found[0], states.update_seconds, below, found[1], found[2])
+            if plain is not None and not (plain.recomputed or plain.offloaded):
+                return plain
+        return plain
 
     def _fewest(self, parts: tuple[Part, ...]) -> float:
         sums, least = self._sums(parts), math.inf
@@ -165,11 +175,12 @@ class Lanes:
     def _states(self, parts: tuple[Part, ...], below: Below) -> tuple[StateLoad, int]:
         """Parameters and what training adds to them, and all bytes that do not depend on directives."""
         gaps = gap_bytes(self._device, max(float(self._inputs[start:stop].max()) for start, stop, _ in parts))
-        states = load_states(self._profile, self._parameter_bytes(parts), self._largest(parts), self._device, below)
+        states = load_states(self._profile, self._sizes(parts), self._device, below, self._replicas)
         return states, states.device_bytes + self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
 
-    def _largest(self, parts: tuple[Part, ...]) -> int:
-        return max(int(self._block_parameters[start:stop].max()) for start, stop, _ in parts)
+    def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
+        largest = (self._block_parameters, self._largest_parameters)
+        return Sizes(self._parameter_bytes(parts), *(max(int(of[a:b].max()) for a, b, _ in parts) for of in largest))
 
     def _parameter_bytes(self, parts: tuple[Part, ...]) -> int:
         total = 0

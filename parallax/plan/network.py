@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from parallax.plan.cluster import Cluster
-from parallax.plan.collective import all_reduce_parts
+from parallax.plan.collective import all_reduce_parts, broadcast_seconds, link_among
 from parallax.plan.fluid import Resource, Routine, Signal, Simulator, Work
 
 
@@ -111,7 +111,17 @@ class Network:
 
     def all_reduce(self, ranks: Sequence[int], count: float) -> Routine:
         """The ranks sum ``count`` bytes: rings inside the nodes, then between them."""
-        inside, across = all_reduce_parts(count, ranks, self._cluster)
+        yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
+
+    def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
+        """Each of the ranks sends its share of ``count`` bytes to the others."""
+        link = link_among(ranks, self._cluster)
+        seconds = broadcast_seconds(count, len(ranks), link)
+        inside = len({self._cluster.node_of[rank] for rank in ranks}) < 2
+        yield from self._together(ranks, seconds * inside, seconds * (not inside))
+
+    def _together(self, ranks: Sequence[int], inside: float, across: float) -> Routine:
+        """Occupy the ways of a ring inside the nodes, then those between them, for so many seconds."""
         nodes = self._cluster.node_of
         ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
         yield from self._occupy(ranks, [way for pair in ring for way in self._between(*pair)], inside)

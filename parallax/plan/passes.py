@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from parallax.plan.cost import BlockLoad, StageLoad
 from parallax.plan.plan import Directive
-from parallax.plan.schedule import Kind
+from parallax.plan.schedule import BACKWARD_WEIGHT, Kind, order
+
+
+@cache
+def splits(schedule: str) -> bool:
+    """Whether a schedule runs weight halves apart."""
+    return bool(order(schedule, 1, 0, 1).kinds.max() == BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +106,20 @@ class Passes:
     def _rise(self, kind: Kind) -> Rise:
         most = now = Bytes()
         for index, block in self._visited(kind):
-            change = 1 if kind is Kind.FORWARD else 0 if kind is Kind.BACKWARD and self._later(index) else -1
-            after = Bytes(now.kept + change * block.kept_bytes, now.loss + change * block.loss_bytes)
+            kept, loss = self._change(kind, index, block)
+            after = Bytes(now.kept + kept, now.loss + loss)
             held, work = (after, block.forward_work) if kind is Kind.FORWARD else (now, block.backward_work)
             most = max(most, Bytes(held.kept, held.loss, work), key=lambda found: found.total)
             now = after
         return Rise(most, now)
+
+    def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
+        """What a block's pass adds to what is kept, and to the loss's part of it."""
+        if kind is Kind.FORWARD:
+            return block.kept_bytes, block.loss_bytes
+        if kind is Kind.BACKWARD_WEIGHT:
+            return -block.deferred_bytes, 0
+        return (block.deferred_bytes if self._later(index) else 0) - block.kept_bytes, -block.loss_bytes
 
     def _visited(self, kind: Kind) -> list[tuple[int, BlockLoad]]:
         blocks = list(enumerate(self.load.blocks))

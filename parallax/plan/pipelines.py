@@ -18,7 +18,7 @@ from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.request import WORST, Candidate, Request, Score, Shape, worst
 from parallax.plan.schedule import in_flight
-from parallax.plan.stages import Flight, StageChoice, StageFitter
+from parallax.plan.stages import StageChoice, StageFitter
 
 EFFORT = 400_000  # looks at partial pipelines, and choices kept, after which a search ends: about ten seconds
 ROW_EFFORT = 5  # what a choice kept costs in looks
@@ -50,7 +50,7 @@ class PipelineSearch:
     def __init__(self, request: Request, effort: float = EFFORT) -> None:
         self.request, self._effort = request, effort
         self.compared = self._looks = 0
-        self._fitters: dict[tuple[Device, bool], StageFitter] = {}
+        self._fitters: dict[tuple[Device, bool, bool], StageFitter] = {}
         self._reduce = lru_cache(maxsize=None)(self._find_reduce)
 
     @property
@@ -100,8 +100,8 @@ class PipelineSearch:
             grown: dict[tuple[int, int], float] = {}
             for (stop, left), peak in best.items():
                 for replicas in request.replica_choices(shape, stage, left):
-                    where = Flight(replicas, -(-shape.microbatch // replicas), flight)
-                    fitter = self._fitter(left - replicas, left, False)
+                    where = request.flight(shape, left - replicas, left, flight)
+                    fitter = self._fitter(shape, left - replicas, left, False)
                     for start in [0] if stage == 0 else range(stage, stop):
                         needed = max(peak, fitter.least_bytes(start, stop, where))
                         place = start, left - replicas
@@ -121,8 +121,8 @@ class PipelineSearch:
                 for replicas in request.replica_choices(shape, stage, left):
                     if self._exhausted:
                         return []
-                    where = Flight(replicas, -(-shape.microbatch // replicas), flight)
-                    fitter = self._fitter(left - replicas, left, plain)
+                    where = request.flight(shape, left - replicas, left, flight)
+                    fitter = self._fitter(shape, left - replicas, left, plain)
                     speed = request.device(left - replicas, left).speed
                     for start in [0] if stage == 0 else range(stage, stop):
                         place = start, left - replicas
@@ -162,16 +162,14 @@ class PipelineSearch:
         gradients = parameter_bytes * self.request.profile.gradient_bytes
         return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
 
-    def _fitter(self, first: int, stop: int, plain: bool) -> StageFitter:
+    def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> StageFitter:
         """For stages on devices ``first`` to ``stop``; ``plain`` ones keep everything."""
-        device = self.request.device(first, stop)
-        if (device, plain) not in self._fitters:
+        key = self.request.device(first, stop), plain, shape.split
+        if key not in self._fitters:
             allowed = [Directive.KEEP] if plain else self.request.allowed
-            states = self.request.host_states
-            self._fitters[device, plain] = StageFitter(
-                self.request.profile, device, allowed=allowed, host_states=states
-            )
-        return self._fitters[device, plain]
+            states = self.request.states_below(shape)
+            self._fitters[key] = StageFitter(self.request.profile, key[0], allowed=allowed, host_states=states)
+        return self._fitters[key]
 
 
 def _insert(front: list[_Partial], new: _Partial) -> None:

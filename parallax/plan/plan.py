@@ -17,7 +17,7 @@ from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import ORDERS
 from parallax.units import format_bytes
 
-VERSION = 2
+VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -40,7 +40,8 @@ class StagePlan:
     ``swap_limit_bytes`` is what offloaded activations may hold on the device at one time; ``tier_bytes`` what
     they may hold in the tier below. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision
     copies, that lives in the tier below and is stepped on the host; ``parameter_offload`` the share of parameters and
-    gradients that lives there and visits the device block by block, for every forward and backward.
+    gradients that lives there and visits the device block by block, for every forward and backward. With
+    ``shard_optimizer`` each replica holds, and steps, its part of the states that are on the device.
     """
 
     start: int
@@ -51,8 +52,12 @@ class StagePlan:
     tier_bytes: int = 0
     optimizer_offload: float = 0.0
     parameter_offload: float = 0.0
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shard_optimizer, bool):
+            found = printable(str(self.shard_optimizer))
+            raise PlanError(f"plan: shard_optimizer={found}: accepted are true and false")
         _check_numbers(self, float, "optimizer_offload", "parameter_offload")
         _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes", "tier_bytes")
 
@@ -323,7 +328,8 @@ class Plan:
             "the optimizer's states": max(stage.optimizer_offload for stage in stages),
             "the parameters": max(stage.parameter_offload for stage in stages),
         }
-        return text + "".join(f"; {share:.0%} of {what} in {self.tier}" for what, share in below.items() if share) + "."
+        text += "".join(f"; {share:.0%} of {what} in {self.tier}" for what, share in below.items() if share)
+        return text + ("; replicas share the optimizer's states." if stages[0].shard_optimizer else ".")
 
     def explain_choice(self) -> list[str]:
         """Why this plan and not the runners-up, and how much better any plan could be."""

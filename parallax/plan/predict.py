@@ -17,9 +17,9 @@ import numpy as np
 from parallax.errors import InfeasiblePlan
 from parallax.events import Span
 from parallax.plan.cluster import Cluster, Link
-from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.cost import StageLoad, load_stage
-from parallax.plan.passes import Passes
+from parallax.plan.collective import all_reduce_seconds, broadcast_seconds, link_among
+from parallax.plan.cost import StageLoad, load_planned
+from parallax.plan.passes import Passes, splits
 from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
@@ -160,7 +160,7 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
     mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
     ties = _tie_seconds(profile, cluster, pipeline)
     exposed = [_exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0) for p in positions]
-    updates = [sum(load.update_seconds for load in mine[p]) for p in positions]
+    updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     step = reduced + max(updates)
     stages, ranks = [], {}
@@ -216,17 +216,8 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
     for index, stage in enumerate(pipeline.stages):
         position = index % pipeline.positions
         device = min((cluster.devices[rank] for rank in pipeline.ranks(position)), key=lambda device: device.speed)
-        loads.append(
-            load_stage(
-                profile,
-                stage.start,
-                stage.directives,
-                pipeline.rows(position),
-                device=device,
-                optimizer_offload=stage.optimizer_offload,
-                parameter_offload=stage.parameter_offload,
-            )
-        )
+        split = splits(pipeline.schedule)
+        loads.append(load_planned(profile, stage, pipeline.rows(position), device=device, split=split))
     return loads
 
 
@@ -268,6 +259,17 @@ def _exposed_reduction(
     gradients = sum(load.parameter_bytes for load in loads) * profile.gradient_bytes
     hidden = sum(block.backward_seconds for block in loads[0].blocks)
     return max(0.0, all_reduce_seconds(gradients, ranks, cluster) - hidden)
+
+
+def _update_seconds(cluster: Cluster, pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> float:
+    """The optimizer's step; where replicas each step a part, with what they then send each other."""
+    ranks = pipeline.ranks(position)
+    seconds, link = 0.0, link_among(ranks, cluster)
+    for load, stage in zip(loads, pipeline.stages[position :: pipeline.positions]):
+        seconds += load.update_seconds
+        if stage.shard_optimizer:
+            seconds += broadcast_seconds(load.parameter_bytes, len(ranks), link)
+    return seconds
 
 
 def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:

@@ -46,23 +46,28 @@ NOTHING = Affine()
 class BlockCost:
     """What one block costs on one device.
 
+    ``largest_bytes`` those of its largest parameter; 0 where nobody looked: then it may be all of them
     ``weight_seconds`` is the part of ``backward_seconds`` that computes gradients of parameters; zero-bubble schedules
-    run it apart from the part that computes the gradient of the input
+    run it apart from the part that computes the gradient of the input. Running it apart takes ``split_seconds`` more
     ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
     ``stays``   bytes saved for backward that are never moved: small tensors, casts of parameters
     ``by_loss`` bytes that the loss saves after the last block: they stay under every directive
     ``input``   bytes of the tensors that enter the block; ``output`` of those that leave it
     ``forward_work`` and ``backward_work``: bytes that live only while the block runs, beyond its input, output,
     saved activations and (backward) parameter gradients
+    ``deferred`` bytes that are held from the input half of a backward to its weight half, in place of the saved
+    activations; ``split_work`` is ``backward_work`` of the larger of the halves
     """
 
     name: str
     parameters: int
     parameter_bytes: int
+    largest_bytes: int = 0
     buffer_bytes: int = 0
     forward_seconds: Affine
     backward_seconds: Affine
     weight_seconds: Affine = NOTHING
+    split_seconds: Affine = NOTHING
     moved: Affine
     stays: Affine = NOTHING
     by_loss: Affine = NOTHING
@@ -70,6 +75,13 @@ class BlockCost:
     output: Affine
     forward_work: Affine = NOTHING
     backward_work: Affine = NOTHING
+    deferred: Affine = NOTHING
+    split_work: Affine = NOTHING
+
+    @property
+    def largest_parameter_bytes(self) -> int:
+        """Bytes of its largest parameter, or more."""
+        return self.largest_bytes or self.parameter_bytes
 
 
 _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "name")

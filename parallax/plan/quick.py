@@ -16,10 +16,10 @@ from itertools import accumulate
 from parallax.plan.cluster import Device
 from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.lanes import Lane, Lanes, Part
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import StagePlan
 from parallax.plan.request import AUTO, WORST, Candidate, Request, Score, Shape, merge, worst
 from parallax.plan.schedule import in_flight
-from parallax.plan.stages import Flight, StageChoice, block_kinds, judge_stage
+from parallax.plan.stages import StageChoice, block_kinds, judge_stage
 
 MOST_MEMORY = 2**60  # no device will have as much
 TOLERANCE = 1.002  # of the slowest position's seconds, where bisection stops
@@ -43,7 +43,7 @@ class QuickSearch:
         self.request, self._effort = request, effort
         self.compared = 0
         self._kinds = block_kinds(request.profile)
-        self._lanes: dict[tuple[Device, int, bool], Lanes] = {}
+        self._lanes: dict[tuple[Device, int, int, bool, bool], Lanes] = {}
         self._flights: dict[tuple[str, int, int, int], list[int]] = {}
 
     def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
@@ -227,21 +227,19 @@ class QuickSearch:
 
     def _lanes_of(self, shape: Shape, first: int, replicas: int) -> Lanes:
         device, rows = self.request.device(first, first + replicas), -(-shape.microbatch // replicas)
-        key = device, rows, shape.interleave > 1
+        key = device, rows, replicas, shape.interleave > 1, shape.split
         if key not in self._lanes:
             self._lanes[key] = Lanes(
                 self.request.profile,
                 self._kinds,
                 device,
                 rows,
-                allowed=self._allowed(shape),
-                host_states=self.request.host_states,
+                allowed=self.request.allowed_in(shape),
+                host_states=self.request.states_below(shape),
+                replicas=replicas,
+                split=shape.split,
             )
         return self._lanes[key]
-
-    def _allowed(self, shape: Shape) -> list[Directive]:
-        """Several stages of a position would need one swap limit together, which no plan can express."""
-        return [d for d in self.request.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
 
     def _candidate(
         self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], limit: Score
@@ -269,11 +267,11 @@ class QuickSearch:
 
     def _choices(self, shape: Shape, place: _Place, first: int, replicas: int) -> list[StageChoice]:
         """The stages of one position, each proved on its own share of the device."""
-        device, rows = self.request.device(first, first + replicas), -(-shape.microbatch // replicas)
-        directives = place.lane.directives(place.parts, self._allowed(shape))
+        device = self.request.device(first, first + replicas)
+        directives = place.lane.directives(place.parts, self.request.allowed_in(shape))
         found = []
         for (start, _, flight), chosen in zip(place.parts, directives):
-            where = Flight(replicas, rows, flight)
+            where = self.request.flight(shape, first, first + replicas, flight)
             choice = judge_stage(self.request.profile, device, start, chosen, where, place.lane.below)
             if choice is None:
                 return []

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from parallax.errors import DeadlockError
 from parallax.events import Span
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost import load_stage
+from parallax.plan.cost import load_planned
 from parallax.plan.fluid import Routine, Signal
 from parallax.plan.network import Network
 from parallax.plan.passes import Passes
@@ -190,15 +190,7 @@ class Rank:
 
     def _priced(self, stage: int, rows: int) -> Passes:
         plan = self._world.stages[stage]
-        load = load_stage(
-            self._world.profile,
-            plan.start,
-            plan.directives,
-            rows,
-            device=self._device,
-            optimizer_offload=plan.optimizer_offload,
-            parameter_offload=plan.parameter_offload,
-        )
+        load = load_planned(self._world.profile, plan, rows, device=self._device, split=self._split)
         return Passes(load, plan.directives, self._split)
 
     def _forward(self, action: Action) -> Routine:
@@ -277,5 +269,11 @@ class Rank:
         network = self._world.network
         yield network.meet("update", self._world.size)
         start = network.simulator.now
-        yield self._core.compute(sum(self._passes(stage, self._rows[0]).load.update_seconds for stage in self._stages))
+        loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
+        yield self._core.compute(sum(load.update_seconds for load in loads.values()))
+        for stage, load in loads.items():
+            ranks = self._world.ranks(stage)
+            if self._world.stages[stage].shard_optimizer and len(ranks) > 1:
+                spreading = partial(network.broadcast, ranks, load.parameter_bytes)
+                yield network.meet(f"spread {stage}", len(ranks), spreading)
         self._seconds["update"] += network.simulator.now - start

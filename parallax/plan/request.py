@@ -18,11 +18,14 @@ from itertools import accumulate
 
 from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.cluster import Cluster, Device
-from parallax.plan.cost import ALL_ON_DEVICE, Below, load_states
+from parallax.plan.collective import link_among
+from parallax.plan.cost import ALL_ON_DEVICE, SHARDED, Below, Sizes, load_states
+from parallax.plan.passes import splits
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import ORDERS, RUNNABLE
+from parallax.plan.stages import Flight
 
 AUTO = "auto"
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
@@ -42,11 +45,12 @@ class PlanConfig:
     """What the planner is told; ``auto`` leaves the choice to it.
 
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
-    ``schedule``: gpipe or 1f1b to train with; interleaved, zb-h1 and zb-h2 can be planned for. ``interleave``: stages
-    per device of the interleaved schedule. ``activations``: force keep, offload or recompute on every block.
-    ``optimizer`` and ``parameters``: where the optimizer's states, and the parameters with their gradients, live:
-    ``device``, or ``host``, the tier below it. ``replan``: ``auto`` plans again, once, at the next checkpoint of a run
-    whose steps differ from the prediction by more than a fifth.
+    ``schedule``: gpipe, 1f1b, interleaved, zb-h1 or zb-h2. ``interleave``: stages per device of the interleaved
+    schedule. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
+    the optimizer's states, and the parameters with their gradients, live: ``device``, or ``host``, the tier below it.
+    ``shard``: whether the replicas of a stage share the states on their devices, each with a part (``optimizer``), or
+    each have them all (``none``). ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps
+    differ from the prediction by more than a fifth.
     """
 
     stages: int | str = AUTO
@@ -56,6 +60,7 @@ class PlanConfig:
     activations: str = AUTO
     optimizer: str = AUTO
     parameters: str = AUTO
+    shard: str = AUTO
     replan: str = "off"
 
     def __post_init__(self) -> None:
@@ -66,6 +71,12 @@ class PlanConfig:
         if self.parameters == "host" and self.optimizer == "device":
             raise ConfigError(
                 "plan.parameters=host: the optimizer steps where parameters live; use plan.optimizer=host"
+            )
+        check_choice("plan.shard", self.shard, [AUTO, "none", "optimizer"])
+        if self.shard == "optimizer" and "host" in (self.optimizer, self.parameters):
+            raise ConfigError(
+                "plan.shard=optimizer: replicas share what is below the device in any case, and only that on it can be "
+                "sharded; use plan.optimizer=device, or plan.shard=none"
             )
         check_choice("plan.replan", self.replan, ["off", AUTO])
         check_count("plan.stages", self.stages)
@@ -87,6 +98,11 @@ class Shape:
     positions: int
     interleave: int = 1
     bound: Score = field(default=(0.0, 0.0), compare=False)
+
+    @property
+    def split(self) -> bool:
+        """Whether weight halves run apart."""
+        return splits(self.schedule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +154,33 @@ class Request:
         self.device = lru_cache(maxsize=None)(self._find_device)
         if not self.allowed:
             raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
-        beyond = [name for name in self.schedules if name not in RUNNABLE]
-        if runnable and (beyond or config.interleave not in (AUTO, 1)):
-            raise ConfigError(
-                f"plan.schedule={self.config.schedule} can be planned for, but not trained with yet: use "
-                f"{' or '.join(RUNNABLE)}"
-            )
-        if config.schedule.startswith("zb") and not self._weight_share:
-            raise ConfigError(
-                f"plan.schedule={config.schedule}: the profile of {profile.model} does not tell the gradients of "
-                "parameters apart; use plan.schedule=1f1b, or a profile derived from shapes"
-            )
+        self._check_schedule()
         if runnable and config.parameters == "host" and profile.ties:
             raise ConfigError(
                 f"plan.parameters=host: blocks of {profile.model} share parameters, which must stay on the device: use "
                 "plan.parameters=device, or a model without shared parameters"
+            )
+
+    def _check_schedule(self) -> None:
+        """Raise :class:`ConfigError` where what is asked for does not go together."""
+        asked, config = self.schedules, self.config
+        beyond = [name for name in asked if name not in RUNNABLE]
+        if self.runnable and beyond:
+            raise ConfigError(f"plan.schedule={beyond[0]} can be planned for, but not run: use {' or '.join(RUNNABLE)}")
+        if any(splits(name) for name in asked) and config.schedule != AUTO and not self._weight_share:
+            raise ConfigError(
+                f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
+                "parameters apart; use plan.schedule=1f1b, or measure it again"
+            )
+        if asked == ["interleaved"] and config.activations == Directive.OFFLOAD:
+            raise ConfigError(
+                "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
+                "use plan.schedule=1f1b, or plan.activations=auto"
+            )
+        if self.runnable and config.parameters == "host" and all(n == "interleaved" or splits(n) for n in asked):
+            raise ConfigError(
+                f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "
+                f"plan.schedule={asked[0]} does not have; use plan.schedule=1f1b or gpipe, or plan.parameters=device"
             )
 
     def changed(self, **changes: object) -> Request:
@@ -190,7 +218,8 @@ class Request:
             return ["interleaved"]
         if self.config.schedule != AUTO:
             return [self.config.schedule]
-        return [name for name in ORDERS if name in RUNNABLE or not self.runnable]
+        able = [name for name in ORDERS if name in RUNNABLE or not self.runnable]
+        return [name for name in able if name != "interleaved" or self.config.interleave == AUTO]
 
     @cached_property
     def host_states(self) -> tuple[Below, ...]:
@@ -200,14 +229,31 @@ class Request:
         if not able:
             if "host" in (optimizer, parameters):
                 raise ConfigError("plan.optimizer=host needs a host that can step: use a cluster with host memory")
-            return (ALL_ON_DEVICE,)
+            return self._on_device
+        if self.config.shard == "optimizer":
+            return self._on_device
         if parameters == "host":
             return (Below(1.0, 1.0),)
         tied = self.runnable and self.profile.ties
         streamed = PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" and not tied else ()
         if optimizer == "host":
             return (Below(1.0), *streamed)
-        return (ALL_ON_DEVICE, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
+        return (*self._on_device, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
+
+    @property
+    def _on_device(self) -> tuple[Below, ...]:
+        """Ways to have all states on the device."""
+        return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(self.config.shard, (ALL_ON_DEVICE, SHARDED))
+
+    def states_below(self, shape: Shape) -> tuple[Below, ...]:
+        """Those of :attr:`host_states` that a shape can have."""
+        streams = not self.runnable or (shape.interleave == 1 and not shape.split)
+        return tuple(below for below in self.host_states if streams or not below.parameters)
+
+    def allowed_in(self, shape: Shape) -> list[Directive]:
+        """Directives of a shape: several stages of a position would need one swap limit together, which no plan can
+        express."""
+        return [d for d in self.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
 
     @property
     def small(self) -> bool:
@@ -246,7 +292,9 @@ class Request:
         in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
         if shape.positions == 1 and self.config.schedule == AUTO:
             return shape.schedule == "1f1b"  # all are the same, and this one has the fewest in flight
-        if shape.schedule.startswith("zb"):
+        if not self.states_below(shape) or not self.allowed_in(shape):
+            return False
+        if shape.split:
             return shape.positions == 1 or self._weight_share > 0
         return shape.interleave == 1 or self.count(shape) % shape.positions == 0
 
@@ -270,7 +318,7 @@ class Request:
         last one, and of all replicas' work."""
         micro_batches = self.count(shape)
         pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
-        if shape.schedule.startswith("zb"):  # parameter gradients can fill the gaps of the rest, but no more than that
+        if shape.split:  # parameter gradients can fill the gaps of the rest, but no more than that
             pipelined = max(pipelined, (1 - self._weight_share) * ((micro_batches - 1) * slowest + total))
         return max(pipelined, micro_batches * work / self._capacity) + tail, pipelined + tail
 
@@ -315,6 +363,12 @@ class Request:
             gap_share=max(device.gap_share for device in kinds),
         )
 
+    def flight(self, shape: Shape, first: int, stop: int, in_flight: int) -> Flight:
+        """Where a stage on devices ``first`` to ``stop`` runs."""
+        replicas = stop - first
+        link = link_among(self.order[first:stop], self.cluster) if replicas > 1 else None
+        return Flight(replicas, -(-shape.microbatch // replicas), in_flight, link, shape.split)
+
     def position_counts(self) -> list[int]:
         """Numbers of positions that can use every device: at least one block and one device for each. Of large numbers
         only those that divide the devices; fewer positions have lower bounds, so a bound over these holds for all."""
@@ -350,9 +404,14 @@ class Request:
         """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
         whole = self.profile.unique_parameter_bytes(range(len(self.profile.blocks)))
-        block = max(block.parameter_bytes for block in self.profile.blocks)
+        blocks, replicas = self.profile.blocks, len(self.devices)
+        sizes = Sizes(
+            whole,
+            max(block.parameter_bytes for block in blocks),
+            max(block.largest_parameter_bytes for block in blocks),
+        )
         states = min(
-            (load_states(self.profile, whole, block, largest, below) for below in self.host_states),
+            (load_states(self.profile, sizes, largest, below, replicas) for below in self.host_states),
             key=lambda states: states.device_bytes - states.staging_bytes,
         )
         return math.ceil(

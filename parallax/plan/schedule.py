@@ -11,7 +11,8 @@ of objects, so that thousands of positions can be timed without making millions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -19,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parallax.errors import PlanError, check_choice
+from parallax.errors import PlanError, check_choice, printable
 
 Numbers = NDArray[np.int64]
 
@@ -201,18 +202,82 @@ ORDERS: dict[str, Ordering] = {
     "zb-h1": zero_bubble_h1,
     "zb-h2": zero_bubble_h2,
 }
-RUNNABLE = ("gpipe", "1f1b")  # what the executor can run
+RUNNABLE = tuple(ORDERS)  # what the executor can run
 
 
-def forward_only(stage: int, micro_batches: int) -> list[Action]:
-    """Evaluation: micro-batches stream through, nothing is saved.
+_REGISTERED: set[str] = set()
+Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, micro-batches
 
-    ::
 
-        stage 0 | F0 F1 F2 ..
-        stage 1 | .. F0 F1 F2
+def register_schedule(name: str, listing: Listing) -> None:
+    """Make a schedule of one's own known as ``plan.schedule=name``.
+
+    ``listing(positions, position, micro_batches)`` returns the forwards and backwards of one position in order, as
+    ``Action(Kind.FORWARD, position, micro)``: each of ``micro_batches`` goes forward once and then backward once, and
+    if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives, offloads and fetches are put around
+    them as for any schedule, and every plan is simulated before it runs, which proves its peak bytes.
+
+    Raises :class:`PlanError` where the name is taken, an action is missing or there twice, or ranks would wait for each
+    other for ever; small pipelines are looked at here, every other when it is asked for.
     """
-    return [Action(Kind.FORWARD, stage, m) for m in range(micro_batches)]
+    if name in ORDERS:
+        raise PlanError(f"schedule {printable(name)}: there is one of that name; choose another")
+
+    def ordering(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+        del interleave
+        listed = list(listing(positions, position, micro_batches))
+        _check_complete(name, listed, positions, position, micro_batches)
+        return Order.of(listed)
+
+    for positions, micro_batches in itertools.product(range(1, 5), range(1, 7)):
+        lists = [ordering(positions, position, micro_batches, 1).actions() for position in range(positions)]
+        _check_ends(name, lists, micro_batches)
+    ORDERS[name] = ordering
+    _REGISTERED.add(name)
+
+
+def _check_complete(name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int) -> None:
+    """Every micro-batch goes through each kind of action once, in order."""
+    kinds = [kind for kind in COMPUTE if kind is not Kind.BACKWARD_WEIGHT or any(a.kind is kind for a in listed)]
+    wanted = {Action(kind, position, micro) for kind in kinds for micro in range(micro_batches)}
+    place = {action: index for index, action in enumerate(listed)}
+    where = f"schedule {printable(name)}, stage {position} of {positions}, {micro_batches} micro-batches"
+    odd = sorted(map(str, wanted.symmetric_difference(place)))
+    if odd or len(listed) != len(place):
+        raise PlanError(f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or there twice")
+    for micro in range(micro_batches):
+        order = [place[Action(kind, position, micro)] for kind in kinds]
+        if order != sorted(order):
+            raise PlanError(f"{where}: micro-batch {micro} goes backward before it has gone forward")
+
+
+def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
+    """Walk through all positions' lists as far as each gets."""
+    done: set[Action] = set()
+    nexts = [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for position, listed in enumerate(lists):
+            while nexts[position] < len(listed) and _ready(listed[nexts[position]], done, len(lists)):
+                done.add(listed[nexts[position]])
+                nexts[position] += 1
+                moved = True
+    waiting = [str(listed[at]) for listed, at in zip(lists, nexts) if at < len(listed)]
+    if waiting:
+        raise PlanError(
+            f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {', '.join(waiting)} "
+            "wait for each other"
+        )
+
+
+def _ready(action: Action, done: set[Action], positions: int) -> bool:
+    """Whether what an action needs of the neighbour stages is done."""
+    if action.kind is Kind.FORWARD:
+        return action.stage == 0 or Action(action.kind, action.stage - 1, action.micro) in done
+    if action.kind is Kind.BACKWARD:
+        return action.stage == positions - 1 or Action(action.kind, action.stage + 1, action.micro) in done
+    return True
 
 
 def order(schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1) -> Order:
@@ -247,8 +312,9 @@ def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interl
     if schedule == "gpipe":
         return micro_batches
     positions = stages // interleave
-    # A full pipeline stays as full as it is: of very many micro-batches the first few rounds say it.
-    few = min(micro_batches, 8 * stages + micro_batches % stages)
+    few = micro_batches
+    if schedule not in _REGISTERED:  # a full pipeline stays as full as it is: the first few rounds say it
+        few = min(micro_batches, 8 * stages + micro_batches % stages)
     found = order(schedule, positions, stage % positions, few, interleave=interleave)
     kinds = found.kinds[found.stages == stage]
     return int(np.cumsum((kinds == FORWARD).astype(int) - (kinds == kinds.max())).max())
@@ -283,9 +349,21 @@ def actions(
     return [*result, Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
 
 
-def evaluation_actions(stages: int, stage: int, micro_batches: int) -> list[Action]:
-    """The whole list of one evaluation pass for the ranks of ``stage``."""
-    return [step for action in forward_only(stage, micro_batches) for step in _around(action, stages, offload=False)]
+def evaluation_actions(
+    schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1
+) -> list[Action]:
+    """The whole list of one forward pass, for evaluation and inference, for the ranks of ``position``: the schedule's
+    forwards, in its order. Micro-batches stream through, nothing is saved.
+
+    ::
+
+        stage 0 | F0 F1 F2 ..
+        stage 1 | .. F0 F1 F2
+    """
+    listed = compute_order(schedule, positions, position, micro_batches, interleave=interleave)
+    stages = positions * interleave if positions > 1 else 0
+    forwards = [action for action in listed if action.kind is Kind.FORWARD]
+    return [step for action in forwards for step in _around(action, stages, offload=False)]
 
 
 def _around(action: Action, stages: int, offload: bool) -> list[Action]:

@@ -23,7 +23,7 @@ from parallax.plan.quick import QuickSearch
 from parallax.plan.refusal import refusal
 from parallax.plan.request import AUTO, Candidate, PlanConfig, Request, merge, worst
 
-PREDICTED = 12  # candidates that are predicted in full, best formula first
+PREDICTED = 20  # candidates that are predicted in full, best formula first
 NAMED = 4  # runners-up that the plan names
 TIE = 1e-6  # of the step: a gain that is none
 
@@ -135,7 +135,9 @@ def describe(pipeline: Pipeline) -> str:
         f"{pipeline.micro_batches} micro-batches of {pipeline.microbatch}",
         counts,
     ]
-    return ", ".join(parts + ([f"up to {below:.0%} of optimizer states below"] if below else []))
+    sharded = any(stage.shard_optimizer for stage in pipeline.stages)
+    parts += [f"up to {below:.0%} of optimizer states below"] if below else []
+    return ", ".join(parts + (["optimizer states shared by replicas"] if sharded else []))
 
 
 def _runners_up(chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]) -> list[Alternative]:

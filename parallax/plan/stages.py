@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parallax.plan.cluster import Device
+from parallax.plan.cluster import Device, Link
+from parallax.plan.collective import broadcast_seconds
 from parallax.plan.cost import ALL_ON_DEVICE, Below, BlockLoad, load_block, load_stage
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import BlockCost, ModelProfile
@@ -36,18 +37,21 @@ _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Where a stage runs: on ``replicas`` ranks, the fullest with ``rows`` rows of each micro-batch, ``in_flight``
-    micro-batches between forward and backward."""
+    """Where a stage runs: on ``replicas`` ranks with ``link`` between them (None: nothing is sent), the fullest with
+    ``rows`` rows of each micro-batch, ``in_flight`` micro-batches between forward and backward. ``split``: the schedule
+    runs weight halves apart."""
 
     replicas: int
     rows: int
     in_flight: int
+    link: Link | None = None
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A stage that fits: seconds per micro-batch (stalls included), seconds after the last one, peak bytes, and
-    bytes offloaded per micro-batch (of equally fast choices the one that moves least is taken)."""
+    """A stage that fits: seconds per micro-batch (stalls included), seconds after the last one without the reduction,
+    peak bytes, and bytes offloaded per micro-batch (of equally fast choices the one that moves least is taken)."""
 
     plan: StagePlan
     seconds: float
@@ -67,8 +71,9 @@ def judge_stage(
         directives,
         where.rows,
         device=device,
-        optimizer_offload=below.optimizer,
-        parameter_offload=below.parameters,
+        below=below,
+        replicas=where.replicas,
+        split=where.split,
     )
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
     places = tier_places(where.in_flight * moved) if moved else 0
@@ -89,14 +94,18 @@ def judge_stage(
         tier_bytes=places,
         optimizer_offload=below.optimizer,
         parameter_offload=below.parameters,
+        shard_optimizer=below.sharded,
     )
     copying = float(copying_seconds(device, np.array(moved))) + load.states.streaming_seconds
     buffered = limit >= buffer_bytes(least, where.in_flight * moved)
     waiting = 0.0 if buffered else device.read.seconds(moved)
+    spreading = 0.0
+    if below.sharded and where.link is not None:
+        spreading = broadcast_seconds(load.parameter_bytes, where.replicas, where.link)
     return StageChoice(
         plan=stage,
         seconds=max(load.compute_seconds + waiting, copying),
-        tail_seconds=load.update_seconds,
+        tail_seconds=load.update_seconds + spreading,
         peak_bytes=load.peak_bytes(where.in_flight, limit),
         moved_bytes=moved,
         parameter_bytes=load.parameter_bytes,
@@ -124,7 +133,10 @@ def copying_seconds(device: Device, moved: NDArray[Any]) -> Floats:
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
     """A number for each block, the same for those that cost the same, and the cost behind each number."""
     numbers: dict[BlockCost, int] = {}
-    nameless = [replace(block, name="", parameters=0, parameter_bytes=0, buffer_bytes=0) for block in profile.blocks]
+    nameless = [
+        replace(block, name="", parameters=0, parameter_bytes=0, largest_bytes=0, buffer_bytes=0)
+        for block in profile.blocks
+    ]
     kinds = tuple(numbers.setdefault(cost, len(numbers)) for cost in nameless)
     return kinds, list(numbers)
 
@@ -170,7 +182,11 @@ class StageFitter:
         step; none where nothing fits."""
         found: list[StageChoice] = []
         for below in self._host_states:
+            if below.sharded and where.replicas == 1 and found:
+                continue  # there is nobody to share with
             choice = self._fastest(start, stop, where, below)
+            if below.sharded and choice is not None and any(other.seconds <= choice.seconds for other in found):
+                continue  # what is sharded must be sent after each step: it is done for memory alone
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]
                 if (
@@ -193,10 +209,10 @@ class StageFitter:
             if choice is not None:
                 return choice
         kinds = self._kinds[start:stop]
-        lean = self._leanest(kinds, where.rows)
+        lean = self._leanest(kinds, where.rows, where.split)
         if not self._fits(lean, start, stop, where, below).any():
             return None
-        front = self._front(kinds, where.rows)
+        front = self._front(kinds, where.rows, where.split)
         self.exact &= front.exact
         for choices in (front, lean):  # a front that was cut may have lost the only choice that fits
             fitting = self._fits(choices, start, stop, where, below) & self._has_room(
@@ -205,7 +221,7 @@ class StageFitter:
             if fitting.any():
                 found = choices.pick(np.flatnonzero(fitting))
                 moved = found.columns[:, _MOVED]
-                copying = copying_seconds(self._device, moved) + self._base(start, stop, where.rows, below)[3]
+                copying = copying_seconds(self._device, moved) + self._base(start, stop, where, below)[3]
                 waiting = self._waiting(found, start, stop, where, below)
                 seconds = np.maximum(found.columns[:, _SECONDS] + waiting, copying)
                 best = int(np.lexsort((moved, seconds))[0])
@@ -219,10 +235,10 @@ class StageFitter:
 
     def _least(self, start: int, stop: int, where: Flight, below: Below) -> float:
         kinds = self._kinds[start:stop]
-        lean = self._leanest(kinds, where.rows)
+        lean = self._leanest(kinds, where.rows, where.split)
         smallest = self._needed(lean, start, stop, where, below).argmin()
         if not self._has_room(lean, start, stop, where, below)[smallest]:
-            front = self._front(kinds, where.rows)
+            front = self._front(kinds, where.rows, where.split)
             lean = replace(lean, columns=np.vstack([lean.columns, front.columns]))
         room = self._has_room(lean, start, stop, where, below)
         needed = np.where(room, self._needed(lean, start, stop, where, below), np.inf)
@@ -250,7 +266,7 @@ class StageFitter:
     ) -> Floats:
         """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if no other
         is given."""
-        static, boundary, _, _ = self._base(start, stop, where.rows, below)
+        static, boundary, _, _ = self._base(start, stop, where, below)
         columns = front.columns
         limit = columns[:, _LARGEST] if limit is None else limit
         passing = boundary + where.in_flight * columns[:, _KEPT] + limit + columns[:, _WORK]
@@ -260,38 +276,38 @@ class StageFitter:
     def _has_room(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> NDArray[np.bool_]:
         moved = front.columns[:, _MOVED]
         places = np.where(moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
-        room: NDArray[np.bool_] = places + self._base(start, stop, where.rows, below)[2] <= self._device.tier_bytes
+        room: NDArray[np.bool_] = places + self._base(start, stop, where, below)[2] <= self._device.tier_bytes
         return room
 
     def _named(self, directives: NDArray[np.int8]) -> tuple[Directive, ...]:
         return tuple(self._allowed[d] for d in directives)
 
-    def _find_base(self, start: int, stop: int, rows: int, below: Below) -> tuple[int, int, int, float]:
+    def _find_base(self, start: int, stop: int, where: Flight, below: Below) -> tuple[int, int, int, float]:
         """What does not depend on a stage's directives: bytes that are static, at its boundary, and in the tier, and
         the seconds that streaming parameters occupies the way there for."""
         load = load_stage(
             self._profile,
             start,
             (Directive.KEEP,) * (stop - start),
-            rows,
+            where.rows,
             device=self._device,
-            optimizer_offload=below.optimizer,
-            parameter_offload=below.parameters,
+            below=below,
+            replicas=where.replicas,
         )
         return load.static_bytes, load.boundary_bytes, load.host_state_bytes, load.states.streaming_seconds
 
-    def _find_options(self, kind: int, rows: int) -> Floats:
+    def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
         """One row per allowed directive of a block."""
-        speed = self._device.speed
-        return np.array([_columns(load_block(self._costs[kind], d, rows, speed=speed)) for d in self._allowed])
+        cost, speed = self._costs[kind], self._device.speed
+        return np.array([_columns(load_block(cost, d, rows, speed=speed, split=split)) for d in self._allowed])
 
-    def _find_front(self, kinds: Kinds, rows: int) -> _Front:
+    def _find_front(self, kinds: Kinds, rows: int, split: bool) -> _Front:
         """Pareto-optimal directives of a run of blocks."""
         if not kinds:
             return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
-        before = self._front(kinds[:-1], rows)
+        before = self._front(kinds[:-1], rows, split)
         grown = []
-        for option in self._options(kinds[-1], rows):
+        for option in self._options(kinds[-1], rows, split):
             sums = before.columns[:, : _MOVED + 1] + option[: _MOVED + 1]
             grown.append(np.hstack([sums, np.maximum(before.columns[:, _LARGEST:], option[_LARGEST:])]))
         size = len(before.columns)
@@ -310,10 +326,10 @@ class StageFitter:
             front = replace(front.pick(np.sort(chosen)), exact=False)
         return front
 
-    def _find_leanest(self, kinds: Kinds, rows: int) -> _Front:
+    def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
         """For each bound on what one block may need for itself and on what it may move, the directives that keep
         least: among them is the smallest choice for any number of micro-batches in flight."""
-        options = np.array([self._options(kind, rows) for kind in kinds])
+        options = np.array([self._options(kind, rows, split) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
         for work in self._bounds(options[:, :, _WORK]):
             for largest in self._bounds(options[:, :, _LARGEST]):
@@ -335,7 +351,7 @@ class StageFitter:
 
 def _columns(load: BlockLoad) -> tuple[float, ...]:
     work = max(load.forward_work, load.backward_work)
-    return load.forward_seconds + load.backward_seconds, load.kept_bytes, load.moved_bytes, load.moved_bytes, work
+    return load.forward_seconds + load.backward_seconds, load.held_bytes, load.moved_bytes, load.moved_bytes, work
 
 
 def _no_worse(one: StageChoice, other: StageChoice) -> bool:

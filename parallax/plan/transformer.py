@@ -117,7 +117,8 @@ class TransformerConfig:
 class _Op:
     """One operation on one row. FLOPs, bytes of traffic and kernels are those of forward, input gradient and weight
     gradient. ``weights`` are the parameters that enter a matrix product, ``others`` the rest. ``saved`` bytes may move,
-    ``stays`` are small; ``scratch`` is there only while it runs, gradients of what it saved aside."""
+    ``stays`` are small; ``scratch`` is there only while it runs, gradients of what it saved aside; ``deferred`` is what
+    the gradient of its weights is made of."""
 
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
     traffic: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -127,6 +128,7 @@ class _Op:
     saved: float = 0.0
     stays: float = 0.0
     scratch: float = 0.0
+    deferred: float = 0.0
 
 
 class _Shape:
@@ -154,6 +156,7 @@ class _Shape:
             weights=inner * outer,
             others=outer if biased else 0,
             saved=self.numbers(inner) if saves else 0.0,
+            deferred=self.numbers(inner * saves + outer),
         )
 
     def norm(self) -> _Op:
@@ -291,6 +294,7 @@ class _Shape:
             name=name,
             parameters=parameters,
             parameter_bytes=parameters * how.weight,
+            largest_bytes=max(max(op.weights, op.others) for op in ops) * how.weight,
             forward=forward,
             input_gradient=backward,
             weight_gradient=weight,
@@ -300,6 +304,7 @@ class _Shape:
             output=Affine(per_row=leaving),
             forward_work=Affine(per_row=scratch),
             backward_work=Affine(fixed=how.gradient * parameters + casts, per_row=saved + scratch),
+            deferred=Affine(fixed=casts, per_row=sum(op.deferred for op in ops)),
         )
 
 

@@ -29,6 +29,7 @@ class BlockWork:
     name: str
     parameters: int
     parameter_bytes: int
+    largest_bytes: int = 0
     buffer_bytes: int = 0
     forward: Work
     input_gradient: Work
@@ -40,6 +41,7 @@ class BlockWork:
     output: Affine
     forward_work: Affine = NOTHING
     backward_work: Affine = NOTHING
+    deferred: Affine = NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from parallax.plan.collective import all_reduce_seconds
+from parallax.plan.collective import all_reduce_seconds, broadcast_seconds
 from parallax.plan.cost import load_block, load_stage
 from parallax.plan.plan import Directive
 from parallax.plan.request import Request, Shape
@@ -28,18 +28,21 @@ def choices(length: int, kinds: int) -> np.ndarray[Any, Any]:
 
 
 def every_stage(
-    request: Request, start: int, stop: int, r: int, rows: int, flight: int
+    request: Request, shape: Shape, start: int, stop: int, r: int, rows: int, flight: int, split: bool
 ) -> list[tuple[float, float, float]]:
     """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of states below."""
     model, device, allowed = request.profile, request.device(0, 1), list(request.allowed)
-    loads = [[load_block(model.blocks[i], d, rows, speed=device.speed) for d in allowed] for i in range(start, stop)]
+    loads = [
+        [load_block(model.blocks[i], d, rows, speed=device.speed, split=split) for d in allowed]
+        for i in range(start, stop)
+    ]
     picks = choices(stop - start, len(allowed))
     table = np.array(
         [
             [
                 (
                     b.forward_seconds + b.backward_seconds,
-                    b.kept_bytes,
+                    b.held_bytes,
                     b.moved_bytes,
                     max(b.forward_work, b.backward_work),
                 )
@@ -53,15 +56,18 @@ def every_stage(
     largest, work = taken[:, :, 2].max(1), taken[:, :, 3].max(1)
     copying = [device.write.seconds(m) + device.read.seconds(m) for m in moved]
     found = []
-    for below in request.host_states:
+    for below in request.states_below(shape):
+        if below.sharded and r == 1 and found:
+            continue
         load = load_stage(
             model,
             start,
             (Directive.KEEP,) * (stop - start),
             rows,
             device=device,
-            optimizer_offload=below.optimizer,
-            parameter_offload=below.parameters,
+            below=below,
+            replicas=r,
+            split=split,
         )
         passing = load.boundary_bytes + flight * kept + largest + work
         peak = load.static_bytes + passing + np.ceil(device.gap_share * passing)
@@ -76,7 +82,12 @@ def every_stage(
             waits = load.static_bytes + ahead + np.ceil(device.gap_share * ahead) > device.memory_bytes
             computing = seconds + waits * np.array([device.read.seconds(m) for m in moved])
             best = np.where(fits, np.maximum(computing, streaming + np.array(copying)), np.inf).min()
-            found.append((float(best), load.update_seconds + reduce, float(peak[fits].min())))
+            tail = load.update_seconds + reduce
+            if below.sharded:  # for memory alone
+                if found and found[0][0] <= best:
+                    continue
+                tail += broadcast_seconds(load.parameter_bytes, r, request.cluster.local)
+            found.append((float(best), tail, float(peak[fits].min())))
     return found
 
 
@@ -85,9 +96,14 @@ def brute_force(request: Request) -> float:
     blocks, devices, batch = len(request.profile.blocks), len(request.devices), request.global_batch
     known: dict[Any, Any] = {}
     least = math.inf
-    for schedule, micro in itertools.product(request.schedules, request.microbatches):
+    schedules = [schedule for schedule in request.schedules if schedule != "interleaved"]
+    for schedule, micro in itertools.product(schedules, request.microbatches):
         for parts in range(1, min(blocks, devices) + 1):
             shape = Shape(schedule, micro, parts)
+            if parts == 1 and request.config.schedule == "auto" and schedule != "1f1b":
+                continue  # all would be the same
+            if parts > 1 and shape.split and not any(b.weight_seconds.at(1) for b in request.profile.blocks):
+                continue
             for cuts in itertools.combinations(range(1, blocks), parts - 1):
                 bounds = [0, *cuts, blocks]
                 for replicas in compositions(devices, parts):
@@ -96,9 +112,9 @@ def brute_force(request: Request) -> float:
                     found = []
                     for s, r in enumerate(replicas):
                         rows, flight = -(-micro // r), in_flight(schedule, parts, s, micro_batch_count(batch, micro))
-                        key = bounds[s], bounds[s + 1], r, rows, flight
+                        key = bounds[s], bounds[s + 1], r, rows, flight, shape.split
                         if key not in known:
-                            known[key] = every_stage(request, *key)
+                            known[key] = every_stage(request, shape, *key)
                         found.append(known[key])
                     for picked in itertools.product(*found):
                         times = [stage[0] for stage in picked]

@@ -17,7 +17,9 @@ def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **fields
     """Seconds per row; the other fields are Affine, a number of bytes per row, or (whole) bytes."""
     values: dict[str, Any] = {"parameters": 0, "parameter_bytes": 0, "moved": 0, "input": 0, "output": 0, **fields}
     for key, value in values.items():
-        if key not in ("parameters", "parameter_bytes", "buffer_bytes") and not isinstance(value, Affine):
+        if key not in ("parameters", "parameter_bytes", "largest_bytes", "buffer_bytes") and not isinstance(
+            value, Affine
+        ):
             values[key] = Affine(0.0, value)
     return BlockCost(name=name, forward_seconds=Affine(0.0, forward), backward_seconds=Affine(0.0, backward), **values)
 

@@ -326,3 +326,73 @@ def test_what_others_do_is_not_counted() -> None:
     finally:
         torch.set_num_threads(threads)
     assert found.blocks[0].forward_seconds.at(4) < 0.01
+
+
+class Skipping(nn.Module):
+    """Hands on what it was given beside what it makes of it, as a block does whose input a later one needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, 2 * WIDE)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x), x, mask
+
+
+class Joining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDE, WIDE)
+
+    def forward(self, wide: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.linear(wide) + x) * mask
+
+
+class Relay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([Skipping(), Joining()])
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.stages)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.stages[1](*self.stages[0](x, mask))
+
+
+def test_everything_that_crosses_a_cut_is_priced() -> None:
+    """What was made, what is handed on, and a mask without a gradient."""
+
+    def masked(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (torch.randn(rows, WIDE), torch.ones(rows, WIDE, dtype=torch.int16)), torch.zeros(rows, WIDE)
+
+    first, second = profile_of(Relay, sample=masked).blocks
+    row = WIDE * FLOAT
+    assert first.input.at(3) == 3 * (row + row // 2)
+    assert first.output.at(3) == second.input.at(3) == 3 * (2 * row + row + row // 2)
+    assert second.output.at(3) == 3 * row
+
+
+def test_halves_by_hand() -> None:
+    """Between the halves a linear layer holds its input and the gradient of its output; the norm's gradients come with
+    the first half, and what it and GELU saved is free then."""
+    found = profile_of(chain_of(linear(), Both, nn.GELU, linear())).blocks
+    row = WIDE * FLOAT
+    assert found[1].deferred.at(3) == 3 * (row + 2 * row + 2 * row + row)
+    assert found[2].deferred.at(3) == 0
+    assert found[2].weight_seconds.at(3) == 0
+    for block in (found[0], found[1], found[3]):
+        assert 0 < block.weight_seconds.at(4) <= block.backward_seconds.at(4)
+        assert block.split_work.at(4) > 0
+    assert found[1].largest_bytes == 2 * WIDE * WIDE * FLOAT
+
+
+def test_a_profile_of_an_earlier_edition_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    plain = module._Bench.run
+    monkeypatch.setattr(module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest))
+    monkeypatch.setattr(module, "EDITION", module.EDITION - 1)
+    profile_of(chain_of(linear()))
+    monkeypatch.setattr(module, "EDITION", module.EDITION + 1)
+    profile_of(chain_of(linear()))
+    assert runs == [2, 4, 2, 4]

@@ -31,7 +31,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_stable_and_notices_every_field() -> None:
-    assert plan().hash() == plan().hash() == "0649497bb82f3333"
+    assert plan().hash() == plan().hash() == "dee69211bb054e07"
     changed = [
         plan(schedule="gpipe"),
         plan(global_batch=9),
@@ -42,8 +42,16 @@ def test_the_hash_is_stable_and_notices_every_field() -> None:
         plan(stages=tuple(stages([0, 2, 3], [2, 1], "offload"))),
         plan(stages=tuple(stages([0, 2, 3], [1, 2], "keep"))),
         plan(stages=tuple(stages([0, 2, 3], [1, 2], "offload", limit=5))),
+        plan(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan().stages)),
     ]
     assert len({p.hash() for p in [plan(), *changed]}) == len(changed) + 1
+
+
+def test_states_that_replicas_share_are_explained() -> None:
+    sharded = tuple(replace(stage, shard_optimizer=stage.replicas > 1) for stage in plan().stages)
+    texts = plan(stages=sharded).explain()
+    assert "share the optimizer's states" not in texts[1]
+    assert texts[2].endswith("; replicas share the optimizer's states.")
 
 
 def test_diff_names_what_changed() -> None:
@@ -116,7 +124,7 @@ def test_positions_and_placement() -> None:
         ({"stages": tuple(stages([0, 2, 3]))}, "2 ranks but predictions for 3"),
         ({"stages": tuple(stages([0, 2, 3], [3, 0]))}, "stage 1 needs one replica or more"),
         ({"stages": (replace(stages([0, 3], [3])[0], directives=()),)}, "one directive for each"),
-        ({"version": 1}, "plan version 1: this Parallax reads version 2; plan again"),
+        ({"version": 2}, "plan version 2: this Parallax reads version 3; plan again"),
         ({"schedule": "fast\x1b[31m"}, r"plan schedule fast\x1b[31m: known are gpipe, 1f1b"),
         ({"global_batch": 0}, "needs rows"),
         ({"microbatch": 0}, "micro-batches of 1 row or more"),
@@ -206,6 +214,7 @@ def test_a_truncated_plan_is_refused_wherever_it_was_cut(tmp_path: Path) -> None
         (("stages", 0, "directives"), ["forget", "keep"]),
         (("stages", 0, "swap_limit_bytes"), -1),
         (("stages", 0, "tier_bytes"), "1GiB"),
+        (("stages", 0, "shard_optimizer"), 1),
         (("stages", 0, "unknown"), 1),
         (("prediction", "ranks", 0, "peak_bytes"), "a"),
         (("prediction", "ranks", 0, "peak_bytes"), math.nan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,15 @@ from parallax.plan.cluster import Link
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import (
     ORDERS,
-    RUNNABLE,
     Action,
     Kind,
+    Listing,
     actions,
     compute_order,
     evaluation_actions,
+    gpipe,
     in_flight,
+    register_schedule,
 )
 from parallax.plan.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
@@ -114,12 +117,6 @@ def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
     assert uneven == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
 
 
-def test_what_the_executor_can_run_is_known_and_not_split() -> None:
-    assert set(RUNNABLE) < set(ORDERS)
-    for schedule in RUNNABLE:
-        assert {a.kind for a in compute_order(schedule, 3, 1, 4)} == {Kind.FORWARD, Kind.BACKWARD}
-
-
 @pytest.mark.parametrize("schedule", [schedule for schedule in ORDERS if schedule != "interleaved"])
 def test_only_one_schedule_interleaves(schedule: str) -> None:
     with pytest.raises(PlanError, match="only schedule interleaved has more than one"):
@@ -127,10 +124,10 @@ def test_only_one_schedule_interleaves(schedule: str) -> None:
 
 
 def test_evaluation_only_goes_forward() -> None:
-    listed = [str(a) for a in evaluation_actions(3, 1, 2)]
+    listed = [str(a) for a in evaluation_actions("1f1b", 3, 1, 2)]
     one = ["receive_activation(1, {0})", "forward(1, {0})", "send_activation(1, {0})"]
     assert listed == [text.format(m) for m in range(2) for text in one]
-    assert [str(a) for a in evaluation_actions(1, 0, 2)] == ["forward(0, 0)", "forward(0, 1)"]
+    assert [str(a) for a in evaluation_actions("1f1b", 1, 0, 2)] == ["forward(0, 0)", "forward(0, 1)"]
 
 
 LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
@@ -221,3 +218,70 @@ def test_no_shape_deadlocks(
     computed = [key for key in seen if key[0] in wanted]
     assert len(computed) == len(wanted) * sum(replicas) * interleave * micro
     assert result.step_seconds > 0
+
+
+# ---- schedules of one's own
+
+
+@pytest.fixture
+def known() -> Iterator[None]:
+    """Schedules registered by a test are forgotten after it."""
+    before = dict(ORDERS)
+    yield
+    ORDERS.clear()
+    ORDERS.update(before)
+
+
+def one_at_a_time(positions: int, position: int, micro_batches: int) -> list[Action]:
+    del positions
+    pairs = ((Action(Kind.FORWARD, position, m), Action(Kind.BACKWARD, position, m)) for m in range(micro_batches))
+    return [action for pair in pairs for action in pair]
+
+
+@pytest.mark.usefixtures("known")
+def test_a_schedule_of_ones_own() -> None:
+    register_schedule("mine", one_at_a_time)
+    assert [str(a) for a in compute_order("mine", 2, 1, 2)] == [
+        "forward(1, 0)",
+        "backward(1, 0)",
+        "forward(1, 1)",
+        "backward(1, 1)",
+    ]
+    assert in_flight("mine", 3, 0, 100) == 1
+    with pytest.raises(PlanError, match="there is one of that name"):
+        register_schedule("mine", one_at_a_time)
+
+
+def forgets(positions: int, position: int, micro_batches: int) -> list[Action]:
+    return one_at_a_time(positions, position, micro_batches)[:-1]
+
+
+def repeats(positions: int, position: int, micro_batches: int) -> list[Action]:
+    return one_at_a_time(positions, position, micro_batches) * 2
+
+
+def backward_first(positions: int, position: int, micro_batches: int) -> list[Action]:
+    return one_at_a_time(positions, position, micro_batches)[::-1]
+
+
+def crossed(positions: int, position: int, micro_batches: int) -> list[Action]:
+    """The first stage wants its gradient before it sends the next micro-batch, the last wants both first."""
+    if position == positions - 1:
+        return gpipe(positions, position, micro_batches, 1).actions()
+    return one_at_a_time(positions, position, micro_batches)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("listing", "said"),
+    [
+        (forgets, r"backward\(0, 0\) missing"),
+        (repeats, "an action missing, unknown or there twice"),
+        (backward_first, "goes backward before it has gone forward"),
+        (crossed, "wait for each other"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        register_schedule("mine", listing)
+    assert "mine" not in ORDERS

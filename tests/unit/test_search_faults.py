@@ -14,7 +14,8 @@ import pytest
 from parallax.errors import ConfigError, InfeasiblePlan, ParallaxError, PlanError
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.cost import load_stage
+from parallax.plan.cost import load_planned
+from parallax.plan.passes import splits
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.request import PlanConfig, Request, Shape
@@ -30,22 +31,15 @@ def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
     used = [rank for position in range(plan.positions) for rank in plan.ranks(position)]
     assert sorted(used) == list(range(len(machines.devices)))
     micro_batches = plan.micro_batches(plan.global_batch)
-    assert plan.interleave == 1
+    totals = dict.fromkeys(used, 0)
     for index, stage in enumerate(plan.stages):
         rows = -(-plan.microbatch // stage.replicas)
-        flight = in_flight(plan.schedule, len(plan.stages), index, micro_batches)
+        flight = in_flight(plan.schedule, len(plan.stages), index, micro_batches, plan.interleave)
         for rank in plan.ranks(index):
             device = machines.devices[rank]
-            load = load_stage(
-                model,
-                stage.start,
-                stage.directives,
-                rows,
-                device=device,
-                optimizer_offload=stage.optimizer_offload,
-                parameter_offload=stage.parameter_offload,
-            )
-            assert load.peak_bytes(flight, stage.swap_limit_bytes) <= device.memory_bytes
+            load = load_planned(model, stage, rows, device=device, split=splits(plan.schedule))
+            totals[rank] += load.peak_bytes(flight, stage.swap_limit_bytes)
+            assert totals[rank] <= device.memory_bytes + index // plan.positions * load.reserve_bytes
             assert stage.tier_bytes + load.host_state_bytes <= device.tier_bytes
             assert not stage.offloads or stage.swap_limit_bytes >= load.smallest_swap_limit
 
@@ -141,8 +135,7 @@ def test_plans_for_devices_that_differ_fit(seed: int) -> None:
         plan, _ = search(model, mixed, PlanConfig(), global_batch=batch, runnable=seed % 2 == 0)
     except InfeasiblePlan:
         return
-    if plan.interleave == 1:
-        check_fits(plan, model, mixed)
+    check_fits(plan, model, mixed)
 
 
 @pytest.mark.parametrize("seed", range(60))

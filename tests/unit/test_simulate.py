@@ -14,9 +14,11 @@ from parallax.errors import BudgetExceeded, DeadlockError
 from parallax.events import Span, bubble_fraction
 from parallax.plan.cluster import Cluster, Link, Node
 from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.cost import load_stage
+from parallax.plan.cost import load_planned
 from parallax.plan.fluid import Resource, Routine, Simulator
+from parallax.plan.passes import splits
 from parallax.plan.plan import Directive
+from parallax.plan.profile import Affine
 from parallax.plan.schedule import ORDERS, RUNNABLE, Kind, Order, gpipe, in_flight
 from parallax.plan.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, block, cluster, profile, stages
@@ -423,6 +425,8 @@ def test_no_rank_peaks_above_what_is_proved(
             output=data.draw(sizes),
             forward_work=data.draw(sizes),
             backward_work=data.draw(sizes),
+            deferred=data.draw(sizes),
+            split_work=data.draw(sizes),
             weight_seconds=0.5,
         )
         for _ in range(2 * count)
@@ -438,11 +442,66 @@ def test_no_rank_peaks_above_what_is_proved(
         bound = 0
         for index, stage in enumerate(range(position, count, positions)):
             part = parts[stage]
-            load = load_stage(
-                profile(drawn), part.start, part.directives, -(-rows // micro), device=machines.devices[position]
-            )
+            device, split = machines.devices[position], splits(schedule)
+            load = load_planned(profile(drawn), part, -(-rows // micro), device=device, split=split)
             flight = in_flight(schedule, count, stage, micro, interleave)
             limit = part.swap_limit_bytes if part.offloads else 0
             bound += load.peak_bytes(flight, limit) - (17 if index else 0)
         assert sum(rank.memory.values()) == rank.peak_bytes <= bound
         assert rank.memory["reserve"] == 17
+
+
+def test_what_a_split_backward_holds_by_hand() -> None:
+    """ZB-H1 on two stages, one row a micro-batch: the second stage puts weight halves off by one micro-batch.
+
+    ::
+
+        stage 1 | F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    """
+    parts = [block(moved=100, deferred=30, split_work=7, backward_work=5, weight_seconds=1.0)] * 2
+    result = run(parts, stages([0, 1, 2]), schedule="zb-h1")
+    assert result.ranks[1].memory["activations"] == 30 + 100
+    assert result.ranks[1].memory["workspace"] == 7
+    unknown = run([replace(part, deferred=Affine()) for part in parts], stages([0, 1, 2]), schedule="zb-h1")
+    assert unknown.ranks[1].memory["activations"] == 200
+
+
+def test_what_splitting_costs_is_paid_only_where_backwards_are_split() -> None:
+    parts = [block(forward=1, backward=2, weight_seconds=1.0, split_seconds=0.5)] * 2
+    whole, split = (run(parts, stages([0, 1, 2]), schedule=s, rows=1, micro=1) for s in ("1f1b", "zb-h1"))
+    assert whole.step_seconds == pytest.approx(6)
+    assert split.step_seconds == pytest.approx(1 + 1 + 1.5 + 1.5 + 1)  # the second stage's weight half is hidden
+
+
+def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
+    """A step moves three copies of a parameter and two of each of two states; four more passes are over gradients."""
+    parts = [block(parameter_bytes=1000, largest_bytes=100)]
+    link = Link(bytes_per_second=100, latency_seconds=1)
+    fields = {
+        "optimizer_bytes": 2.0,
+        "optimizer_seconds": 0.011,
+        "rows": 2,
+        "micro": 1,
+        "machines": nodes(2, local=link),
+    }
+    plain = run(parts, stages([0, 1], [2]), **fields)
+    shared = run(parts, [replace(part, shard_optimizer=True) for part in stages([0, 1], [2])], **fields)
+    assert plain.ranks[0].memory["optimizer"] == 2000
+    assert shared.ranks[0].memory["optimizer"] == 2000 // 2 + 100  # one may get half of the largest parameter more
+    stepped = 11 * (4 + 7 * 0.55) / 11
+    spread = 2 * 1 + 1000 / 100
+    assert plain.ranks[0].seconds["update"] == pytest.approx(11)
+    assert shared.ranks[0].seconds["update"] == pytest.approx(stepped + spread)
+    alone = run(
+        parts, [replace(part, shard_optimizer=True) for part in stages([0, 1])], **{**fields, "machines": nodes(1)}
+    )
+    assert alone.ranks[0].memory["optimizer"] == 2000
+
+
+def test_replicas_hold_one_copy_of_the_states_below() -> None:
+    parts, kept = [block(parameter_bytes=12800, largest_bytes=128)], []
+    for replicas in (1, 2, 4):
+        below = [replace(part, optimizer_offload=1.0) for part in stages([0, 1], [replicas])]
+        kept.append(run(parts, below, rows=4, micro=1, machines=nodes(replicas)).ranks[0].tier_peak_bytes)
+    states = [25600, 25600 // 2 + 128, 25600 // 4 + 192]
+    assert kept == [size + size // 128 for size in states]
