@@ -24,9 +24,12 @@ def make_plan(
     placement: tuple[int, ...] = (),
     optimizer_offload: float = 0.0,
     parameter_offload: float = 0.0,
+    interleave: int = 1,
+    shard: bool = False,
 ) -> Plan:
-    """Blocks spread evenly over ``len(replicas)`` stages (or cut at ``cuts``), one directive for all of them."""
-    blocks, stages = len(chain.blocks), len(replicas)
+    """Blocks spread evenly over stages, ``interleave`` for each of ``replicas`` (or cut at ``cuts``), one directive for
+    all of them."""
+    blocks, stages = len(chain.blocks), len(replicas) * interleave
     bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
     parts = tuple(
         StagePlan(
@@ -38,8 +41,9 @@ def make_plan(
             tier_bytes=GIB,
             optimizer_offload=optimizer_offload,
             parameter_offload=parameter_offload,
+            shard_optimizer=shard,
         )
-        for low, high, r in zip(bounds, bounds[1:], replicas)
+        for low, high, r in zip(bounds, bounds[1:], (*replicas,) * interleave)
     )
     rank = RankPrediction(peak_bytes=0, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
     return Plan(
@@ -51,5 +55,6 @@ def make_plan(
         stages=parts,
         tier=tier,
         placement=placement,
+        interleave=interleave,
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

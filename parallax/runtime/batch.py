@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from parallax.errors import DataError
 
+Values = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+
 
 class Rows(Protocol):
     """A global batch of ``len()`` rows. Each rank asks only for the rows that it computes on, so a source can
-    make them on demand; rows are the first dimension of what it returns."""
+    make them on demand; rows are the first dimension of what it returns: a tensor, several in order, or by name."""
 
     def __len__(self) -> int: ...
 
-    def inputs(self, start: int, stop: int) -> Tensor | tuple[Tensor, ...]:
+    def inputs(self, start: int, stop: int) -> Any:
         """Model inputs of rows [start, stop); asked by the first stage."""
 
-    def targets(self, start: int, stop: int) -> Tensor:
+    def targets(self, start: int, stop: int) -> Any:
         """Loss targets of rows [start, stop); asked by the last stage."""
 
 
 class TensorRows:
     """A global batch that is already in memory: inputs and targets with the rows in dimension 0."""
 
-    def __init__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> None:
-        self._inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    def __init__(self, inputs: Values, targets: Values) -> None:
+        self._inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._targets = targets
-        sizes = [len(tensor) for tensor in (*self._inputs, targets)]
+        sizes = [len(tensor) for tensor in (*_tensors(self._inputs), *_tensors(targets))]
         if len(set(sizes)) != 1 or sizes[0] == 0:
             raise DataError(f"a batch needs the same number of rows, above zero, in inputs and targets; got {sizes}")
+        self._rows = sizes[0]
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return self._rows
 
-    def inputs(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Rows [start, stop) of each input."""
-        return tuple(tensor[start:stop] for tensor in self._inputs)
+    def inputs(self, start: int, stop: int) -> Any:
+        """Rows [start, stop) of each input; one given alone is a tuple of one."""
+        return _each(self._inputs, lambda tensor: tensor[start:stop])
 
-    def targets(self, start: int, stop: int) -> Tensor:
+    def targets(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of the targets."""
-        return self._targets[start:stop]
+        return _each(self._targets, lambda tensor: tensor[start:stop])
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Inputs or targets on ``device``; what is no tensor stays as it is."""
+    return _each(values, lambda value: value.to(device) if isinstance(value, Tensor) else value)
+
+
+def _each(values: Any, call: Callable[[Any], Any]) -> Any:
+    if isinstance(values, Mapping):
+        return {name: call(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return tuple(call(value) for value in values)
+    return call(values)
+
+
+def _tensors(values: Values) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    else:
+        yield from values.values() if isinstance(values, Mapping) else values

@@ -147,7 +147,7 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
                 )
-            self.step, self.state = int(index["step"]), dict(index["state"])
+            self.step, self.state, self.scale = int(index["step"]), dict(index["state"]), dict(index.get("scale", {}))
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._checksums: dict[str, int] = dict(index["checksums"])
             files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]

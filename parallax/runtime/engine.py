@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,26 +18,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallax.device import CopyEngine, copies_for
-from parallax.errors import CheckpointError, NonFiniteError, PlanError
+from parallax.errors import NonFiniteError, PlanError
 from parallax.events import Span
 from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
-from parallax.model.describe import Chain, parameter_names
+from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import RUNNABLE, actions, evaluation_actions
-from parallax.runtime import checkpoint
+from parallax.plan.schedule import Kind, actions, evaluation_actions
 from parallax.runtime.batch import Rows
-from parallax.runtime.executor import Executor, Loss, Step
-from parallax.runtime.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.executor import Executor, Keep, Loss, Now, Program, Step
+from parallax.runtime.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.replicate import SharedStates, sync_for
+from parallax.runtime.saving import Saving
+from parallax.runtime.scaling import LossScale, gradient_norm
 from parallax.runtime.stage import Stage
 from parallax.runtime.tiers import Tiers
-from parallax.runtime.transport import staging_for
+from parallax.runtime.transport import Channels
 from parallax.swap.config import SwapConfig
 from parallax.swap.manager import SwapManager
 from parallax.swap.statistics import SwapStatistics
@@ -45,7 +48,8 @@ from parallax.swap.statistics import SwapStatistics
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
-    high water since the engine was built (on a CPU: of the process, beyond what it had before)."""
+    high water since the engine was built (on a CPU: of the process, beyond what it had before). ``loss_scale`` is what
+    the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed."""
 
     loss: float
     gradient_norm: float
@@ -53,6 +57,8 @@ class StepResult:
     peak_bytes: int
     swap: SwapStatistics
     spans: list[Span] = field(repr=False)
+    loss_scale: float = 1.0
+    skipped_steps: int = 0
 
 
 class Engine:
@@ -60,18 +66,20 @@ class Engine:
 
     def __init__(self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs) -> None:
         self.plan, self.mesh = plan, mesh
-        self._chain, self._optimizer_config = chain, configs.optimizer
-        self._stage_plan = plan.stages[mesh.stage]
+        self._chain, self._optimizer_config, self._precision = chain, configs.optimizer, configs.precision
+        self._shared = _shared_between_ranks(chain, plan)
+        plans = {stage: plan.stages[stage] for stage in mesh.stages}
         self._memory = _memory_for(mesh.device)
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, configs.swap, configs.scratch, copies)
-        self._stage = Stage(chain, self._stage_plan, mesh.device, configs.precision, self._below.open_stream)
+        self._stage = Stage(chain, plans, mesh.device, configs.precision, self._below.open_stream)
         self._manager: SwapManager | None = None
         swap = None
-        if self._stage_plan.offloads:
+        offloading = [each for each in plans.values() if each.offloads]
+        if offloading:
             self._manager = SwapManager(
-                self._below.open_store(self._stage_plan.tier_bytes),
-                limit_bytes=self._stage_plan.swap_limit_bytes,
+                self._below.open_store(sum(each.tier_bytes for each in offloading)),
+                limit_bytes=sum(each.swap_limit_bytes for each in offloading),
                 policy=configs.swap.policy(),
                 verify=configs.swap.verify,
             )
@@ -79,16 +87,23 @@ class Engine:
             swap = (self._manager, selector)
         self._optimizer = self._open_optimizer(configs, copies)
         self._stage.wait_for_weights(self._optimizer.ready)
-        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced)
-        staging = staging_for(mesh, copies)
+        self._programs: dict[tuple[bool, int], Program] = {}
+        splits = self._program(plan.micro_batches(plan.global_batch), training=True).splits
+        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, split=splits)
+        self._channels = Channels(mesh, copies)
         waiting: list[StageOptimizer | SwapManager] = [self._optimizer, *([self._manager] if self._manager else [])]
+        later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
+        self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, later)
+        self._scale = LossScale(configs.precision)
+        self._later = later
         self._executor = Executor(
+            chain,
             self._stage,
             mesh,
             loss,
             configs.precision,
             self._sync,
-            staging,
+            self._channels,
             swap,
             stall_seconds=lambda: sum(each.stall_seconds for each in waiting),
         )
@@ -119,7 +134,7 @@ class Engine:
                 f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
             )
         _check_runnable(plan, chain)
-        mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_stages(chain, plan))
+        mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
             precision or PrecisionConfig(),
@@ -129,25 +144,34 @@ class Engine:
         )
         return cls(chain, plan, mesh, loss, configs)
 
+    @property
+    def _states_below(self) -> float:
+        """The share of this rank's optimizer states that live below the device: one for all its stages."""
+        return max(self.plan.stages[stage].optimizer_offload for stage in self.mesh.stages)
+
     def _open_optimizer(self, configs: EngineConfigs, copies: CopyEngine) -> StageOptimizer:
-        mesh, group = self.mesh, self.mesh.updates
+        mesh = self.mesh
+
+        def dealt(group: dist.ProcessGroup | None) -> Deal | None:
+            return partial(SharedStates, group, mesh.replica, mesh.replica_count) if group is not None else None
+
         return StageOptimizer(
             self._stage.resident(),
             configs.optimizer,
             mesh.device,
-            below=self._stage_plan.optimizer_offload,
+            below=self._states_below,
             lowest=self._stepped_below_elsewhere(),
             copies=copies,
             open_store=self._below.open_states,
-            share=partial(SharedStates, group, mesh.replica, mesh.replica_count) if group is not None else None,
+            share=dealt(mesh.updates),
+            shard=dealt(mesh.replicas if self.plan.stages[mesh.stage].shard_optimizer else None),
             streamed=self._stage.streamed,
         )
 
     def _stepped_below_elsewhere(self) -> set[Tensor]:
         """Parameters of this stage that others share, where any of them steps it below the device."""
         tensors, stages = self._stage.named_tensors(), self.plan.stages
-        shared = _shared_between_stages(self._chain, self.plan)
-        names = [name for name, users in shared.items() if any(stages[user].optimizer_offload for user in users)]
+        names = [name for name, users in self._shared.items() if any(stages[user].optimizer_offload for user in users)]
         return {tensors[name] for name in names if name in tensors}
 
     @property
@@ -168,20 +192,26 @@ class Engine:
         return self._step
 
     @property
+    def current(self) -> Now | None:
+        """The action that this rank is in, its step, and since when by time.perf_counter; None between steps. For a
+        thread that watches."""
+        return self._executor.current
+
+    @property
     def all_reduces(self) -> int:
         """All-reduces of replicated gradients since the engine was built."""
         return self._sync.all_reduces
 
     def step(self, batch: Rows) -> StepResult:
         """One optimizer update over a global batch of any number of rows, the same on every rank."""
-        start = time.perf_counter()
+        start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         totals: dict[str, float] = {}
 
         def update(loss_share: float) -> None:
             totals.update(self._update(loss_share))
 
-        spans = self._run(batch, training=True, update=update)
+        spans = self._run(batch, training=True, update=update, scale=scale)
         self._step += 1
         swapped = self._manager.take_statistics() if self._manager else SwapStatistics()
         self._optimizer.add_statistics(swapped)
@@ -192,6 +222,8 @@ class Engine:
             peak_bytes=self._memory(),
             swap=swapped,
             spans=spans,
+            loss_scale=scale,
+            skipped_steps=self._scale.skipped,
         )
 
     def gradients(self, batch: Rows) -> float:
@@ -204,11 +236,24 @@ class Engine:
 
     def evaluate(self, batch: Rows) -> float:
         """The loss of a batch, with the same weights and nothing saved."""
+        with self._evaluating():
+            self._run(batch, training=False, update=lambda share: None)
+        return self._sum(self._executor.loss_share)[0]
+
+    def predict(self, batch: Rows) -> list[tuple[int, Any]]:
+        """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the
+        parts it computed, each with the first of its rows; nothing on other ranks."""
+        found: list[tuple[int, Any]] = []
+        with self._evaluating():
+            self._run(batch, training=False, update=lambda share: None, keep=lambda *part: found.append(part))
+        return found
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
         was_training = self._stage.training
         self._stage.eval()
         try:
-            self._run(batch, training=False, update=lambda share: None)
-            return self._sum(self._executor.loss_share)[0]
+            yield
         finally:
             self._stage.train(was_training)
 
@@ -217,66 +262,17 @@ class Engine:
 
         All ranks fail together where one cannot write; what was saved before stays as it is.
         """
-        partial = checkpoint.partial_folder(directory, self._step)
-        self._together(lambda: checkpoint.begin(partial) if self.mesh.rank == 0 else None)
-        try:
-            parts = self._together(lambda: self._write_part(partial))
-            checksums = {name: crc for part in parts for name, crc in part.items()}
-            index = {
-                "step": self._step,
-                "fingerprint": self._chain.fingerprint(),
-                "plan": self.plan.hash(),
-                "checksums": checksums,
-                "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
-                "state": state,
-            }
-            self._together(lambda: checkpoint.finish(partial, index) if self.mesh.rank == 0 else None)
-        except CheckpointError:
-            if self.mesh.rank == 0:
-                checkpoint.remove_partial(directory)
-            raise
-        return directory / checkpoint.checkpoint_name(self._step)
-
-    def _write_part(self, folder: Path) -> dict[str, int]:
-        """One replica writes for its stage, the others what they alone know; the checksums of what was written."""
-        self._optimizer.finish()
-        mine = self._owned()
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor, value in self._stage.values():
-                if name not in mine:
-                    continue
-                if self.mesh.replica == 0:
-                    yield f"model/{name}", value
-                if self.mesh.replica == 0 or self._optimizer.alone_knows(tensor):
-                    yield from ((f"{key}/{name}", value) for key, value in self._optimizer.states(tensor).items())
-
-        part = f"stage-{self.mesh.stage:02d}" + (f"-replica-{self.mesh.replica:02d}" if self.mesh.replica else "")
-        small = self._stage_plan.optimizer_offload > 0  # what lies below must come up to be written
-        return checkpoint.write_parts(folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1))
+        return self._saving.save(directory, self._step, {"state": state, "scale": self._scale.state()})
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from a checkpoint of this model under any plan; the state that was saved with it.
 
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
-        names = self._stage.named_tensors()
-        readers: list[checkpoint.CheckpointReader] = []
-
-        def check() -> None:
-            reader = checkpoint.CheckpointReader(directory)
-            reader.check_names(parameter_names(self._chain, range(len(self._chain.blocks))), self._chain.fingerprint())
-            reader.check(names)
-            readers.append(reader)
-
-        self._together(check)
-        self._optimizer.reset()
-        with torch.no_grad():
-            self._stage.assign((name, tensor, readers[0].read(f"model/{name}")) for name, tensor in names.items())
-            for name, tensor in names.items():
-                self._optimizer.restore(tensor, readers[0].states(name))
-        self._step = readers[0].step
-        return readers[0].state
+        found = self._saving.load(directory)
+        self._step = found.step
+        self._scale.load_state(found.scale)
+        return found.state
 
     def close(self) -> None:
         """Release the tiers below."""
@@ -285,29 +281,48 @@ class Engine:
             self._stage.streamed.close()
         if self._manager is not None:
             self._manager.close()
+        self._channels.close()
         self._below.close()
 
-    def _run(self, batch: Rows, *, training: bool, update: Callable[[float], None]) -> list[Span]:
+    def _run(
+        self,
+        batch: Rows,
+        *,
+        training: bool,
+        update: Callable[[float], None],
+        scale: float = 1.0,
+        keep: Keep | None = None,
+    ) -> list[Span]:
         micro_batches = self.plan.micro_batches(len(batch))
-        stages, stage = len(self.plan.stages), self.mesh.stage
-        if training:
-            listed = actions(self.plan.schedule, stages, stage, micro_batches, offload=self._manager is not None)
-        else:
-            listed = evaluation_actions(stages, stage, micro_batches)
         step = Step(
             index=self._step,
             batch=batch,
             micro_batches=micro_batches,
-            denominator=self._denominator(batch),
+            denominator=1.0 if keep is not None else self._denominator(batch),
             training=training,
+            scale=scale,
+            keep=keep,
         )
         try:
-            return self._executor.run(listed, step, update)
+            with self._precision.products():
+                return self._executor.run(self._program(micro_batches, training=training), step, update)
         except Exception as error:
-            error.add_note(f"stage {stage} of {stages}, step {self._step}")
+            error.add_note(f"stage {self.mesh.stage} of {len(self.plan.stages)}, step {self._step}")
             raise
         finally:
             self._executor.abandon()
+
+    def _program(self, micro_batches: int, *, training: bool) -> Program:
+        plan, position = self.plan, self.mesh.stage
+        if (training, micro_batches) not in self._programs:
+            arguments = (plan.schedule, plan.positions, position, micro_batches)
+            if training:
+                offload = any(plan.stages[stage].offloads for stage in self.mesh.stages)
+                listed = actions(*arguments, interleave=plan.interleave, offload=offload)
+            else:
+                listed = evaluation_actions(*arguments, interleave=plan.interleave)
+            self._programs[training, micro_batches] = Program(listed)
+        return self._programs[training, micro_batches]
 
     def _denominator(self, batch: Rows) -> float:
         """Rows of the batch, or its counted targets: counted on the last stage, told to all."""
@@ -321,45 +336,27 @@ class Engine:
 
     def _update(self, loss_share: float) -> dict[str, float]:
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
-        owned = self._owned() if self.mesh.replica == 0 else {}
-        gradients = self._stage.norm_terms(owned.values())
-        mine = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        tensors = self._stage.named_tensors() if self.mesh.replica == 0 else {}
+        owned = [tensor for name, tensor in tensors.items() if name not in self._later]
+        scale = self._scale.factor
+        mine = gradient_norm(self._stage.norm_terms(owned)) / scale
         loss, total = self._sum(loss_share, mine * mine)  # ** would raise where the square is too large
         norm = total**0.5
-        if not (norm < float("inf") and abs(loss) < float("inf")):
-            raise NonFiniteError(
-                f"step {self._step}: loss {loss}, gradient norm {norm}; nothing was updated: lower optimizer.lr, or "
-                "raise optimizer.warmup_steps"
-            )
-        total_norm = torch.tensor(norm, dtype=self._chain.dtype, device=self.mesh.device)
-        self._optimizer.step(total_norm, self._optimizer_config.rate(self._step, self._steps))
-        return {"loss": loss, "norm": norm}
-
-    def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """What ``call`` gave on every rank; a checkpoint error on one is raised on all."""
-        result, failure = None, ""
         try:
-            result = call()
-        except CheckpointError as error:
-            failure = str(error)
-        answers: list[Any] = self.mesh.gather_objects((result, failure))
-        failures = [text for _, text in answers if text]
-        if failures:
-            raise CheckpointError(failures[0])
-        return [given for given, _ in answers]
+            accepted = self._scale.accepts(loss, norm)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {self._step}: {error}") from None
+        if accepted:
+            dtype = torch.promote_types(self._chain.dtype, torch.float32)
+            total_norm = torch.tensor(norm, dtype=dtype, device=self.mesh.device)
+            self._optimizer.step(total_norm, self._optimizer_config.rate(self._step, self._steps), scale)
+        else:
+            self._optimizer.skip()
+        return {"loss": loss, "norm": norm}
 
     def _sum(self, *values: float) -> list[float]:
         found: list[float] = self.mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()
         return found
-
-    def _owned(self) -> dict[str, Tensor]:
-        """This stage's tensors without those that an earlier stage answers for."""
-        later = {
-            name
-            for name, stages in _shared_between_stages(self._chain, self.plan).items()
-            if self.mesh.stage in stages[1:]
-        }
-        return {name: tensor for name, tensor in self._stage.named_tensors().items() if name not in later}
 
 
 @dataclass(frozen=True)
@@ -375,24 +372,29 @@ class EngineConfigs:
 
 def _check_runnable(plan: Plan, chain: Chain) -> None:
     """A plan may say more than this runtime can do."""
-    beyond = [f"schedule {plan.schedule}"] if plan.schedule not in RUNNABLE else []
-    beyond += [f"{plan.interleave} stages to a position"] if plan.interleave > 1 else []
-    if chain.ties and any(stage.parameter_offload for stage in plan.stages):
-        beyond.append("parameters below the device although some are shared")
+    beyond = []
+    if plan.interleave > 1 and plan.positions == 1:
+        beyond.append("several stages on the only rank of a pipeline")
+    if any(stage.parameter_offload for stage in plan.stages):
+        splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions(plan.schedule, 2, 0, 2))
+        beyond += ["parameters below the device although some are shared"] if chain.ties else []
+        beyond += [f"parameters below the device under schedule {plan.schedule}"] if splits else []
+        beyond += ["parameters below the device with several stages to a rank"] if plan.interleave > 1 else []
     if beyond:
         raise PlanError(
             f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
-            f"plan.schedule={' or '.join(RUNNABLE)} and plan.parameters=device"
+            "plan.schedule=1f1b and plan.parameters=device"
         )
 
 
-def _shared_between_stages(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Name of each parameter that several stages hold → those stages in order."""
+def _shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
+    """Name of each parameter that stages of several positions hold → those positions, the first user's first."""
     shared = {}
     for name, users in chain.ties.items():
-        stages = sorted({s for s, stage in enumerate(plan.stages) for i, _ in users if stage.start <= i < stage.stop})
-        if len(stages) > 1:
-            shared[name] = stages
+        stages = [s for i, _ in users for s, stage in enumerate(plan.stages) if stage.start <= i < stage.stop]
+        positions = list(dict.fromkeys(plan.position(stage) for stage in stages))
+        if len(positions) > 1:
+            shared[name] = positions
     return shared
 
 

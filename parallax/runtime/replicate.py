@@ -10,7 +10,8 @@ private names that needs: ``reducer.prepare_for_backward`` and, for DDP's own fo
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,56 +26,152 @@ from parallax.swap.parameters import StreamedParameters
 
 BUCKET_MEBIBYTES = 4
 Reduced = Callable[[torch.Tensor], None]
+_FLYING = 2  # buckets that may be reduced at one time: each is a copy of its gradients
 
 
 class GradientSync(Protocol):
-    """How a stage's gradients become the sum over its replicas."""
+    """How the gradients of one rank's stages become the sum over their replicas.
+
+    The last backward of a stage is announced by :meth:`arm`; where backwards are split, the last weight half by
+    :meth:`split` instead.
+    """
 
     @property
     def all_reduces(self) -> int:
         """Of replicated gradients, so far."""
 
-    def arm(self) -> None:
-        """The next backward is the step's last: reduce each bucket as soon as it is complete."""
+    def arm(self, stage: int) -> None:
+        """The next backward is the step's last of ``stage``: reduce each bucket as soon as it is complete."""
+
+    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
+        """All gradients of ``stage`` are final but those ``owed``; the function is to be told of these one by one."""
 
     def disarm(self) -> None:
         """The backward that was expected ended early, or there is none."""
 
     def finish(self) -> float:
-        """Return with every gradient reduced; the seconds waited. Reduces here what was not armed."""
+        """Return with every gradient reduced; the seconds waited. Reduces here what was not announced."""
 
 
 class NoSync:
-    """One replica: nothing to add. In the last backward, ``reduced`` is told of each parameter as soon as its gradient
-    is final."""
+    """One replica: nothing to add. In the last backward of a stage, ``reduced`` is told of each of its parameters as
+    soon as the gradient is final."""
 
     all_reduces = 0
 
-    def __init__(self, parameters: Iterable[nn.Parameter] = (), reduced: Reduced | None = None) -> None:
-        self._armed = False
+    def __init__(self, parameters: Mapping[int, Iterable[nn.Parameter]], reduced: Reduced) -> None:
+        self._parameters = {stage: list(found) for stage, found in parameters.items()}
+        self._armed: set[int] = set()
         # Weakly: parameters hold their hooks, and who is told holds the parameters.
-        listener = weakref.WeakMethod(reduced) if reduced is not None else lambda: None
+        self._listener = weakref.WeakMethod(reduced)
+        for stage, found in self._parameters.items():
+            for parameter in found:
+                parameter.register_post_accumulate_grad_hook(self._hook(stage))
+
+    def _hook(self, stage: int) -> Reduced:
+        armed, listener = self._armed, self._listener
 
         def tell(parameter: torch.Tensor) -> None:
             told = listener()
-            if self._armed and told is not None:
+            if stage in armed and told is not None:
                 told(parameter)
 
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(tell)
+        return tell
 
-    def arm(self) -> None:
+    def arm(self, stage: int) -> None:
         """What the next backward adds is the last."""
-        self._armed = True
+        self._armed.add(stage)
+
+    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
+        """Tell of all others now."""
+        told, mine = self._listener(), set(self._parameters.get(stage, ()))
+
+        def ready(parameter: torch.Tensor) -> None:
+            if parameter in mine and told is not None:
+                told(parameter)
+
+        for parameter in mine.difference(owed):
+            ready(parameter)
+        return ready
 
     def disarm(self) -> None:
         """What is added is not the last."""
-        self._armed = False
+        self._armed.clear()
 
     def finish(self) -> float:
         """Nothing to wait for."""
-        self._armed = False
+        self._armed.clear()
         return 0.0
+
+
+class BucketSync:
+    """Several replicas, without DDP: for backwards that are split, whose weight halves autograd does not see, and for
+    what no last backward announced. Buckets are reduced in one order, each when it and all before it are complete."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets: list[list[nn.Parameter]] = []
+        room = 0
+        for parameter in reversed(list(parameters)):  # the last layer's gradients are complete first
+            if room <= 0:
+                self._buckets.append([])
+                room = BUCKET_MEBIBYTES * 2**20
+            self._buckets[-1].append(parameter)
+            room -= parameter.nbytes
+        self._place = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._flying: deque[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = deque()
+        self.all_reduces = 0
+        self.disarm()
+
+    def split(self, owed: Collection[nn.Parameter]) -> Reduced:
+        """Begin with what is complete."""
+        for parameter in self._place:
+            if parameter not in owed:
+                self._left[self._place[parameter]] -= 1
+        self._launch()
+        return self._ready
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        place = self._place.get(parameter)  # type: ignore[call-overload]
+        if place is not None:
+            self._left[place] -= 1
+            self._launch()
+
+    def disarm(self) -> None:
+        """Everything is to come. What flies is waited for: other ranks' buckets are to meet this one's."""
+        self._land(0)
+        self._left = [len(bucket) for bucket in self._buckets]
+        self._next = 0
+
+    def finish(self) -> float:
+        """Reduce the rest."""
+        start = time.perf_counter()
+        self._left = [0] * len(self._buckets)
+        self._launch()
+        self.disarm()
+        return time.perf_counter() - start
+
+    def _launch(self) -> None:
+        while self._next < len(self._buckets) and self._left[self._next] <= 0:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            for parameter in bucket:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            self._land(_FLYING - 1)
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            assert work is not None
+            self._flying.append((work, flat, bucket))
+            self.all_reduces += 1
+
+    def _land(self, left: int) -> None:
+        while len(self._flying) > left:
+            work, flat, bucket = self._flying.popleft()
+            work.wait()
+            for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket])):
+                assert parameter.grad is not None
+                parameter.grad.copy_(part.view_as(parameter))
 
 
 class _Books:
@@ -101,6 +198,7 @@ class ReplicaSync:
         self._parameters = parameters
         self._books = _Books(group)
         self._armed = False
+        self._unannounced = BucketSync(parameters.values(), group)
         self._trained = sum(parameter.numel() for parameter in parameters.values())
         self._ddp = DistributedDataParallel(
             nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
@@ -116,7 +214,7 @@ class ReplicaSync:
     @property
     def all_reduces(self) -> int:
         """One for each bucket."""
-        return self._books.all_reduces
+        return self._books.all_reduces + self._unannounced.all_reduces
 
     def arm(self) -> None:
         """Tell the reducer to expect a backward."""
@@ -131,7 +229,7 @@ class ReplicaSync:
         """The armed backward has ended with everything reduced; otherwise reduce here, in the same order everywhere."""
         start = time.perf_counter()
         if not self._armed:
-            self._reduce_now()
+            self._unannounced.finish()
         elif self._books.numbers < self._trained:
             unused = [name for name, p in self._parameters.items() if p.grad is None or not p.grad.any()]
             raise ParallaxError(
@@ -153,24 +251,38 @@ class ReplicaSync:
         self.finish()
         self._books.all_reduces = 0
 
-    def _reduce_now(self) -> None:
-        bucket: list[torch.Tensor] = []
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            bucket.append(parameter.grad)
-            if sum(gradient.nbytes for gradient in bucket) >= BUCKET_MEBIBYTES * 2**20:
-                self._reduce_flat(bucket)
-                bucket = []
-        if bucket:
-            self._reduce_flat(bucket)
 
-    def _reduce_flat(self, gradients: list[torch.Tensor]) -> None:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._books.all_reduces += 1
-        dist.all_reduce(flat, group=self._books.group)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-            gradient.copy_(part.view_as(gradient))
+class PositionSync:
+    """Several replicas of all stages of one position: ``parts`` announce their last backwards each for itself; of what
+    stages here share, nobody knows which backward is the last, so ``late`` is reduced at the end."""
+
+    def __init__(self, parts: Mapping[int, ReplicaSync | BucketSync], late: BucketSync) -> None:
+        self._parts, self._late = parts, late
+
+    @property
+    def all_reduces(self) -> int:
+        """Of all."""
+        return sum(part.all_reduces for part in (*self._parts.values(), self._late))
+
+    def arm(self, stage: int) -> None:
+        """Expect the last backward of ``stage``."""
+        part = self._parts.get(stage)
+        if isinstance(part, ReplicaSync):
+            part.arm()
+
+    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
+        """Begin with what is complete."""
+        part = self._parts.get(stage)
+        return part.split(owed) if isinstance(part, BucketSync) else lambda parameter: None
+
+    def disarm(self) -> None:
+        """Expect none."""
+        for part in self._parts.values():
+            part.disarm()
+
+    def finish(self) -> float:
+        """Stage by stage."""
+        return sum(part.finish() for part in (*self._parts.values(), self._late))
 
 
 class StreamedSync:
@@ -186,9 +298,13 @@ class StreamedSync:
         """Of both kinds."""
         return self._inner.all_reduces + self._own
 
-    def arm(self) -> None:
+    def arm(self, stage: int) -> None:
         """Expect the last backward."""
-        self._inner.arm()
+        self._inner.arm(stage)
+
+    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
+        """Begin with what is complete."""
+        return self._inner.split(stage, owed)
 
     def disarm(self) -> None:
         """Expect none."""
@@ -223,9 +339,13 @@ class SharedSync:
         """Of the replicas."""
         return self._inner.all_reduces
 
-    def arm(self) -> None:
+    def arm(self, stage: int) -> None:
         """Expect the last backward."""
-        self._inner.arm()
+        self._inner.arm(stage)
+
+    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
+        """Begin with what is complete."""
+        return self._inner.split(stage, owed)
 
     def disarm(self) -> None:
         """Expect none."""
@@ -276,17 +396,39 @@ class SharedStates:
                 tensor.copy_(part.view_as(tensor))
 
 
-def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced) -> GradientSync:
-    """The synchronisation of ``stage``. ``reduced`` is told of gradients that are final before
-    :meth:`GradientSync.finish`."""
-    tensors = stage.named_tensors()
-    trained = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced, *, split: bool) -> GradientSync:
+    """The synchronisation of all stages of a rank. ``reduced`` is told of gradients that are final before
+    :meth:`GradientSync.finish`; ``split`` says that backwards are."""
+    trained = {n: t for n, t in stage.named_tensors().items() if isinstance(t, nn.Parameter) and t.requires_grad}
     resident = {name: parameter for name, parameter in trained.items() if not stage.streams(parameter)}
     shared = {name: (trained[name], group) for name, group in mesh.shared.items() if name in trained}
+    users = Counter(parameter for number in mesh.stages for parameter in stage.parameters_of(number))
+    parts: dict[int, dict[str, nn.Parameter]] = {}
+    for number in mesh.stages:
+        own = set(stage.parameters_of(number))
+        parts[number] = {name: p for name, p in resident.items() if p in own and users[p] == 1}
     if mesh.replicas is not None and resident:
-        sync: GradientSync = ReplicaSync(resident, mesh.replicas, mesh.device)
-    else:  # those that stages share are final only when the other stages' are added
-        sync = NoSync([parameter for name, parameter in resident.items() if name not in shared], reduced)
+        sync: GradientSync = _replicated(parts, resident, mesh.replicas, mesh.device, split=split)
+    else:  # those that ranks share are final only when the other ranks' are added
+        told = {number: [p for name, p in part.items() if name not in shared] for number, part in parts.items()}
+        sync = NoSync(told, reduced)
     if mesh.replicas is not None and stage.streamed is not None:
         sync = StreamedSync(sync, stage.streamed, mesh.replicas)
     return SharedSync(sync, shared, gives=mesh.replica == 0) if shared else sync
+
+
+def _replicated(
+    parts: Mapping[int, dict[str, nn.Parameter]],
+    resident: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    split: bool,
+) -> PositionSync:
+    announced = {name for part in parts.values() for name in part}
+    late = BucketSync([parameter for name, parameter in resident.items() if name not in announced], group)
+    syncs: dict[int, ReplicaSync | BucketSync] = {}
+    for number, part in parts.items():
+        if part:
+            syncs[number] = BucketSync(part.values(), group) if split else ReplicaSync(part, group, device)
+    return PositionSync(syncs, late)

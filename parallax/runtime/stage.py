@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallax.errors import PlanError
 from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
+from parallax.model.halves import Halves
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Directive, StagePlan
@@ -20,11 +21,11 @@ from parallax.swap.manager import SwapManager
 from parallax.swap.parameters import StreamedParameters
 from parallax.units import format_bytes
 
-OpenStream = Callable[[Chain, StagePlan, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
+OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
 
 
 class Stage(nn.Module):
-    """The blocks of a stage with real parameters.
+    """The blocks of one rank with real parameters: of its stage, or of the several that share its position.
 
     The random state of a block's forward depends on (seed, step, first row, block) alone, so a recomputed forward
     draws the same numbers, and so does another plan.
@@ -33,37 +34,40 @@ class Stage(nn.Module):
     def __init__(
         self,
         chain: Chain,
-        plan: StagePlan,
+        plans: Mapping[int, StagePlan],
         device: torch.device,
         precision: PrecisionConfig,
         open_stream: OpenStream | None = None,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
-        self._first, self._seed = plan.start, chain.seed
-        self._directives: Sequence[Directive] = plan.directives
-        self._precision, self._device = precision, device
-        self._names = parameter_names(chain, range(plan.start, plan.stop))
+        self._indices = [index for plan in plans.values() for index in range(plan.start, plan.stop)]
+        places = {index: place for place, index in enumerate(self._indices)}
+        self._parts = {stage: range(places[plan.start], places[plan.stop - 1] + 1) for stage, plan in plans.items()}
+        self._directives = [directive for plan in plans.values() for directive in plan.directives]
+        self._seed, self._precision, self._device = chain.seed, precision, device
+        self._names = parameter_names(chain, self._indices)
         self._arrive: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None
-        made = self._make(chain, plan, device)
+        share = max(plan.parameter_offload for plan in plans.values())
+        made = self._make(chain, share, device)
         self.streamed: StreamedParameters | None = None
-        if plan.parameter_offload > 0 and open_stream is not None:
-            self.streamed = open_stream(chain, plan, made)
-            for index, block in enumerate(self.blocks):
-                if self.streamed.parameters(index):
-                    self.streamed.attach(index, block)
-            self._check_share(plan.parameter_offload)
+        if share > 0 and open_stream is not None:
+            self.streamed = open_stream(chain, self._indices, share, made)
+            for place, block in enumerate(self.blocks):
+                if self.streamed.parameters(place):
+                    self.streamed.attach(place, block)
+            self._check_share(share)
         else:
             for _ in made:
                 pass
 
-    def _make(self, chain: Chain, plan: StagePlan, device: torch.device) -> Iterator[list[nn.Parameter]]:
+    def _make(self, chain: Chain, share: float, device: torch.device) -> Iterator[list[nn.Parameter]]:
         """Make block after block; of each, the parameters that live below: the last blocks' do."""
-        sizes = [sum(p.nbytes for p in b.module.parameters()) for b in chain.blocks[plan.start : plan.stop]]
-        first = first_below(sizes, plan.parameter_offload)
-        for index, block in enumerate(materialise_each(chain, range(plan.start, plan.stop), device)):
+        sizes = [sum(p.nbytes for p in chain.blocks[index].module.parameters()) for index in self._indices]
+        first = first_below(sizes, share)
+        for place, block in enumerate(materialise_each(chain, self._indices, device)):
             self.blocks.append(block)
-            yield [] if index < first else list(block.parameters())
+            yield [] if place < first else list(block.parameters())
 
     def _check_share(self, share: float) -> None:
         """Refuse a model that keeps more on the device than the plan was promised."""
@@ -81,8 +85,13 @@ class Stage(nn.Module):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Model-wide name → parameter or buffer; a shared parameter appears once."""
-        states = {i: block.state_dict(keep_vars=True) for i, block in enumerate(self.blocks, self._first)}
+        states = {i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)}
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
+
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters of one of the stages here; one that it shares with another here is in both."""
+        found = (parameter for place in self._parts[stage] for parameter in self.blocks[place].parameters())
+        return list(dict.fromkeys(found))
 
     def held(self) -> list[Tensor]:
         """All parameters and buffers that stay on the device."""
@@ -105,7 +114,7 @@ class Stage(nn.Module):
         below: dict[Tensor, Tensor] = {}
         for name, tensor in self.named_tensors().items():
             if self.streamed is not None and self.streams(tensor) and tensor not in below:
-                block = self._names[name][0] - self._first
+                block = self._indices.index(self._names[name][0])
                 below = dict(zip(self.streamed.parameters(block), self.streamed.read_full(block)))
             yield name, tensor, below.get(tensor, tensor.detach())
 
@@ -116,7 +125,7 @@ class Stage(nn.Module):
             if self.streamed is None or not self.streams(tensor):
                 tensor.detach().copy_(value)
                 continue
-            block = self._names[name][0] - self._first
+            block = self._indices.index(self._names[name][0])
             below[tensor] = value
             wanted = self.streamed.parameters(block)
             if all(parameter in below for parameter in wanted):
@@ -145,31 +154,39 @@ class Stage(nn.Module):
 
     def run(
         self,
+        stage: int,
         inputs: tuple[Tensor, ...],
         *,
         where: tuple[int, int],
         micro: int,
         swap: tuple[SwapManager, Selector] | None,
+        halves: Halves | None = None,
     ) -> tuple[Tensor, ...]:
-        """Forward. ``where`` is (step, first row of the global batch); ``swap`` opens offloading for ``micro``."""
-        for offset, (block, directive) in enumerate(zip(self.blocks, self._directives)):
-            seed = block_seed(self._seed, *where, self._first + offset)
+        """Forward of one of the stages here. ``where`` is (step, first row of the global batch); ``swap`` opens
+        offloading for ``micro``; ``halves`` puts weight gradients off."""
+        training = torch.is_grad_enabled()
+        for place in self._parts[stage]:
+            block, directive = self.blocks[place], self._directives[place]
+            seed = block_seed(self._seed, *where, self._indices[place])
             self._arrive(block.parameters())
-            if directive is Directive.RECOMPUTE and torch.is_grad_enabled():
+            if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
-                    self._run_block, block, seed, *inputs, use_reentrant=False, preserve_rng_state=False
+                    self._run_block, block, seed, halves, *inputs, use_reentrant=False, preserve_rng_state=False
                 )
-            elif directive is Directive.OFFLOAD and swap is not None and torch.is_grad_enabled():
+            elif directive is Directive.OFFLOAD and swap is not None and training:
                 with offloading(*swap, micro):
-                    inputs = self._run_block(block, seed, *inputs)
+                    inputs = self._run_block(block, seed, halves, *inputs)
             else:
-                inputs = self._run_block(block, seed, *inputs)
+                inputs = self._run_block(block, seed, halves, *inputs)
         return inputs
 
-    def _run_block(self, block: nn.Module, seed: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_block(self, block: nn.Module, seed: int, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         seed_block(self._device, seed)
         with self._precision.autocast(self._device.type):
-            return as_tuple(block(*inputs))
+            if halves is None:
+                return as_tuple(block(*inputs))
+            with halves.splitting():
+                return as_tuple(block(*inputs))
 
 
 def first_below(sizes: Sequence[int], share: float) -> int:

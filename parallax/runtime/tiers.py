@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import nn
 
 from parallax.device import CopyEngine
 from parallax.model.describe import Chain
-from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
+from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.stage import first_below
 from parallax.swap.config import SwapConfig
 from parallax.swap.parameters import StreamedParameters
@@ -36,14 +36,16 @@ class Tiers:
         return None if self._tier == "host" else self.open_store(capacity)
 
     def open_stream(
-        self, chain: Chain, stage: StagePlan, blocks: Iterable[Iterable[nn.Parameter]]
+        self, chain: Chain, indices: Sequence[int], share: float, blocks: Iterable[Iterable[nn.Parameter]]
     ) -> StreamedParameters:
-        """A store for parameters and their gradients. New ones are written before the old are given up."""
-        described = [list(block.module.parameters()) for block in chain.blocks[stage.start : stage.stop]]
+        """A store for ``share`` of the parameters of ``indices``, which ``blocks`` gives, and for their gradients. New
+        ones are written before the old are given up."""
+        described = [list(chain.blocks[index].module.parameters()) for index in indices]
         sizes = [sum(parameter.numel() for parameter in block) * chain.dtype.itemsize for block in described]
-        first = first_below(sizes, stage.parameter_offload)
+        first = first_below(sizes, share)
         chunks = sum(size // STATE_BUCKET_BYTES + 1 + len(b) for size, b in zip(sizes[first:], described[first:]))
-        capacity = 2 * sum(sizes[first:]) + 2 * max(sizes[first:]) + 2 * _PAGE * chunks
+        copies = 4 if chain.dtype.itemsize == 2 else 2  # with gradients; of two bytes there are full-precision masters
+        capacity = copies * (sum(sizes[first:]) + _PAGE * chunks) + 2 * max(sizes[first:])
         return StreamedParameters(blocks, self.open_store(capacity), verify=self._config.verify)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallax.plan.cluster import Link
-from parallax.plan.schedule import RUNNABLE
+from parallax.plan.schedule import ORDERS
 from parallax.plan.simulate import simulate
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -39,11 +39,12 @@ def job(options: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize("replicas", [(1,), (2, 1), (1, 2), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("schedule", ORDERS)
 def test_recorded_order_is_simulated_order(
     pool: Pool, schedule: str, replicas: tuple[int, ...], directive: str
 ) -> None:
-    options = {"schedule": schedule, "replicas": replicas, "directive": directive}
+    interleave = 2 if schedule == "interleaved" and len(replicas) == 2 else 1
+    options = {"schedule": schedule, "replicas": replicas, "directive": directive, "interleave": interleave}
     recorded = pool.run(job, sum(replicas), options)
     plan = make_plan(make_chain("gpt", torch.float32), global_batch=ROWS, microbatch=2, **options)
     simulation = simulate(
@@ -53,6 +54,7 @@ def test_recorded_order_is_simulated_order(
         schedule=schedule,
         rows=ROWS,
         micro_batches=plan.micro_batches(ROWS),
+        interleave=interleave,
     )
     for rank, found in enumerate(recorded):
         assert found == [(s.kind, s.stage, s.micro) for s in simulation.spans if s.rank == rank]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.model.describe import Chain, describe, materialise
+from parallax.model.describe import Chain, describe, materialise, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.mlp import MLP, MLPConfig
 from parallax.model.precision import PrecisionConfig
@@ -46,16 +46,8 @@ def reference(model: str, dtype: torch.dtype, rows: int = ROWS) -> tuple[float, 
         x = block(x)
     loss = MODELS[model][1](x, batch.targets(0, rows))
     loss.backward()
-    gradients = {}
-    for description, block in zip(chain.blocks, blocks):
-        gradients |= {description.prefix + name: p.grad for name, p in block.named_parameters()}
-    for name, users in chain.ties.items():  # a shared parameter goes by its first user's name
-        gradients = {n: g for n, g in gradients.items() if n == name or n not in _names(chain, users)}
-    return loss.item(), gradients
-
-
-def _names(chain: Chain, users: tuple[tuple[int, str], ...]) -> set[str]:
-    return {chain.blocks[i].prefix + name for i, name in users}
+    names = parameter_names(chain, range(len(blocks))).items()
+    return loss.item(), {name: blocks[index].get_parameter(inner).grad for name, (index, inner) in names}
 
 
 def job(

@@ -1,0 +1,218 @@
+"""A backward in two halves adds up to the whole one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallax.model.halves import Halves
+
+
+class Doubled(torch.autograd.Function):
+    """Counts how often its backward runs."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        Doubled.backwards += 1
+        return 2 * gradient
+
+
+class OfAllKinds(nn.Module):
+    """Products in every spelling, weights used twice, a custom function, and a view at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.twice = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)
+        self.across = nn.Conv1d(3, 3, 3, padding=1)
+        self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.across(self.norm(self.first(x)).relu())
+        x = self.twice(torch.tanh(self.twice(x))) @ self.matrix
+        x = torch.addmm(self.shift, x.flatten(0, 1), self.matrix).view_as(x)
+        x = Doubled.apply(torch.matmul(x, self.matrix) + self.shift)
+        return x.transpose(1, 2)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2)
+        self.bare = nn.Conv2d(6, 4, 1, bias=False)
+        self.same = nn.Conv2d(4, 4, 3, padding="same")
+        self.up = nn.ConvTranspose2d(4, 4, 2)
+        self.volume = nn.Conv3d(1, 2, (1, 3, 3), dilation=(1, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(self.same(self.bare(self.conv(x).relu())))
+        return self.volume(x.unsqueeze(1))
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight: one of them splits, the other does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x.argmax(-1)) + x.mean(-1, keepdim=True))
+
+
+def gradients(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """Of the inputs, after as many backwards that add up in the parameters."""
+    found = []
+    for x in inputs:
+        x = x.clone().requires_grad_()
+        model(x).square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    return found
+
+
+def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """The same, all input halves before the first weight half."""
+    found, owed = [], []
+    for x in inputs:
+        x, halves = x.clone().requires_grad_(), Halves()
+        with halves.splitting():
+            outputs = model(x)
+        outputs.square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+        owed.append(halves)
+    for halves in owed:
+        halves.finish()
+        assert not halves.owes()
+    return found
+
+
+def same(found: Tensor | None, expected: Tensor | None, tolerance: float = 1e-5) -> None:
+    assert found is not None
+    assert expected is not None
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("factory", "shape"),
+    [(OfAllKinds, (2, 3, 8)), (Images, (2, 4, 9, 9)), (Tied, (2, 5, 16)), (lambda: nn.LSTM(8, 8), (3, 2, 8))],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_halves_make_a_whole(factory: Any, shape: tuple[int, ...], frozen: bool) -> None:
+    torch.manual_seed(1)
+    model = factory()
+    if isinstance(model, nn.LSTM):
+        model = nn.Sequential(nn.Linear(8, 8), First(model))
+    if frozen:
+        next(model.parameters()).requires_grad_(False)
+    twin, inputs = copy.deepcopy(model), [torch.randn(shape) for _ in range(2)]
+    for found, expected in zip(in_halves(twin, inputs), gradients(model, inputs)):
+        same(found, expected)
+    for (name, found), expected in zip(twin.named_parameters(), model.parameters()):
+        if expected.requires_grad:
+            same(found.grad, expected.grad)
+        else:
+            assert found.grad is None, name
+
+
+class First(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.inner(x)[0]
+        return first
+
+
+def test_a_custom_function_goes_backward_once() -> None:
+    Doubled.backwards = 0
+    in_halves(OfAllKinds(), [torch.randn(2, 3, 8)])
+    assert Doubled.backwards == 1
+
+
+def test_autocast() -> None:
+    torch.manual_seed(1)
+    model = OfAllKinds()
+    twin, x = copy.deepcopy(model), [torch.randn(2, 3, 8)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = gradients(model, x), in_halves(twin, x)
+    same(found[0], expected[0])
+    for one, other in zip(twin.parameters(), model.parameters()):
+        assert one.grad is not None
+        assert one.grad.dtype is torch.float32
+        same(one.grad, other.grad, 2e-2)
+
+
+def test_recomputed_blocks_split_as_well() -> None:
+    torch.manual_seed(1)
+    model = OfAllKinds()
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, 8, requires_grad=True)
+    halves = Halves()
+
+    def run(y: Tensor) -> Tensor:
+        with halves.splitting():
+            outputs: Tensor = twin(y)
+            return outputs
+
+    checkpoint(run, x, use_reentrant=False).square().sum().backward()
+    assert twin.first.weight.grad is None
+    halves.finish()
+    gradients(model, [x.detach()])
+    for one, other in zip(twin.parameters(), model.parameters()):
+        same(one.grad, other.grad)
+
+
+def test_who_waits_is_told_when_a_gradient_is_final() -> None:
+    torch.manual_seed(1)
+    model, halves, told = OfAllKinds(), Halves(), []
+    with halves.splitting():
+        outputs = model(torch.randn(2, 3, 8))
+    outputs.sum().backward()
+    owed, names = halves.owes(), {parameter: name for name, parameter in model.named_parameters()}
+    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert {name for name, gradient in before.items() if gradient is not None} == {"norm.weight", "norm.bias", "shift"}
+    halves.finish(lambda parameter: told.append(names[parameter]))
+    assert sorted(told) == sorted(names[parameter] for parameter in owed)
+    assert len(told) == len(set(told))
+    assert told[0] == "matrix" or told.index("matrix") < told.index("first.weight")
+
+
+def test_nothing_is_held_after_the_second_half() -> None:
+    model, halves = OfAllKinds(), Halves()
+    with halves.splitting():
+        outputs = model(torch.randn(2, 3, 8))
+    assert halves.deferred_bytes == 0
+    outputs.sum().backward()
+    assert halves.deferred_bytes > 0
+    halves.finish()
+    assert halves.deferred_bytes == 0
+
+
+def test_without_gradients_nothing_changes() -> None:
+    model, halves = nn.Linear(4, 4), Halves()
+    with halves.splitting(), torch.no_grad():
+        assert not model(torch.ones(2, 4)).requires_grad
+    x = torch.ones(2, 4)
+    with halves.splitting():
+        assert torch.equal(F.linear(x, torch.ones(3, 4)), x @ torch.ones(4, 3))
+        assert model(x).requires_grad  # also where its input does not
+    assert not halves.owes()
