@@ -1,17 +1,18 @@
 """Is the pipeline executor as fast as torch's own?  ``python -m benchmarks.pipeline [--json]``
 
-Two processes of one thread each hold the two stages of one GPT. In one run, by turns, they do the forward and
-backward of the same micro-batches through ``Engine.gradients`` and through torch.distributed.pipelining (TDP): same
-modules, same processes, no optimizer step, no swap; both clear the gradients first. A step lasts from a barrier to
-the end of the slower process. Machines are noisy, so only ratios within a run mean something: ``ratio`` is that of
-the medians, ``low`` and ``high`` are the quartiles of the ratios of neighbouring turns.
+Two processes of one thread each hold the stages of one GPT: two, or four where the schedule is interleaved. In one
+run, by turns, they do the forward and backward of the same micro-batches through ``Engine.gradients`` and through
+torch.distributed.pipelining (TDP): same modules, same processes, no optimizer step, no swap; both clear the gradients
+first. TDP's counterpart of ZB-H1 is its interleaved zero-bubble schedule with one stage to a process. A step lasts from
+a barrier to the end of the slower process. Machines are noisy, so only ratios within a run mean something: ``ratio`` is
+that of the medians, ``low`` and ``high`` are the quartiles of the ratios of neighbouring turns.
 
 ``overhead_microseconds`` is what a micro-batch costs the main thread of a stage under 1F1B when there is nothing to
-compute: CPU seconds (``time.thread_time``: waiting for the peer does not count, going to sleep and waking up do) of
-``Engine.gradients`` over micro-batches, where a stage is one block that multiplies 8 numbers by a parameter. It is
-the worse of the two stages. Nothing is subtracted: it holds the block's own forward, backward and loss, all calls
-into gloo and the kernel, and a share of what a step costs once. Beside it stand TDP's and ``plain``: the block, the
-loss and the backward in a loop, without any pipeline.
+compute, beyond what computing that costs: CPU seconds (``time.thread_time``: waiting for the peer does not count, going
+to sleep and waking up do) of ``Engine.gradients`` over micro-batches, where a stage is one block that multiplies 8
+numbers by a parameter. It is the worse of the two stages, and holds a share of what a step costs once. What is
+subtracted is ``plain``: the block, the loss and the backward in a loop, without any pipeline. ``overhead_by_stage``
+holds ours, TDP's and ``plain`` with nothing subtracted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from parallax.model.describe import Chain, describe, materialise
 from parallax.model.gpt import GPT, GPTConfig
@@ -42,8 +49,14 @@ from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, Stag
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 
-STAGES = 2
-SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+RANKS = 2
+# our schedule: stages to a process, TDP's schedule, and whether TDP wants a list of stages
+SCHEDULES: dict[str, tuple[int, Any, bool]] = {
+    "1f1b": (1, Schedule1F1B, False),
+    "gpipe": (1, ScheduleGPipe, False),
+    "interleaved": (2, ScheduleInterleaved1F1B, True),
+    "zb-h1": (1, ScheduleInterleavedZeroBubble, True),
+}
 Loss = Callable[[Tensor, Tensor], Tensor]
 Turn = Callable[[], float | None]
 
@@ -83,7 +96,7 @@ class Scale(nn.Module):
 def run(sizes: Sizes) -> dict[str, Any]:
     """Measure in clean processes; the numbers as plain data."""
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
-        mp.spawn(_worker, (folder, sizes), nprocs=STAGES, join=True)
+        mp.spawn(_worker, (folder, sizes), nprocs=RANKS, join=True)
         found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     return found
 
@@ -94,7 +107,7 @@ def _worker(rank: int, folder: str, sizes: Sizes) -> None:
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=STAGES,
+        world_size=RANKS,
         timeout=timedelta(seconds=120),
     )
     try:
@@ -139,7 +152,7 @@ def _compare(rank: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
-    chain = describe(lambda: nn.Sequential(*(Scale() for _ in range(STAGES))))
+    chain = describe(lambda: nn.Sequential(*(Scale() for _ in range(RANKS))))
     rows, loss = torch.ones(sizes.idle_micro_batches, 8), nn.functional.mse_loss
     arguments = (chain, "1f1b", rank, (rows, rows), sizes.idle_micro_batches, loss)
     turns = {"ours": _ours(*arguments), "theirs": _theirs(*arguments), "plain": lambda: _plain(rows, loss)}
@@ -150,10 +163,10 @@ def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
             if repetition >= 0:
                 seconds[who].append(taken)
     mine = {who: statistics.median(taken) / len(rows) * 1e6 for who, taken in seconds.items()}
-    stages: list[Any] = [None] * STAGES
+    stages: list[Any] = [None] * RANKS
     dist.all_gather_object(stages, mine)
     return {
-        "overhead_microseconds": max(stage["ours"] for stage in stages),
+        "overhead_microseconds": max(stage["ours"] - stage["plain"] for stage in stages),
         "overhead_by_stage": {who: [stage[who] for stage in stages] for who in turns},
     }
 
@@ -166,7 +179,9 @@ def _plain(rows: Tensor, loss: Loss) -> None:
 
 def _ours(chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss) -> Turn:
     del rank  # the engine finds out itself
-    stages = [_stage_plan(*_bounds(chain, s)) for s in range(STAGES)]
+    interleave, _, _ = SCHEDULES[schedule]
+    count = RANKS * interleave
+    stages = [_stage_plan(*_bounds(chain, stage, count)) for stage in range(count)]
     proof = RankPrediction(peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
     plan = Plan(
         model="benchmark",
@@ -176,7 +191,8 @@ def _ours(chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], 
         microbatch=len(batch[0]) // micro_batches,
         stages=tuple(stages),
         tier="host",
-        prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(proof,) * STAGES),
+        interleave=interleave,
+        prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(proof,) * RANKS),
     )
     engine = Engine.build(chain, plan, loss=loss)
     rows = TensorRows(*batch)
@@ -187,17 +203,21 @@ def _theirs(
     chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss
 ) -> Turn:
     device = torch.device("cpu")
-    blocks = nn.Sequential(*materialise(chain, *_bounds(chain, rank), device))
-    last = rank == STAGES - 1
-    runner = SCHEDULES[schedule](
-        PipelineStage(blocks, rank, STAGES, device),
+    each, kind, listed = SCHEDULES[schedule]
+    numbers = range(rank, RANKS * each, RANKS)
+    blocks = [nn.Sequential(*materialise(chain, *_bounds(chain, n, RANKS * each), device)) for n in numbers]
+    stages = [PipelineStage(part, n, RANKS * each, device) for part, n in zip(blocks, numbers)]
+    last = rank == RANKS - 1
+    runner = kind(
+        stages if listed else stages[0],
         n_microbatches=micro_batches,
         loss_fn=lambda output, target: loss(output, target) / micro_batches,
         scale_grads=False,
     )
 
     def turn() -> float | None:
-        blocks.zero_grad(set_to_none=False)
+        for part in blocks:
+            part.zero_grad(set_to_none=False)
         losses: list[Tensor] = []
         inputs = (batch[0],) if rank == 0 else ()
         runner.step(*inputs, target=batch[1] if last else None, losses=losses, return_outputs=False)
@@ -206,9 +226,9 @@ def _theirs(
     return turn
 
 
-def _bounds(chain: Chain, stage: int) -> tuple[int, int]:
+def _bounds(chain: Chain, stage: int, stages: int) -> tuple[int, int]:
     blocks = len(chain.blocks)
-    return blocks * stage // STAGES, blocks * (stage + 1) // STAGES
+    return blocks * stage // stages, blocks * (stage + 1) // stages
 
 
 def _stage_plan(start: int, stop: int) -> StagePlan:
@@ -246,7 +266,7 @@ def _summary(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]
 
 
 def _print(found: dict[str, Any]) -> None:
-    table = Table(title=f"forward + backward, 2 stages, torch {found['torch']}, {found['cores']} cores")
+    table = Table(title=f"forward + backward, {RANKS} processes, torch {found['torch']}, {found['cores']} cores")
     for column in ("schedule", "ours, ms", "TDP, ms", "ours / TDP", "quartiles"):
         table.add_column(column, justify="right")
     for name, row in found["schedules"].items():
@@ -256,8 +276,9 @@ def _print(found: dict[str, Any]) -> None:
     console.print(table)
     worst = {who: max(stages) for who, stages in found["overhead_by_stage"].items()}
     console.print(
-        f"main thread, per micro-batch and stage, without work: {worst['ours']:.0f} µs "
-        f"(TDP {worst['theirs']:.0f} µs, the work alone {worst['plain']:.0f} µs)"
+        f"main thread, per micro-batch and stage, without work: {worst['ours']:.0f} µs, "
+        f"{found['overhead_microseconds']:.0f} µs of them our own (TDP {worst['theirs']:.0f} µs, the work alone "
+        f"{worst['plain']:.0f} µs)"
     )
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action of one rank. Times in seconds; ``wait`` is the part of the span spent blocked."""
 
     rank: int
@@ -43,7 +41,7 @@ class EventLog:
 
     def flush(self) -> None:
         """Write what was remembered."""
-        self._file.writelines(json.dumps(asdict(span)) + "\n" for span in self._pending)
+        self._file.writelines(json.dumps(span._asdict()) + "\n" for span in self._pending)
         self._file.flush()
         self._pending.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from parallax.config import RunConfig
 from parallax.errors import ConfigError
 from parallax.machine import ClusterConfig
 from parallax.model.count import Sample, count
-from parallax.model.describe import Chain, as_tuple, build_on_meta, describe
-from parallax.model.precision import PrecisionConfig, RecipeConfig
+from parallax.model.describe import Chain, build_on_meta, describe
+from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.efficiency import price
@@ -39,8 +40,22 @@ DEFAULT_SEQUENCE = 256
 def build_chain(config: RunConfig) -> Chain:
     """The model of ``config`` as a chain of blocks."""
     model = built_model(config)
-    names = model.blocks if isinstance(model, CustomModelConfig) else ()
-    return describe(model.build, seed=config.seed, dtype=config.precision.parameter_dtype, blocks=names)
+    return describe(
+        model.build,
+        seed=config.seed,
+        dtype=config.precision.parameter_dtype,
+        blocks=model.blocks if isinstance(model, CustomModelConfig) else (),
+        sample=lambda rows: _inputs(config, rows),
+        weights=model.weights if isinstance(model, CustomModelConfig | HuggingFaceConfig) else None,
+    )
+
+
+def _inputs(config: RunConfig, rows: int) -> Any:
+    """Inputs of that many rows, or of a batch where it has fewer."""
+    if isinstance(config.data, TextDataConfig):
+        return torch.empty(rows, sequence_length(config), dtype=torch.int64, device="meta")
+    batch = open_source(config).validation(0, config.trainer.global_batch)
+    return batch.inputs(0, min(rows, len(batch)))
 
 
 def built_model(config: RunConfig) -> BuiltModelConfig:
@@ -58,16 +73,6 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
     if isinstance(config.cluster, CatalogClusterConfig):
         raise ConfigError("cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local")
     return config.cluster
-
-
-def trained_precision(config: RunConfig) -> PrecisionConfig:
-    """The number formats of ``config``, which must be some that a model can be trained in."""
-    if isinstance(config.precision, RecipeConfig):
-        raise ConfigError(
-            f"precision.recipe={config.precision.recipe}: it can be planned for (cluster=dgx_a100), but not trained in "
-            "yet; use precision=fp32, precision=bf16 or precision=fp64"
-        )
-    return config.precision
 
 
 def build_loss(config: RunConfig) -> Loss:
@@ -117,7 +122,7 @@ def plan_run(
             microbatch=config.trainer.microbatch,
             progress=progress,
         )
-    precision, chain, source = trained_precision(config), build_chain(config), open_source(config, quiet=False)
+    chain, source = build_chain(config), open_source(config, quiet=False)
     return plan_model(
         chain,
         build_loss(config),
@@ -125,7 +130,7 @@ def plan_run(
         cluster=config.cluster,
         plan=config.plan,
         swap=config.swap,
-        precision=precision,
+        precision=config.precision,
         optimizer=config.optimizer,
         microbatch=config.trainer.microbatch,
         name=config.model.name,
@@ -139,13 +144,13 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     """The profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog cluster."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return price(model_work(config, progress), config.cluster.kind)
-    precision, chain, source = trained_precision(config), build_chain(config), open_source(config, quiet=False)
+    chain, source = build_chain(config), open_source(config, quiet=False)
     return measure_model(
         chain,
         build_loss(config),
         source.validation(0, config.trainer.global_batch),
         settled(config.cluster, config.plan),
-        precision=precision,
+        precision=config.precision,
         swap=config.swap,
         name=config.model.name,
         progress=progress,
@@ -160,7 +165,7 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
         build_loss(config),
         open_source(config).validation(0, config.trainer.global_batch),
         settled(local_cluster(config), config.plan),
-        precision=trained_precision(config),
+        precision=config.precision,
         swap=config.swap,
     )
 
@@ -169,10 +174,11 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
     """What ``config``'s model asks of any device; nothing is computed and no weight is made."""
     if isinstance(config.model, TransformerConfig):
         return config.model.work(str(config.precision))
+    chain = build_chain(config)
     return count(
-        build_chain(config),
+        chain,
         build_loss(config),
-        _shapes(config),
+        _shapes(config, chain),
         precision=config.precision,
         minimum_bytes=config.swap.minimum_bytes,
         name=config.model.name,
@@ -195,7 +201,7 @@ def read_profile(config: RunConfig, path: Path) -> ModelProfile:
     return found
 
 
-def _shapes(config: RunConfig) -> Sample:
+def _shapes(config: RunConfig, chain: Chain) -> Sample:
     """Rows that need no data to be there: text has whole numbers; rows of one's own are asked for."""
     if isinstance(config.data, TextDataConfig):
         length = sequence_length(config)
@@ -206,4 +212,4 @@ def _shapes(config: RunConfig) -> Sample:
 
         return text
     batch = open_source(config).validation(0, config.trainer.global_batch)
-    return lambda rows: (as_tuple(batch.inputs(0, rows)), batch.targets(0, rows))
+    return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))

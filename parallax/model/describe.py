@@ -4,7 +4,11 @@ The model is built once on the meta device (shapes, no bytes). A stage then mate
 initialises each from a seed of its own, so a block's weights are the same under every plan. The price is that a
 block must know how to initialise itself: every module that owns parameters or buffers has ``reset_parameters``
 (all of torch's do), or one of its parents inside the block has. Where that fails, the whole model is built on the
-host from the same seed, and the stage keeps its part.
+host from the same seed, and the stage keeps its part. Weights from a file are put over the initial ones, block by
+block.
+
+A parameter is known by its name in the model. A block's module need not be part of the model, so names are found by
+identity: the block holds the very tensors that the model holds.
 """
 
 from __future__ import annotations
@@ -12,15 +16,23 @@ from __future__ import annotations
 import copy
 import fnmatch
 import hashlib
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
+from parallax.model.block import Block, Cut, rebuild
+from parallax.model.cut import cut_trace
+from parallax.model.families import cut_family
+from parallax.model.trace import Sample
+from parallax.model.weights import Weights
 
 logger = logging.getLogger("parallax")
 
@@ -34,24 +46,12 @@ SPLIT_HELP = (
 
 
 @dataclass(frozen=True)
-class Block:
-    """A piece of the model on the meta device: its name in the model and the module itself."""
-
-    name: str
-    module: nn.Module
-
-    @property
-    def prefix(self) -> str:
-        """What stands before a parameter's name inside the block to give its name in the model."""
-        return f"{self.name}." if self.name else ""
-
-
-@dataclass(frozen=True)
 class Chain:
     """The blocks of a model in order.
 
-    ``ties`` maps the model-wide name of each parameter that several blocks share, as its first user calls it, to
-    all its users as ``(block index, name inside the block)``.
+    ``ties`` maps the model-wide name of each parameter that several blocks share to all its users as ``(block index,
+    name inside the block)``, the first one first. ``model`` is the whole on the meta device, whose tensors the
+    blocks hold. ``weights`` is where values come from, a safetensors file or a folder of them; None: a seed.
     """
 
     factory: ModelFactory
@@ -59,6 +59,12 @@ class Chain:
     ties: dict[str, tuple[tuple[int, str], ...]]
     seed: int
     dtype: torch.dtype
+    model: nn.Module = field(repr=False)
+    inputs: tuple[str, ...] = ()
+    template: Any = None
+    initialise: Callable[[nn.Module], None] | None = None
+    rename: Callable[[str], str] = str
+    weights: Path | None = None
 
     def fingerprint(self) -> str:
         """A hash of structure and shapes: equal for two models that cost the same and hold the same names."""
@@ -68,24 +74,84 @@ class Chain:
             text += [f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()]
         return hashlib.sha256("\n".join([*text, *sorted(self.ties)]).encode()).hexdigest()[:16]
 
+    def arguments(self, value: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """A model's inputs as the first block takes them: a tensor, some in order, or some by name."""
+        if not isinstance(value, Mapping):
+            return as_tuple(value)
+        names = self.inputs or tuple(inspect.signature(self.blocks[0].module.forward).parameters)
+        unknown, given = sorted(set(value) - set(names)), [name for name in names if name in value]
+        if unknown or given != list(names[: len(given)]) or not given:
+            raise DescribeError(
+                f"inputs are {', '.join(value) or 'none'}, and the model takes {', '.join(names)}: the last may be "
+                "left out, none may be added; describe the model with a sample of the inputs that it is to be given"
+            )
+        return as_tuple([value[name] for name in given])
+
+    def results(self, outputs: tuple[Tensor, ...]) -> Any:
+        """The last block's outputs as the model returns them, which is what the loss is given."""
+        if self.template is not None:
+            return rebuild(self.template, outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @cached_property
+    def names(self) -> tuple[dict[str, str], ...]:
+        """For each block: name inside → name in the model, of its parameters and persistent buffers."""
+        found: dict[int, str] = {}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            found.setdefault(id(tensor), name)
+        return tuple(
+            {inner: found[id(t)] for inner, t in block.module.state_dict(keep_vars=True).items() if id(t) in found}
+            for block in self.blocks
+        )
+
 
 def describe(
-    factory: ModelFactory, *, seed: int = 1, dtype: torch.dtype = torch.float32, blocks: Sequence[str] = ()
+    factory: ModelFactory,
+    *,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    blocks: Sequence[str] = (),
+    sample: Sample | None = None,
+    weights: str | Path | None = None,
 ) -> Chain:
     """Build ``factory()`` on the meta device and cut it into blocks.
 
-    In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``.
-    Raises :class:`DescribeError` with the lines to write where none of them applies.
+    In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``; the
+    families of transformers in :mod:`parallax.model.families`; the program of its ``forward``, recorded
+    (:mod:`parallax.model.trace`). ``sample(n)`` gives inputs of n rows, of which only shape and type are used; a
+    recorded program is then cut where the fewest bytes pass, and it is known which tensors have no rows.
+
+    ``weights``: a safetensors file or a folder of them, with the model's names. Raises :class:`DescribeError` with the
+    lines to write where none of the ways applies.
     """
     model = build_on_meta(factory)
-    modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
+    cut = _cut(model, blocks, sample)
+    _check_cover(model, cut.blocks)
+    return Chain(
+        factory=factory,
+        blocks=cut.blocks,
+        ties=_find_ties(model, cut.blocks),
+        seed=seed,
+        dtype=dtype,
+        model=model,
+        inputs=cut.inputs,
+        template=cut.template,
+        initialise=cut.initialise,
+        rename=cut.rename,
+        weights=Path(weights).expanduser() if weights else None,
+    )
+
+
+def _cut(model: nn.Module, blocks: Sequence[str], sample: Sample | None) -> Cut:
     names = {id(module): name for name, module in model.named_modules()}
-    for module in modules:
+    modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
+    for module in modules or ():
         if id(module) not in names:
             raise DescribeError(f"blocks() of {_kind(model)} returned a {_kind(module)} that is not part of the model")
-    chain = tuple(Block(names[id(module)], module) for module in modules)
-    _check_cover(model, chain)
-    return Chain(factory, chain, _find_ties(chain), seed, dtype)
+    if modules is not None:
+        _check_apart(names, modules)
+        return Cut(tuple(Block(names[id(module)], module) for module in modules))
+    return cut_family(model) or cut_trace(model, sample)
 
 
 def build_on_meta(factory: ModelFactory) -> nn.Module:
@@ -121,8 +187,14 @@ def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device)
     device. A shared parameter takes the values of its first user, also where that user is in another stage, and is
     one parameter again within the stage.
     """
+    weights = Weights(chain.weights, chain.rename) if chain.weights else None
+    aliases = _aliases(chain.model)
+    if weights:
+        shapes = {n: t.shape for n, t in chain.model.state_dict(keep_vars=True).items()}
+        wanted = {name: shapes[name] for names in chain.names for name in names.values()}
+        weights.check(wanted, aliases, ignored={name for name, _ in chain.model.named_buffers()})
     whole: list[nn.Module] | None = None
-    if not all(_initialises_itself(block.module) for block in chain.blocks):
+    if chain.initialise is None and not _initialises_by_block(chain, saved=weights is not None):
         logger.warning("the model cannot be initialised block by block: building all of it on the host")
         with torch.random.fork_rng(devices=[]):
             whole = _build_on_host(chain)
@@ -132,6 +204,10 @@ def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device)
             made[index] = whole[index] if whole else _initialise(chain, index)
             for users in chain.ties.values():
                 _tie(users, index, made, lambda other: whole[other] if whole else _initialise(chain, other))
+        if weights:
+            state = made[index].state_dict(keep_vars=True)
+            for inner, name in chain.names[index].items():
+                weights.fill(state[inner], weights.find(name, aliases) or name)
         made[index] = made[index].to(device=device)
         yield made[index]
 
@@ -139,16 +215,14 @@ def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device)
 def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:
     """Model-wide name → (block, name inside) of each parameter and buffer of the blocks ``indices``; a shared one has
     one name."""
-    shared = {user: name for name, users in chain.ties.items() for user in users}
     names: dict[str, tuple[int, str]] = {}
     for i in indices:
-        block = chain.blocks[i]
-        for inner in block.module.state_dict():
-            names.setdefault(shared.get((i, inner), block.prefix + inner), (i, inner))
+        for inner, name in chain.names[i].items():
+            names.setdefault(name, (i, inner))
     return names
 
 
-def _own_blocks(model: nn.Module) -> list[nn.Module]:
+def _own_blocks(model: nn.Module) -> list[nn.Module] | None:
     blocks = getattr(model, "blocks", None)
     if callable(blocks):
         returned = blocks()
@@ -158,7 +232,7 @@ def _own_blocks(model: nn.Module) -> list[nn.Module]:
         return found
     if isinstance(model, nn.Sequential) and len(model) > 0:
         return list(model)
-    raise DescribeError(f"{_kind(model)} is no chain of blocks: {SPLIT_HELP}")
+    return None
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
@@ -176,38 +250,61 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     return found
 
 
-def _check_cover(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Every parameter and buffer lies in a block, and no module in two."""
+def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None:
+    """No module lies in two blocks that the user named."""
     seen: dict[int, str] = {}
-    for block in blocks:
-        for module in block.module.modules():
+    for block in modules:
+        for module in block.modules():
             if id(module) in seen:
                 raise DescribeError(
-                    f"{_kind(module)} is in block {seen[id(module)]} and in block {block.name}: "
+                    f"{_kind(module)} is in block {seen[id(module)]} and in block {names[id(block)]}: "
                     "a module belongs to one block; share the parameter instead of the module"
                 )
-            seen[id(module)] = block.name
-    for name, module in model.named_modules():
-        own = [n for n, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
-        if id(module) not in seen and own:
-            raise DescribeError(f"{name + '.' if name else ''}{own[0]} is in no block: {SPLIT_HELP}")
+            seen[id(module)] = names[id(block)]
 
 
-def _find_ties(blocks: Sequence[Block]) -> dict[str, tuple[tuple[int, str], ...]]:
+def _check_cover(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Every parameter and buffer lies in a block."""
+    held = {id(t) for b in blocks for t in [*b.module.parameters(), *b.module.buffers()]}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in held:
+            raise DescribeError(f"{name} is in no block: {SPLIT_HELP}")
+
+
+def _find_ties(model: nn.Module, blocks: Sequence[Block]) -> dict[str, tuple[tuple[int, str], ...]]:
     users: dict[int, list[tuple[int, str]]] = {}
     for i, block in enumerate(blocks):
         for name, parameter in block.module.named_parameters(remove_duplicate=False):
             users.setdefault(id(parameter), []).append((i, name))
-    shared = [found for found in users.values() if len(found) > 1]
-    return {blocks[found[0][0]].prefix + found[0][1]: tuple(found) for found in shared}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[key]: tuple(found) for key, found in users.items() if len(found) > 1}
 
 
-def _initialises_itself(block: nn.Module) -> bool:
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Name of a shared parameter or buffer → its other names."""
+    tensors = model.state_dict(keep_vars=True)
+    by_identity: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_identity.setdefault(id(tensor), []).append(name)
+    return {names[0]: names[1:] for names in by_identity.values() if len(names) > 1}
+
+
+def _initialises_by_block(chain: Chain, *, saved: bool) -> bool:
+    """Whether all blocks can, and no module around them wants to; ``saved``: parameters come from a file."""
+    held = {id(module) for block in chain.blocks for module in block.module.modules()}
+    around = [module for module in chain.model.modules() if id(module) not in held]
+    if not saved and any(callable(getattr(module, "reset_parameters", None)) for module in around):
+        return False
+    return all(_initialises_itself(block.module, saved=saved) for block in chain.blocks)
+
+
+def _initialises_itself(block: nn.Module, *, saved: bool) -> bool:
     def covered(module: nn.Module) -> bool:
         if callable(getattr(module, "reset_parameters", None)):
             return True
-        owns = next(module.named_parameters(recurse=False), None) or next(module.named_buffers(recurse=False), None)
-        return owns is None and all(covered(child) for child in module.children())
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        in_file = set(module.state_dict()) if saved else set()
+        return all(name in in_file for name, _ in own) and all(covered(child) for child in module.children())
 
     return covered(block)
 
@@ -217,19 +314,38 @@ def _initialise(chain: Chain, index: int) -> nn.Module:
     block = copy.deepcopy(chain.blocks[index].module).to_empty(device="cpu")
     torch.manual_seed(block_seed(chain.seed, index))
     with torch.no_grad():
-        for module in reversed(list(block.modules())):
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
+        if chain.initialise is not None:
+            chain.initialise(block)
+        else:
+            for module in reversed(list(block.modules())):
+                reset = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
     return block.to(dtype=chain.dtype)
 
 
 def _build_on_host(chain: Chain) -> list[nn.Module]:
+    """Every block with the modules and tensors of a whole model in the place of those on the meta device."""
     torch.manual_seed(chain.seed)
     with torch.device("cpu"):
         model = chain.factory()
-    named = dict(model.named_modules())
-    return [named[block.name].to(dtype=chain.dtype) for block in chain.blocks]
+    model.to(dtype=chain.dtype)
+    real = dict(model.named_modules(remove_duplicate=False))
+    memo: dict[int, Any] = {id(m): real[name] for name, m in chain.model.named_modules(remove_duplicate=False)}
+    values = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for name, tensor in [*chain.model.named_parameters(), *chain.model.named_buffers()]:
+        memo[id(tensor)] = values[name]
+    blocks: list[nn.Module] = []
+    used: set[int] = set()
+    for block in chain.blocks:
+        found = copy.deepcopy(block.module, memo)
+        inside = {id(module) for module in found.modules()}
+        blocks.append(copy.deepcopy(found) if inside & used else found)  # a module that runs in several blocks
+        used |= inside
+    return blocks
 
 
 def _tie(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from parallax.errors import ConfigError
+from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.plan.transformer import TransformerConfig
@@ -20,21 +21,23 @@ from parallax.plan.transformer import TransformerConfig
 class CustomModelConfig:
     """The user's own model: ``target=package.module:factory`` is called with ``kwargs`` and returns an nn.Module.
 
-    ``blocks`` names its chain where the module offers no ``blocks()`` and is no ``nn.Sequential``: module paths,
-    ``*`` for the members of a ModuleList, in the order that data flows (``[embed, layers.*, norm, head]``).
+    ``blocks`` names its chain where the one that is found (see :func:`~parallax.model.describe.describe`) is not the
+    one that is wanted: module paths, ``*`` for the members of a ModuleList, in the order that data flows
+    (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them, to begin with.
     """
 
     name: str = "custom"
     target: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
+    weights: str = ""
 
     def build(self) -> nn.Module:
         """Call the factory."""
         return load_target("model.target", self.target)(**self.kwargs)
 
 
-BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig
+BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig
 """Models with code, which can be trained."""
 ModelConfig = BuiltModelConfig | TransformerConfig
 """All models; a TransformerConfig has sizes only and can be planned for."""

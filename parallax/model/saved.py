@@ -14,6 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
 NOT_PLAIN = "not plain strided memory"
+# Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
+# are such): one of them may change while a copy of the others, and so of it, is already under way.
+PART = "part of a memory that it is no view of"
 _LOOKUPS = ("Embedding", "Index", "Gather", "Take")  # read a parameter at places that the data chose
 
 
@@ -25,7 +28,8 @@ def address(storage: UntypedStorage) -> int:
 class Selector:
     """Decides by storage. Stay: parameters and buffers, copies made from a parameter alone (autocast's
     casts), what the caller holds anyway (tensors that collect a gradient, small slices of a batch), small
-    tensors, and anything that is not plain strided memory of the class ``plain``. ``streams`` knows parameters whose
+    tensors, parts of a memory that do not share its version, and anything that is not plain strided memory of the class
+    ``plain``. ``streams`` knows parameters whose
     memory comes and goes, so that their addresses change."""
 
     def __init__(
@@ -56,6 +60,8 @@ class Selector:
             return "smaller than swap.minimum_bytes"
         if address(storage) in self._held or self._streams(tensor):
             return "parameter or buffer"
+        if tensor.nbytes < storage.nbytes() and not tensor._is_view():
+            return PART
         if self._slice_of_input(tensor):
             return "small part of a batch"
         if self._from_leaf(tensor):

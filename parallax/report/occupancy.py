@@ -51,7 +51,9 @@ class Occupancy:
 
     def save(self, directory: Path) -> None:
         """Write it into the directory of the run."""
-        occupancy_path(directory, self.rank).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        occupancy_path(directory, self.rank).write_text(
+            json.dumps(asdict(self) | {"spans": [span._asdict() for span in self.spans]}), encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, directory: Path, rank: int) -> Occupancy:

@@ -91,7 +91,7 @@ class Engine:
         splits = self._program(plan.micro_batches(plan.global_batch), training=True).splits
         self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, split=splits)
         self._channels = Channels(mesh, copies)
-        waiting: list[StageOptimizer | SwapManager] = [self._optimizer, *([self._manager] if self._manager else [])]
+        waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
         self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, later)
         self._scale = LossScale(configs.precision)
@@ -299,13 +299,15 @@ class Engine:
             batch=batch,
             micro_batches=micro_batches,
             denominator=1.0 if keep is not None else self._denominator(batch),
+            program=self._program(micro_batches, training=training),
             training=training,
+            update=update,
             scale=scale,
             keep=keep,
         )
         try:
             with self._precision.products():
-                return self._executor.run(self._program(micro_batches, training=training), step, update)
+                return self._executor.run(step)
         except Exception as error:
             error.add_note(f"stage {self.mesh.stage} of {len(self.plan.stages)}, step {self._step}")
             raise

@@ -247,7 +247,8 @@ class GroupReceiver:
             whole, numbers = _read_header(buffer)
         layout = read_numbers(numbers)
         self._guess.learn(layout.spec, rows)
-        return tuple(layout.views(self._staging.up(buffer), whole - layout.size))
+        # Memory of their own: what swaps them out, or changes them in place, is to see no more than one of them.
+        return tuple(part.clone() for part in layout.views(self._staging.up(buffer), whole - layout.size))
 
     def _begin(self, size: int) -> tuple[dist.Work, Tensor]:
         buffer = self._staging.buffer(size)

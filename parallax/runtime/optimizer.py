@@ -184,9 +184,9 @@ class StageOptimizer:
             )
 
     @property
-    def stall_seconds(self) -> float:
-        """Seconds that forwards and backwards have waited for weights."""
-        return sum(each.stall_seconds for each in (self._host, self._streamed) if each is not None)
+    def waiting(self) -> list[HostOptimizer | StreamedParameters]:
+        """Those whose ``stall_seconds`` are how long forwards and backwards have waited for weights."""
+        return [each for each in (self._host, self._streamed) if each is not None]
 
     def zero_grad(self) -> None:
         """Gradients are zero, or will be before a backward adds to them."""

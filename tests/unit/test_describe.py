@@ -94,7 +94,10 @@ def test_the_three_ways_to_a_chain() -> None:
     assert [b.name for b in describe(MLPConfig(layers=2).build).blocks] == ["0", "1", "2", "3"]
     named = describe(Named, blocks=["embed", "layers.*", "head"])
     assert [b.name for b in named.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
-    assert [b.prefix for b in named.blocks][:2] == ["embed.", "layers.0."]
+    assert named.names[:2] == (
+        {"weight": "embed.weight"},
+        {"weight": "layers.0.weight", "bias": "layers.0.bias"},
+    )
     assert all(p.is_meta for b in named.blocks for p in b.module.parameters())
 
 
@@ -106,7 +109,7 @@ def test_members_of_a_list_stay_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("factory", "blocks", "message"),
     [
-        (Named, (), r"Named is no chain of blocks: give the model a method blocks\(\)"),
+        (Named, (), r"Named is no chain of blocks \(it has no forward\): give the model a method blocks\(\)"),
         (nn.Sequential, (), r"Sequential is no chain of blocks"),
         (Named, ["embed", "layer.*"], r"model.blocks: layer.\* matches no module of Named; it has embed, layers, head"),
         (Named, ["embed", "head"], r"layers.0.weight is in no block: give the model"),

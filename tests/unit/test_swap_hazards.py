@@ -30,6 +30,7 @@ HAZARDS = {
     ],
     "views, transposes, expand, offset": ["test_swap::test_views_come_back_with_their_strides"],
     "a shared storage is copied twice": ["test_swap::test_a_shared_storage_is_moved_once"],
+    "a shared storage whose parts change each for itself": ["test_parts_of_one_memory_that_change_apart"],
     "a freed and reused address": ["test_swap::test_a_reused_address_is_another_storage"],
     "what left is saved again": ["test_swap::test_what_is_saved_again_after_it_left_does_not_stay"],
     "a cycle that no collector sees": ["test_swap::test_a_kept_output_is_no_cycle"],
@@ -231,3 +232,27 @@ def test_a_failed_transfer_keeps_nothing(kind: str, scratch: Path, monkeypatch: 
             gc.enable()
         assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
         manager.close()
+
+
+def test_parts_of_one_memory_that_change_apart(make: Make) -> None:
+    """torch.unsafe_chunk gives each part a version of its own; an LSTM changes its gates so, one after the other, while
+    a copy of the first, and of all their memory, would be under way."""
+    torch.manual_seed(0)
+    net, manager = nn.LSTM(6, 8).double(), make()
+    x = torch.randn(5, 3, 6, dtype=torch.double)
+    for _ in range(3):
+        expected = torch.autograd.grad(net(x)[0].square().sum(), list(net.parameters()))
+        with offloading(manager, everything(*net.parameters()), 0):
+            loss = net(x)[0].square().sum()
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        assert all(torch.equal(*pair) for pair in zip(found, expected))
+    y = torch.randn(4, 12, dtype=torch.double, requires_grad=True)
+    with offloading(manager, everything(), 0):
+        one, two, three = (y * 2).unsafe_chunk(3, 1)
+        first, second, third = one.sigmoid_(), two.sigmoid_(), three.tanh_()
+        settle(manager, 0.01)
+        (first * second + third).sum().backward()
+    found_y, y.grad = y.grad, None
+    one, two, three = (y * 2).chunk(3, 1)
+    (one.sigmoid() * two.sigmoid() + three.tanh()).sum().backward()
+    torch.testing.assert_close(found_y, y.grad)

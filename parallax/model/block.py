@@ -1,0 +1,97 @@
+"""What a chain is made of: blocks, and the shape of what a model takes and returns.
+
+Between blocks travels a flat tuple of tensors; a model may return tuples and dicts of them. So the last block returns
+the tensors alone, and a template, the same nest with a :class:`Slot` in each tensor's place, rebuilds what the loss is
+given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the model on the meta device: what it is called and the module that runs it.
+
+    The module may be one of the model's own or one that only holds some of those; either way its parameters are the
+    model's. ``rowless`` are the positions of its outputs that do not have the micro-batch's rows in dimension 0
+    (tables of positions, biases made from parameters): they go whole to every peer, and their gradients are summed.
+    """
+
+    name: str
+    module: nn.Module
+    rowless: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model that was cut: its blocks, the names of the first one's arguments (none: those of its forward), the
+    template of what the model returns (None: what the last block returns), what initialises a block (None: the modules'
+    own ``reset_parameters``), and what the model calls a tensor that files of weights call otherwise."""
+
+    blocks: tuple[Block, ...]
+    inputs: tuple[str, ...] = ()
+    template: Any = None
+    initialise: Callable[[nn.Module], None] | None = None
+    rename: Callable[[str], str] = str
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for tensor number ``index``."""
+
+    index: int
+
+
+def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """The tensors in ``value``, depth first, and the template that :func:`rebuild` puts them back in."""
+    found: list[Tensor] = []
+
+    def replace(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            found.append(part)
+            return Slot(len(found) - 1)
+        return part
+
+    template = transform(value, replace)
+    return tuple(found), template
+
+
+def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
+    """``template`` with ``tensors`` in the places of its slots."""
+    return transform(template, lambda part: tensors[part.index] if isinstance(part, Slot) else part)
+
+
+def transform(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest of tuples, lists and dicts with every other part changed. A dict that is a dataclass, as models
+    of transformers return, stays one."""
+    if isinstance(value, Mapping):
+        parts = {key: transform(part, change) for key, part in value.items()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return type(value)(**parts)
+        return parts
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(transform(part, change) for part in value))
+    if isinstance(value, list):
+        return [transform(part, change) for part in value]
+    if type(value) is tuple:
+        return tuple(transform(part, change) for part in value)
+    return change(value)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every part that :func:`transform` would change, with the keys that lead there."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from leaves(part, (*path, key))
+    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        for index, part in enumerate(value):
+            yield from leaves(part, (*path, index))
+    else:
+        yield path, value

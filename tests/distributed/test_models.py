@@ -1,0 +1,159 @@
+"""Models of every shape under every schedule: the pipeline's gradients are the plain model's."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallax.model.describe import Chain, describe, materialise, parameter_names
+from parallax.model.precision import PrecisionConfig
+from parallax.plan.rows import micro_batch_rows
+from parallax.plan.schedule import ORDERS
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
+from tests.distributed.pool import Pool
+from tests.plans import make_plan
+from tests.zoo import FAMILIES, ZOO, Entry
+
+ROWS, MICRO = 7, 2
+REPLICAS = [(1, 1), (2, 1), (1, 2), (1, 1, 1), (1, 3, 2)]
+DIRECTIVES = ["keep", "offload", "recompute"]
+MODELS: dict[str, Entry] = {**ZOO, **FAMILIES}
+Found = tuple[float, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one plan."""
+
+    model: str
+    schedule: str
+    replicas: tuple[int, ...]
+    directive: str
+    compute: str = "fp64"
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.schedule}-{self.replicas}-{self.directive}-{self.compute}"
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        return PrecisionConfig(parameters="fp64" if self.compute == "fp64" else "fp32", compute=self.compute)
+
+    def chain(self) -> Chain:
+        entry = MODELS[self.model]
+        return describe(entry.build, seed=3, dtype=self.precision.parameter_dtype, sample=entry.sample)
+
+    @property
+    def interleave(self) -> int:
+        return 2 if self.schedule == "interleaved" and len(self.replicas) == 2 else 1
+
+
+def cases() -> list[Case]:
+    """Each model under each schedule; replicas and directives take turns, so that each meets each."""
+    turns = itertools.cycle(itertools.product(REPLICAS, DIRECTIVES))
+    found = []
+    for model, schedule in itertools.product(MODELS, ORDERS):
+        replicas, directive = next(turns)
+        if MODELS[model].buffers:  # replicas of their own rows have statistics of their own
+            replicas = (1,) * len(replicas)
+        found.append(Case(model, schedule, replicas, directive))
+    found += [Case(model, schedule, (2, 1), "keep", "bf16") for model, schedule in zip(MODELS, itertools.cycle(ORDERS))]
+    return [case for case in found if not (MODELS[case.model].buffers and max(case.replicas) > 1)]
+
+
+def plain(case: Case) -> Found:
+    """The model itself in one process, with the weights of the chain. Statistics are of micro-batches, so where a model
+    has some, it goes through them one by one."""
+    entry, chain = MODELS[case.model], case.chain()
+    blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
+    model = entry.build().to(chain.dtype)
+    states = [block.state_dict(keep_vars=True) for block in blocks]
+    values = {name: states[i][inner] for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()}
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in values:
+                tensor.copy_(values[name])
+    batch, count = make_batch(case), micro_batches(ROWS)
+    bounds = [micro_batch_rows(ROWS, count, m) for m in range(count)] if entry.buffers else [(0, ROWS)]
+    total = 0.0
+    for low, high in bounds:
+        with case.precision.autocast("cpu"):
+            loss = entry.loss(call(model, batch.inputs(low, high)), batch.targets(low, high)) * (high - low) / ROWS
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def make_batch(case: Case) -> TensorRows:
+    """Rows in the type of the parameters."""
+    batch, dtype = MODELS[case.model].batch(ROWS, 0), case.precision.parameter_dtype
+
+    def cast(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: cast(value) for name, value in values.items()}
+        if isinstance(values, tuple):
+            return tuple(map(cast, values))
+        return values.to(dtype) if values.is_floating_point() else values
+
+    return TensorRows(cast(batch.inputs(0, ROWS)), cast(batch.targets(0, ROWS)))
+
+
+def micro_batches(rows: int) -> int:
+    return -(-rows // MICRO)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def piped(case: Case) -> Found:
+    entry, chain = MODELS[case.model], case.chain()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(
+            chain,
+            replicas=case.replicas,
+            schedule=case.schedule,
+            directive=case.directive,
+            global_batch=ROWS,
+            microbatch=MICRO,
+            interleave=case.interleave,
+        )
+        engine = Engine.build(
+            chain,
+            plan,
+            loss=entry.loss,
+            precision=case.precision,
+            swap=SwapConfig(minimum_bytes=1),
+            scratch=Path(folder) / "swap",
+        )
+        loss = engine.gradients(make_batch(case))
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
+        engine.close()
+    return loss, gradients
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_gradients_equal_the_plain_models(pool: Pool, case: Case) -> None:
+    loss, expected = plain(case)
+    whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    exact = 1e-10 if case.model in ZOO else 2e-6  # parts of transformers are in fp32 whatever the rest is
+    seen = set()
+    for found, gradients in pool.run(piped, sum(case.replicas), case):
+        assert abs(found - loss) <= (exact if case.compute == "fp64" else 1e-2) * abs(loss)
+        for name, gradient in gradients.items():
+            seen.add(name)
+            wanted = expected.get(name, torch.zeros_like(gradient))
+            error = float((gradient - wanted).norm())
+            if case.compute == "fp64":
+                assert error <= exact * max(float(wanted.norm()), 1e-3 * whole), name
+            else:
+                assert error <= 0.1 * max(float(wanted.norm()), 0.1 * whole), name
+    assert seen >= set(expected)

@@ -1,0 +1,336 @@
+"""A model whose forward was recorded and cut computes what the plain model computes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+from parallax.model.block import flatten
+from parallax.model.describe import Chain, as_tuple, describe, materialise, parameter_names
+from tests.zoo import ZOO, Entry, tokens_batch
+
+CPU = torch.device("cpu")
+
+
+def both(entry: Entry, *, sampled: bool = True, seed: int = 1) -> tuple[Chain, list[nn.Module], nn.Module]:
+    """The chain, its blocks, and a plain model with the same values."""
+    chain = describe(entry.build, sample=entry.sample if sampled else None, seed=seed)
+    blocks = materialise(chain, 0, len(chain.blocks), CPU)
+    plain = entry.build()
+    state = plain.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, (i, inner) in parameter_names(chain, range(len(blocks))).items():
+            state[name].copy_(blocks[i].state_dict()[inner])
+    return chain, blocks, plain
+
+
+def run(chain: Chain, blocks: list[nn.Module], inputs: Any) -> Any:
+    values = chain.arguments(inputs)
+    for block in blocks:
+        values = as_tuple(block(*values))
+    return chain.results(values)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(*as_tuple(inputs))
+
+
+def check_same(entry: Entry, chain: Chain, blocks: list[nn.Module], plain: nn.Module, rows: int, step: int = 0) -> None:
+    """Outputs, loss and every gradient."""
+    batch = entry.batch(rows, step)
+    inputs, targets = batch.inputs(0, rows), batch.targets(0, rows)
+    for module in (*blocks, plain):
+        module.zero_grad()
+    mine, theirs = run(chain, blocks, inputs), call(plain, inputs)
+    loss, expected = entry.loss(mine, targets), entry.loss(theirs, targets)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    names = parameter_names(chain, range(len(blocks)))
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert set(gradients) <= set(names)
+    for name, gradient in gradients.items():
+        i, inner = names[name]
+        found = blocks[i].get_parameter(inner).grad
+        assert (found is None) == (gradient is None), name
+        if gradient is not None:
+            torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6, msg=name)
+    for name, buffer in ((n, b) for n, b in plain.named_buffers() if n in names):
+        torch.testing.assert_close(blocks[names[name][0]].get_buffer(names[name][1]), buffer)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_chain_computes_what_the_model_computes(name: str, sampled: bool) -> None:
+    entry = ZOO[name]
+    chain, blocks, plain = both(entry, sampled=sampled)
+    for step, rows in enumerate([2, 5]):
+        check_same(entry, chain, blocks, plain, rows, step)
+    for module in (*blocks, plain):
+        module.eval()
+    batch = entry.batch(3, 9)
+    mine, theirs = flatten(run(chain, blocks, batch.inputs(0, 3)))[0], flatten(call(plain, batch.inputs(0, 3)))[0]
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("unet", [*(f"down.{i}" for i in range(3)), "middle", *(f"up.{i}" for i in range(3)), "out"]),
+        ("resnet", ["conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc"]),
+        ("mixture", ["embedding", "layers.0", "layers.1", "layers.2", "head"]),
+        ("lstm", ["embedding", "mixers.0", "cell", "mixers.1", "cell (2)", "mixers.2", "cell (3)", "head"]),
+    ],
+)
+def test_blocks_are_the_members_of_lists(name: str, blocks: list[str]) -> None:
+    assert [block.name for block in describe(ZOO[name].build, sample=ZOO[name].sample).blocks] == blocks
+
+
+def test_a_skip_passes_every_block_between() -> None:
+    entry = ZOO["unet"]
+    chain, blocks, _ = both(entry)
+    values = chain.arguments(entry.sample(2))
+    kept: list[Tensor] = []
+    for block in blocks:
+        entered = values
+        values = as_tuple(block(*entered))
+        kept += [value for value in values if any(value is other for other in entered)]
+    assert len({id(value) for value in kept}) == 3, "three skips, unchanged on their way"
+    assert not any(block.rowless for block in chain.blocks)
+
+
+def test_a_module_that_runs_several_times_is_tied() -> None:
+    chain = describe(ZOO["lstm"].build, sample=ZOO["lstm"].sample)
+    assert {name.partition(".")[0] for name in chain.ties} == {"cell"}
+    assert {len(users) for users in chain.ties.values()} == {3}
+    chain, blocks, _ = both(ZOO["towers"])
+    assert blocks[-1] is not blocks[0]
+    assert "trunk.0.weight" in chain.ties
+
+
+def test_a_module_with_buffers_that_runs_several_times_is_in_one_block() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.layers[1](self.layers[0](x)))
+            return self.layers[3](self.norm(self.layers[2](x)))
+
+    entry = Entry(Shared, F.mse_loss, lambda rows, step: _floats(rows, step))
+    chain, blocks, plain = both(entry)
+    assert [block.name for block in chain.blocks] == ["layers.0", "layers.1", "norm", "layers.3"]
+    assert not chain.ties
+    check_same(entry, chain, blocks, plain, 4)
+
+
+def _floats(rows: int, step: int, width: int = 4) -> Any:
+    from parallax.runtime.batch import TensorRows
+
+    random = torch.Generator().manual_seed(step)
+    return TensorRows(torch.randn(rows, width, generator=random), torch.randn(rows, width, generator=random))
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_what_does_not_depend_on_rows_is_rowless(sampled: bool) -> None:
+    entry = ZOO["positions"]
+    chain, blocks, plain = both(entry, sampled=sampled)
+    values = chain.arguments(entry.sample(3))
+    for block, described in zip(blocks[:-1], chain.blocks):
+        values = as_tuple(block(*values))
+        assert described.rowless == {i for i, value in enumerate(values) if value.shape[0] != 3}
+    assert any(block.rowless for block in chain.blocks)
+    for length in (4, 7, 12):
+        longer = Entry(entry.build, entry.loss, lambda rows, step, n=length: tokens_batch(rows, step, n))
+        check_same(longer, chain, blocks, plain, 2)
+    with pytest.raises(AssertionError):
+        run(chain, blocks, tokens_batch(2, 0, 13).inputs(0, 2))
+    assert "embed.weight" in chain.ties, "the head's product uses the embedding's weight"
+
+
+def test_what_mixes_rows_is_not_cut() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            mean = self.layers[1](x).mean(0)  # of all rows
+            return self.layers[3](self.layers[2](x) + mean)
+
+    entry = Entry(Mixing, F.mse_loss, _floats)
+    chain, blocks, plain = both(entry)
+    assert [block.name for block in chain.blocks] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert "mean" in repr(chain.blocks[2].module), "from the rows to what has none, and back"
+    assert not any(block.rowless for block in chain.blocks)
+    check_same(entry, chain, blocks, plain, 4)
+
+
+def test_training_and_evaluation() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = F.dropout(layer(x), 0.5, self.training)
+            return x
+
+    chain, blocks, plain = both(Entry(Dropping, F.mse_loss, lambda rows, step: _floats(rows, step, 64)))
+    x = torch.randn(2, 64)
+    for training in (True, False):
+        for module in (*blocks, plain):
+            module.train(training)
+        torch.manual_seed(3)
+        expected = plain(x)
+        torch.manual_seed(3)
+        assert torch.equal(run(chain, blocks, x), expected)
+    assert int((plain.train()(x) == 0).sum()) > 0
+
+
+class Deciding(nn.Module):
+    """Decides by values in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) if x.sum() > 0 else self.layers[1](x)
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Deciding(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_what_cannot_be_recorded_says_why_and_what_to_write() -> None:
+    with pytest.raises(DescribeError, match=r"Deciding is no chain.*cannot be recorded: TraceError.*(?s:.*)def blocks"):
+        describe(Deciding)
+    whole = describe(Deciding, blocks=[""])
+    assert len(whole.blocks) == 1
+
+
+def test_a_part_that_decides_by_values_is_one_block(caplog: pytest.LogCaptureFixture) -> None:
+    entry = Entry(Wrapped, F.mse_loss, _floats)
+    with caplog.at_level(logging.INFO, logger="parallax"):
+        chain, blocks, plain = both(entry)
+    assert [block.name for block in chain.blocks] == ["body", "head"]
+    assert "body is one block" in caplog.text
+    for step in range(3):
+        check_same(entry, chain, blocks, plain, 3, step)
+
+
+def test_one_part_is_one_block_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    chain = describe(lambda: nn.Linear(4, 4))
+    assert len(chain.blocks) == 1
+    assert "Linear is one block: one part holds all parameters" in caplog.text
+
+
+def test_inputs_by_name_and_optional_inputs() -> None:
+    chain, _, _ = both(ZOO["towers"])
+    inputs = ZOO["towers"].sample(2)
+    assert chain.inputs == ("query", "item")
+    assert chain.results(chain.arguments({"item": inputs["item"], "query": inputs["query"]}) * 6)["weight"] is None
+    with pytest.raises(DescribeError, match="inputs are query, items, and the model takes query, item"):
+        chain.arguments({"query": inputs["query"], "items": inputs["item"]})
+    with pytest.raises(DescribeError, match="inputs are item, and the model takes query, item"):
+        chain.arguments({"item": inputs["item"]})
+    more = describe(ZOO["towers"].build, sample=lambda n: {**ZOO["towers"].sample(n), "weight": torch.ones(n)})
+    assert more.inputs == ("query", "item", "weight")
+    made = materialise(more, 0, len(more.blocks), CPU)
+    assert torch.equal(run(more, made, {**inputs, "weight": torch.ones(2)})["weight"], torch.ones(2))
+
+
+def test_blocks_that_do_the_same_look_the_same() -> None:
+    chain = describe(ZOO["mixture"].build, sample=ZOO["mixture"].sample)
+    assert len({repr(block.module) for block in chain.blocks[1:4]}) == 1
+    assert chain.fingerprint() == describe(ZOO["mixture"].build, sample=ZOO["mixture"].sample).fingerprint()
+    assert copy.deepcopy(chain.blocks[1].module) is not chain.blocks[1].module
+
+
+def test_unused_parameters_stay_in_the_model() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.spare = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    entry = Entry(Unused, F.mse_loss, _floats)
+    chain, blocks, plain = both(entry)
+    assert "spare.weight" in parameter_names(chain, range(2))
+    check_same(entry, chain, blocks, plain, 3)
+
+
+# ---- random graphs -----------------------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    """Each node mixes some of the values before it, through a layer of its own or one that others use too."""
+
+    def __init__(self, nodes: list[tuple[int, int, int, str]]) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        values: list[Tensor] = [x]
+        for first, second, layer, what in self.nodes:
+            a, b = values[first % len(values)], values[second % len(values)]
+            if what == "layer":
+                values.append(torch.tanh(self.layers[layer](a)) + b)
+            elif what == "chunk":
+                left, right, _ = torch.cat([a, b], dim=-1).chunk(3, dim=-1)
+                values.append(self.layers[layer](torch.cat([left, right[..., :1]], dim=-1)))
+            elif what == "shape":
+                values.append((a.view(a.size(0), -1) * b.shape[1]) / a.shape[0])
+            else:
+                values.append(a * torch.arange(a.shape[-1], device=a.device))
+        return {"first": values[1], "last": values[-1], "some": (values[len(values) // 2], None)}
+
+
+def _sum(outputs: Any, targets: Tensor) -> Tensor:
+    return ((outputs["first"] + outputs["last"]) * targets).sum() + outputs["some"][0].square().mean()
+
+
+NODE = st.tuples(
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 3),
+    st.sampled_from(["layer", "layer", "chunk", "shape", "table"]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(nodes=st.lists(NODE, min_size=1, max_size=9), sampled=st.booleans(), rows=st.integers(1, 4))
+def test_random_graphs(nodes: list[tuple[int, int, int, str]], sampled: bool, rows: int) -> None:
+    nodes = [(0, 0, 0, "layer"), *nodes]
+    build: Callable[[], nn.Module] = lambda: Graph(nodes)  # noqa: E731
+    entry = Entry(build, _sum, lambda n, step: _floats(n, step, 3))
+    chain, blocks, plain = both(entry, sampled=sampled)
+    check_same(entry, chain, blocks, plain, rows)
+    values = chain.arguments(entry.sample(rows + 4))
+    for block, described in zip(blocks[:-1], chain.blocks):
+        values = as_tuple(block(*values))
+        for i, value in enumerate(values):
+            assert (i in described.rowless) == (value.shape[0] != rows + 4)
