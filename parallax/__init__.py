@@ -8,6 +8,7 @@ from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Plan
 from parallax.plan.request import PlanConfig
+from parallax.plan.schedule import register_schedule
 from parallax.planning import plan_model, plan_together
 from parallax.runtime.batch import Rows, TensorRows
 from parallax.runtime.engine import Engine
@@ -35,5 +36,6 @@ __all__ = [
     "describe",
     "plan_model",
     "plan_together",
+    "register_schedule",
     "swap",
 ]

@@ -40,6 +40,7 @@ from parallax.monitor import LoggerConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.request import PlanConfig
 from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.replicas import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig
 from parallax.train.debug import DebugConfig
@@ -48,7 +49,8 @@ from parallax.train.loop import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on. ``name``: its directory is ``runs/<name>``."""
+    """Everything that a run depends on. ``name``: its directory is ``runs/<name>``. ``compile``: each block's forward
+    is compiled with torch.compile, which takes a while at the first step."""
 
     name: str = "auto"
     seed: int = 1
@@ -58,7 +60,9 @@ class RunConfig:
     plan: PlanConfig
     swap: SwapConfig
     optimizer: OptimizerConfig
+    replicas: ReplicasConfig
     precision: PrecisionConfig
+    compile: bool = False
     trainer: TrainerConfig
     logger: LoggerConfig
     debug: DebugConfig

@@ -332,6 +332,8 @@ def _train(run: Run, watch: Watch) -> None:
         optimizer=run.config.optimizer,
         precision=run.config.precision,
         swap=run.config.swap,
+        replicas=run.config.replicas,
+        compile=run.config.compile,
         scratch=run.directory / "swap",
     )
     trainer, logger = run.config.trainer, run.config.logger

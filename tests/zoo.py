@@ -252,7 +252,7 @@ class Mixture(nn.Module):
         for index, expert in enumerate(self.experts):
             mine = chosen == index
             if mine.any():  # asks for values
-                result[mine] = Round.apply(expert(x[mine])) * share[mine].unsqueeze(-1)
+                result[mine] = (Round.apply(expert(x[mine])) * share[mine].unsqueeze(-1)).to(result.dtype)
         return x + result
 
 

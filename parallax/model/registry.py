@@ -3,18 +3,16 @@ configuration only, never from a checkpoint, a plan or a profile."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from parallax.errors import ConfigError
 from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.plan.transformer import TransformerConfig
+from parallax.targets import load_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +39,3 @@ BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig
 """Models with code, which can be trained."""
 ModelConfig = BuiltModelConfig | TransformerConfig
 """All models; a TransformerConfig has sizes only and can be planned for."""
-
-
-def load_target(key: str, target: str) -> Callable[..., Any]:
-    """The object named by ``package.module:factory``; ``key`` is the setting named in errors."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise ConfigError(f"{key}={target or '(empty)'}: accepted is package.module:factory")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ConfigError(f"{key}={target}: cannot import {module} ({error}); is its folder on PYTHONPATH?") from error
-    except AttributeError:
-        raise ConfigError(f"{key}={target}: module {module} has no {name}") from None
-    if not callable(found):
-        raise ConfigError(f"{key}={target}: {name} is not callable")
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 from parallax.errors import InfeasiblePlan
 from parallax.plan.pipelines import PipelineSearch
@@ -32,6 +33,14 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             f"plan.schedule={config.schedule} with plan.interleave={config.interleave} has no shape for {blocks} "
             f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two positions or more, "
             "a block for each of their stages, and a number of micro-batches that the positions divide; leave "
+            "plan.schedule=auto"
+        )
+    uneven = {shape.positions for shape in request.shapes() if shape.interleave > 1 and devices % shape.positions}
+    if uneven and all(shape.positions in uneven for shape in request.shapes()) and not _lists(config.replicas):
+        counts = " or ".join(map(str, sorted(uneven)))
+        return InfeasiblePlan(
+            f"plan.schedule=interleaved gives every position the same number of devices, and {devices} cannot be dealt "
+            f"to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, or "
             "plan.schedule=auto"
         )
     device = min(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
@@ -84,9 +93,14 @@ def _least_memory(request: Request) -> int | None:
     return min(able) if able else None
 
 
+def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
+    """Whether each stage's number is given."""
+    return isinstance(replicas, list | tuple)
+
+
 def _devices_asked(config: PlanConfig) -> str:
     """``=N`` where stages and replicas say how many devices they mean."""
     stages, replicas = config.stages, config.replicas
-    if isinstance(replicas, list | tuple):
+    if _lists(replicas):
         return f"={sum(replicas)}"
     return f"={stages * replicas}" if isinstance(stages, int) and isinstance(replicas, int) else ""

@@ -24,7 +24,7 @@ from parallax.plan.passes import splits
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import ORDERS, RUNNABLE
+from parallax.plan.schedule import BUILT_IN, ORDERS, load_schedule
 from parallax.plan.stages import Flight
 
 AUTO = "auto"
@@ -45,7 +45,8 @@ class PlanConfig:
     """What the planner is told; ``auto`` leaves the choice to it.
 
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
-    ``schedule``: gpipe, 1f1b, interleaved, zb-h1 or zb-h2. ``interleave``: stages per device of the interleaved
+    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, or one of your own as ``package.module:function``
+    (:func:`parallax.register_schedule`). ``interleave``: stages per device of the interleaved
     schedule. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
     the optimizer's states, and the parameters with their gradients, live: ``device``, or ``host``, the tier below it.
     ``shard``: whether the replicas of a stage share the states on their devices, each with a part (``optimizer``), or
@@ -64,6 +65,8 @@ class PlanConfig:
     replan: str = "off"
 
     def __post_init__(self) -> None:
+        if ":" in self.schedule:
+            load_schedule(self.schedule)
         check_choice("plan.schedule", self.schedule, [AUTO, *ORDERS])
         check_choice("plan.activations", self.activations, [AUTO, *Directive])
         check_choice("plan.optimizer", self.optimizer, [AUTO, "device", "host"])
@@ -164,9 +167,6 @@ class Request:
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` where what is asked for does not go together."""
         asked, config = self.schedules, self.config
-        beyond = [name for name in asked if name not in RUNNABLE]
-        if self.runnable and beyond:
-            raise ConfigError(f"plan.schedule={beyond[0]} can be planned for, but not run: use {' or '.join(RUNNABLE)}")
         if any(splits(name) for name in asked) and config.schedule != AUTO and not self._weight_share:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
@@ -218,8 +218,7 @@ class Request:
             return ["interleaved"]
         if self.config.schedule != AUTO:
             return [self.config.schedule]
-        able = [name for name in ORDERS if name in RUNNABLE or not self.runnable]
-        return [name for name in able if name != "interleaved" or self.config.interleave == AUTO]
+        return [name for name in BUILT_IN if name != "interleaved" or self.config.interleave == AUTO]
 
     @cached_property
     def host_states(self) -> tuple[Below, ...]:

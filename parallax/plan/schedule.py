@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.errors import PlanError, check_choice, printable
+from parallax.targets import load_target
 
 Numbers = NDArray[np.int64]
 
@@ -202,10 +203,9 @@ ORDERS: dict[str, Ordering] = {
     "zb-h1": zero_bubble_h1,
     "zb-h2": zero_bubble_h2,
 }
-RUNNABLE = tuple(ORDERS)  # what the executor can run
+BUILT_IN = tuple(ORDERS)  # what plan.schedule=auto chooses from
 
 
-_REGISTERED: set[str] = set()
 Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, micro-batches
 
 
@@ -233,7 +233,13 @@ def register_schedule(name: str, listing: Listing) -> None:
         lists = [ordering(positions, position, micro_batches, 1).actions() for position in range(positions)]
         _check_ends(name, lists, micro_batches)
     ORDERS[name] = ordering
-    _REGISTERED.add(name)
+
+
+def load_schedule(target: str) -> None:
+    """Make ``package.module:function`` of the user's own configuration known by that name; see
+    :func:`register_schedule`."""
+    if target not in ORDERS:
+        register_schedule(target, load_target("plan.schedule", target))
 
 
 def _check_complete(name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int) -> None:
@@ -313,7 +319,7 @@ def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interl
         return micro_batches
     positions = stages // interleave
     few = micro_batches
-    if schedule not in _REGISTERED:  # a full pipeline stays as full as it is: the first few rounds say it
+    if schedule in BUILT_IN:  # a full pipeline stays as full as it is: the first few rounds say it
         few = min(micro_batches, 8 * stages + micro_batches % stages)
     found = order(schedule, positions, stage % positions, few, interleave=interleave)
     kinds = found.kinds[found.stages == stage]

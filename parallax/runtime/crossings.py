@@ -88,9 +88,13 @@ class Crossings:
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
-        """The first row of a micro-batch that this rank computes on, counted from the batch's, and how many they are."""
+        """The first row of a micro-batch that this rank computes on, counted from the batch's, and their number."""
         low, part = self._parts[micro]
         return low + part.start, part.rows
+
+    def size(self, micro: int) -> int:
+        """Rows of a micro-batch over all replicas."""
+        return self._sizes[micro]
 
     def reaches_all(self, micro: int) -> bool:
         """Whether every replica of this rank's stages has rows of a micro-batch."""

@@ -27,6 +27,7 @@ from parallax.events import Span
 from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
+from parallax.model.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
@@ -34,6 +35,7 @@ from parallax.plan.schedule import Kind, actions, evaluation_actions
 from parallax.runtime.batch import Rows
 from parallax.runtime.executor import Executor, Keep, Loss, Now, Program, Step
 from parallax.runtime.optimizer import Deal, OptimizerConfig, StageOptimizer
+from parallax.runtime.replicas import ReplicasConfig
 from parallax.runtime.replicate import SharedStates, sync_for
 from parallax.runtime.saving import Saving
 from parallax.runtime.scaling import LossScale, gradient_norm
@@ -72,7 +74,15 @@ class Engine:
         self._memory = _memory_for(mesh.device)
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, configs.swap, configs.scratch, copies)
-        self._stage = Stage(chain, plans, mesh.device, configs.precision, self._below.open_stream)
+        self._stage = Stage(
+            chain,
+            plans,
+            mesh.device,
+            configs.precision,
+            self._below.open_stream,
+            norms=Norms(configs.replicas.batchnorm, mesh),
+            compile=configs.compile,
+        )
         self._manager: SwapManager | None = None
         swap = None
         offloading = [each for each in plans.values() if each.offloads]
@@ -89,8 +99,9 @@ class Engine:
         self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], Program] = {}
         splits = self._program(plan.micro_batches(plan.global_batch), training=True).splits
-        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, split=splits)
+        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, configs.replicas, split=splits)
         self._channels = Channels(mesh, copies)
+        mesh.barrier()  # who is ready first may close first, and is not to be missed by who still opens
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
         self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, later)
@@ -123,17 +134,21 @@ class Engine:
         optimizer: OptimizerConfig | None = None,
         precision: PrecisionConfig | None = None,
         swap: SwapConfig | None = None,
+        replicas: ReplicasConfig | None = None,
+        compile: bool = False,
         scratch: Path | None = None,
     ) -> Engine:
         """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
-        the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``scratch`` the folder of
-        swap files."""
+        the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
+        each block; ``scratch`` is the folder of swap files."""
         if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
             raise PlanError(
                 f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
                 f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
             )
         _check_runnable(plan, chain)
+        if replicas is not None:
+            replicas.check(plan)
         mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
@@ -141,6 +156,8 @@ class Engine:
             swap or SwapConfig(),
             scratch or Path(tempfile.gettempdir()) / "parallax-swap",
             steps,
+            replicas or ReplicasConfig(),
+            compile,
         )
         return cls(chain, plan, mesh, loss, configs)
 
@@ -370,6 +387,8 @@ class EngineConfigs:
     swap: SwapConfig
     scratch: Path
     steps: int
+    replicas: ReplicasConfig
+    compile: bool
 
 
 def _check_runnable(plan: Plan, chain: Chain) -> None:

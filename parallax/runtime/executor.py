@@ -204,8 +204,15 @@ class Executor:
             inputs = self._received.pop((stage, micro))
             if step.training:
                 inputs = self._enter(stage, inputs, flight)
-        where, name = (step.index, first), self._name(action, step)
-        outputs = self._stage.run(stage, inputs, where=where, micro=name, swap=self._swap, halves=flight.halves)
+        outputs = self._stage.run(
+            stage,
+            inputs,
+            where=(step.index, first),
+            rows=(rows, self._crossings.size(micro)),
+            micro=self._name(action, step),
+            swap=self._swap,
+            halves=flight.halves,
+        )
         del inputs
         if stage < self._last_stage:
             self._leave(action, outputs, flight, training=step.training)

@@ -10,8 +10,8 @@ private names that needs: ``reducer.prepare_for_backward`` and, for DDP's own fo
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
+from parallax.model.norms import Norms
+from parallax.runtime.buckets import BUCKET_MEBIBYTES, BucketSync, Reduced
+from parallax.runtime.compress import SHORT, Reduce, reduce_as, reduce_exactly
+from parallax.runtime.replicas import ReplicasConfig
 from parallax.runtime.stage import Stage
 from parallax.swap.parameters import StreamedParameters
-
-BUCKET_MEBIBYTES = 4
-Reduced = Callable[[torch.Tensor], None]
-_FLYING = 2  # buckets that may be reduced at one time: each is a copy of its gradients
 
 
 class GradientSync(Protocol):
@@ -104,82 +104,12 @@ class NoSync:
         return 0.0
 
 
-class BucketSync:
-    """Several replicas, without DDP: for backwards that are split, whose weight halves autograd does not see, and for
-    what no last backward announced. Buckets are reduced in one order, each when it and all before it are complete."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._buckets: list[list[nn.Parameter]] = []
-        room = 0
-        for parameter in reversed(list(parameters)):  # the last layer's gradients are complete first
-            if room <= 0:
-                self._buckets.append([])
-                room = BUCKET_MEBIBYTES * 2**20
-            self._buckets[-1].append(parameter)
-            room -= parameter.nbytes
-        self._place = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
-        self._flying: deque[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = deque()
-        self.all_reduces = 0
-        self.disarm()
-
-    def split(self, owed: Collection[nn.Parameter]) -> Reduced:
-        """Begin with what is complete."""
-        for parameter in self._place:
-            if parameter not in owed:
-                self._left[self._place[parameter]] -= 1
-        self._launch()
-        return self._ready
-
-    def _ready(self, parameter: torch.Tensor) -> None:
-        place = self._place.get(parameter)  # type: ignore[call-overload]
-        if place is not None:
-            self._left[place] -= 1
-            self._launch()
-
-    def disarm(self) -> None:
-        """Everything is to come. What flies is waited for: other ranks' buckets are to meet this one's."""
-        self._land(0)
-        self._left = [len(bucket) for bucket in self._buckets]
-        self._next = 0
-
-    def finish(self) -> float:
-        """Reduce the rest."""
-        start = time.perf_counter()
-        self._left = [0] * len(self._buckets)
-        self._launch()
-        self.disarm()
-        return time.perf_counter() - start
-
-    def _launch(self) -> None:
-        while self._next < len(self._buckets) and self._left[self._next] <= 0:
-            bucket = self._buckets[self._next]
-            self._next += 1
-            for parameter in bucket:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            self._land(_FLYING - 1)
-            flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            assert work is not None
-            self._flying.append((work, flat, bucket))
-            self.all_reduces += 1
-
-    def _land(self, left: int) -> None:
-        while len(self._flying) > left:
-            work, flat, bucket = self._flying.popleft()
-            work.wait()
-            for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket])):
-                assert parameter.grad is not None
-                parameter.grad.copy_(part.view_as(parameter))
-
-
 class _Books:
     """What the communication hook is told, and tells. The reducer holds it for as long as it lives, and nothing that
     holds the reducer: that would be a cycle which no collector sees."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, reduce: Reduce) -> None:
+        self.reduce = reduce
         self.all_reduces = self.numbers = 0
 
 
@@ -187,18 +117,24 @@ def _sum(books: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     assert isinstance(books, _Books)
     books.all_reduces += 1
     books.numbers += bucket.buffer().numel()
-    work = dist.all_reduce(bucket.buffer(), group=books.group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    return books.reduce(bucket)
 
 
 class ReplicaSync:
-    """Several replicas: DDP's reducer with a hook that sums."""
+    """Several replicas: DDP's reducer with a hook that sums, compressed as ``config`` says. Where nothing was
+    announced, PowerSGD is left out."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        config: ReplicasConfig,
+    ) -> None:
         self._parameters = parameters
-        self._books = _Books(group)
+        self._books = _Books(reduce_exactly(group))
         self._armed = False
-        self._unannounced = BucketSync(parameters.values(), group)
+        self._unannounced = BucketSync(parameters.values(), group, SHORT.get(config.compress))
         self._trained = sum(parameter.numel() for parameter in parameters.values())
         self._ddp = DistributedDataParallel(
             nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
@@ -210,6 +146,7 @@ class ReplicaSync:
         )
         self._ddp.register_comm_hook(self._books, _sum)
         self._settle()
+        self._books.reduce = reduce_as(config.compress, config.powersgd_rank, group, device)
 
     @property
     def all_reduces(self) -> int:
@@ -286,10 +223,13 @@ class PositionSync:
 
 
 class StreamedSync:
-    """Adds up the gradients that live below the device, one after another, when the step's last backward is over."""
+    """Adds up the gradients that live below the device, one after another, when the step's last backward is over; in
+    the type ``short`` where there is one."""
 
-    def __init__(self, inner: GradientSync, streamed: StreamedParameters, group: dist.ProcessGroup) -> None:
-        self._inner, self._streamed, self._group = inner, streamed, group
+    def __init__(
+        self, inner: GradientSync, streamed: StreamedParameters, group: dist.ProcessGroup, short: torch.dtype | None
+    ) -> None:
+        self._inner, self._streamed, self._group, self._short = inner, streamed, group, short
         self._trained = list(dict.fromkeys(s.parameter for chunk in streamed.chunks for s in chunk.segments))
         self._own = 0
 
@@ -317,8 +257,9 @@ class StreamedSync:
         for parameter in self._trained:
             total = self._streamed.read_gradient(parameter)
             total = torch.zeros_like(parameter) if total is None else total
-            dist.all_reduce(total, group=self._group)
-            self._streamed.write_gradient(parameter, total)
+            sent = total if self._short is None else total.to(self._short)
+            dist.all_reduce(sent, group=self._group)
+            self._streamed.write_gradient(parameter, sent.to(total.dtype))
             self._own += 1
         return waited + time.perf_counter() - start
 
@@ -364,6 +305,38 @@ class SharedSync:
         return waited + time.perf_counter() - start
 
 
+class StatisticsSync:
+    """Averages the running statistics of the replicas' BatchNorms when the gradients are reduced."""
+
+    def __init__(self, inner: GradientSync, norms: Norms) -> None:
+        self._inner, self._norms = inner, norms
+
+    @property
+    def all_reduces(self) -> int:
+        """Of gradients."""
+        return self._inner.all_reduces
+
+    def arm(self, stage: int) -> None:
+        """Expect the last backward."""
+        self._inner.arm(stage)
+
+    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
+        """Begin with what is complete."""
+        return self._inner.split(stage, owed)
+
+    def disarm(self) -> None:
+        """Expect none."""
+        self._inner.disarm()
+        self._norms.forget()
+
+    def finish(self) -> float:
+        """Gradients first."""
+        waited = self._inner.finish()
+        start = time.perf_counter()
+        self._norms.average()
+        return waited + time.perf_counter() - start
+
+
 class SharedStates:
     """Replicas share one copy of the optimizer states that lie below the device: each parameter belongs to one replica,
     which steps it and broadcasts the new weights. Parameters are dealt out largest first, to whoever has least."""
@@ -396,9 +369,9 @@ class SharedStates:
                 tensor.copy_(part.view_as(tensor))
 
 
-def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced, *, split: bool) -> GradientSync:
+def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig, *, split: bool) -> GradientSync:
     """The synchronisation of all stages of a rank. ``reduced`` is told of gradients that are final before
-    :meth:`GradientSync.finish`; ``split`` says that backwards are."""
+    :meth:`GradientSync.finish`; ``split`` says that backwards are. The plan has passed :meth:`ReplicasConfig.check`."""
     trained = {n: t for n, t in stage.named_tensors().items() if isinstance(t, nn.Parameter) and t.requires_grad}
     resident = {name: parameter for name, parameter in trained.items() if not stage.streams(parameter)}
     shared = {name: (trained[name], group) for name, group in mesh.shared.items() if name in trained}
@@ -408,12 +381,14 @@ def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced, *, split: bool) -> Grad
         own = set(stage.parameters_of(number))
         parts[number] = {name: p for name, p in resident.items() if p in own and users[p] == 1}
     if mesh.replicas is not None and resident:
-        sync: GradientSync = _replicated(parts, resident, mesh.replicas, mesh.device, split=split)
+        sync: GradientSync = _replicated(parts, resident, mesh.replicas, mesh.device, config, split=split)
     else:  # those that ranks share are final only when the other ranks' are added
         told = {number: [p for name, p in part.items() if name not in shared] for number, part in parts.items()}
         sync = NoSync(told, reduced)
     if mesh.replicas is not None and stage.streamed is not None:
-        sync = StreamedSync(sync, stage.streamed, mesh.replicas)
+        sync = StreamedSync(sync, stage.streamed, mesh.replicas, SHORT.get(config.compress))
+    if stage.norms.differ:
+        sync = StatisticsSync(sync, stage.norms)
     return SharedSync(sync, shared, gives=mesh.replica == 0) if shared else sync
 
 
@@ -422,13 +397,17 @@ def _replicated(
     resident: Mapping[str, nn.Parameter],
     group: dist.ProcessGroup,
     device: torch.device,
+    config: ReplicasConfig,
     *,
     split: bool,
 ) -> PositionSync:
     announced = {name for part in parts.values() for name in part}
-    late = BucketSync([parameter for name, parameter in resident.items() if name not in announced], group)
+    short = SHORT.get(config.compress)
+    late = BucketSync([parameter for name, parameter in resident.items() if name not in announced], group, short)
     syncs: dict[int, ReplicaSync | BucketSync] = {}
     for number, part in parts.items():
         if part:
-            syncs[number] = BucketSync(part.values(), group) if split else ReplicaSync(part, group, device)
+            syncs[number] = (
+                BucketSync(part.values(), group, short) if split else ReplicaSync(part, group, device, config)
+            )
     return PositionSync(syncs, late)

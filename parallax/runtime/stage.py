@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -12,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from parallax.errors import PlanError
 from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
+from parallax.model.dropout import Draws, RowDropout, has_dropout
 from parallax.model.halves import Halves
+from parallax.model.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Directive, StagePlan
@@ -24,11 +27,27 @@ from parallax.units import format_bytes
 OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
 
 
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """What a stage runs on: ``rows`` of one micro-batch, the first of them in the global batch, and how many the
+    micro-batch has over all replicas."""
+
+    step: int
+    first: int
+    rows: int
+    whole: int
+
+
 class Stage(nn.Module):
     """The blocks of one rank with real parameters: of its stage, or of the several that share its position.
 
     The random state of a block's forward depends on (seed, step, first row, block) alone, so a recomputed forward
-    draws the same numbers, and so does another plan.
+    draws the same numbers, and so does another plan that cuts rows alike; dropout is the same under every plan
+    (:mod:`parallax.model.dropout`). ``norms`` takes charge of BatchNorms (:mod:`parallax.model.norms`).
+
+    With ``compile`` each block's forward is compiled for any number of rows. Modes that look at single operators see
+    nothing in there: backwards are not split, dropout is drawn by the compiler's generator, which is seeded alike. And
+    all that such a block has offloaded comes back at once, for which the plan's swap limit must have room.
     """
 
     def __init__(
@@ -38,6 +57,9 @@ class Stage(nn.Module):
         device: torch.device,
         precision: PrecisionConfig,
         open_stream: OpenStream | None = None,
+        *,
+        norms: Norms | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
@@ -48,6 +70,10 @@ class Stage(nn.Module):
         self._seed, self._precision, self._device = chain.seed, precision, device
         self._names = parameter_names(chain, self._indices)
         self._arrive: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None
+        self.norms = norms or Norms()
+        self._generator = torch.Generator(device)
+        self._compiled = compile
+        self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
         share = max(plan.parameter_offload for plan in plans.values())
         made = self._make(chain, share, device)
         self.streamed: StreamedParameters | None = None
@@ -60,6 +86,25 @@ class Stage(nn.Module):
         else:
             for _ in made:
                 pass
+        for place, block in enumerate(self.blocks):
+            self._prepare(place, block)
+
+    def _prepare(self, place: int, block: nn.Module) -> None:
+        self.norms.adopt(place, block, compiled=self._compiled)
+        if self._compiled:
+            # The method, not the module: hooks on the block stay outside, and no name of a parameter changes. All
+            # sizes are variable at once: with a second program for a second size, a recomputed forward could be
+            # another program than the one whose saved tensors it replaces.
+            block.forward = torch.compile(block.forward, dynamic=True)
+            self._draws[place] = False
+        elif has_dropout(block):
+            self._draws[place] = True
+
+    def train(self, mode: bool = True) -> Stage:
+        """Frozen BatchNorms stay in evaluation mode."""
+        super().train(mode)
+        self.norms.freeze()
+        return self
 
     def _make(self, chain: Chain, share: float, device: torch.device) -> Iterator[list[nn.Parameter]]:
         """Make block after block; of each, the parameters that live below: the last blocks' do."""
@@ -158,35 +203,53 @@ class Stage(nn.Module):
         inputs: tuple[Tensor, ...],
         *,
         where: tuple[int, int],
+        rows: tuple[int, int],
         micro: int,
         swap: tuple[SwapManager, Selector] | None,
         halves: Halves | None = None,
     ) -> tuple[Tensor, ...]:
-        """Forward of one of the stages here. ``where`` is (step, first row of the global batch); ``swap`` opens
-        offloading for ``micro``; ``halves`` puts weight gradients off."""
+        """Forward of one of the stages here. ``where`` is (step, first row of the global batch); ``rows``: how many of
+        the micro-batch are here, and how many it has over all replicas. ``swap`` opens offloading for ``micro``;
+        ``halves`` puts weight gradients off, of blocks that keep what they save: others would have to keep it, too."""
+        here, whole = rows
+        at = _Where(*where, here, whole)
         training = torch.is_grad_enabled()
         for place in self._parts[stage]:
-            block, directive = self.blocks[place], self._directives[place]
-            seed = block_seed(self._seed, *where, self._indices[place])
-            self._arrive(block.parameters())
+            directive = self._directives[place]
+            self._arrive(self.blocks[place].parameters())
+            if training:
+                self.norms.begin(place, whole)
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
-                    self._run_block, block, seed, halves, *inputs, use_reentrant=False, preserve_rng_state=False
+                    self._run_block,
+                    place,
+                    at,
+                    None,
+                    *inputs,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=self.norms.contexts(place, whole),
                 )
             elif directive is Directive.OFFLOAD and swap is not None and training:
                 with offloading(*swap, micro):
-                    inputs = self._run_block(block, seed, halves, *inputs)
+                    inputs = self._run_block(place, at, None, *inputs)
             else:
-                inputs = self._run_block(block, seed, halves, *inputs)
+                inputs = self._run_block(place, at, halves, *inputs)
         return inputs
 
-    def _run_block(self, block: nn.Module, seed: int, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        seed_block(self._device, seed)
-        with self._precision.autocast(self._device.type):
-            if halves is None:
+    def _run_block(self, place: int, where: _Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        block, index = self.blocks[place], self._indices[place]
+        seed_block(self._device, block_seed(self._seed, where.step, where.first, index))
+        with self._precision.autocast(self._device.type), contextlib.ExitStack() as modes:
+            if halves is not None and not self._compiled:
+                modes.enter_context(halves.splitting())
+            if not self.training or not self._draws.get(place, True):
                 return as_tuple(block(*inputs))
-            with halves.splitting():
-                return as_tuple(block(*inputs))
+            draws = Draws(self._generator, self._seed, where.step, where.first, where.rows, index)
+            dropout = modes.enter_context(RowDropout(draws))
+            outputs = as_tuple(block(*inputs))
+            self._draws[place] = self._draws.get(place, False) or dropout.drew  # by calls, where no module says so
+            return outputs
 
 
 def first_below(sizes: Sequence[int], share: float) -> int:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
 from parallax.files import cache_directory, replacing
-from parallax.model.registry import load_target
 from parallax.runtime.batch import Rows
+from parallax.targets import load_target
 from parallax.units import parse_bytes
 
 Windows = NDArray[np.uint8]  # (rows, sequence + 1)

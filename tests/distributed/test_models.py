@@ -18,6 +18,7 @@ from parallax.plan.rows import micro_batch_rows
 from parallax.plan.schedule import ORDERS
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from parallax.runtime.replicas import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
@@ -62,16 +63,14 @@ def cases() -> list[Case]:
     found = []
     for model, schedule in itertools.product(MODELS, ORDERS):
         replicas, directive = next(turns)
-        if MODELS[model].buffers:  # replicas of their own rows have statistics of their own
-            replicas = (1,) * len(replicas)
         found.append(Case(model, schedule, replicas, directive))
     found += [Case(model, schedule, (2, 1), "keep", "bf16") for model, schedule in zip(MODELS, itertools.cycle(ORDERS))]
-    return [case for case in found if not (MODELS[case.model].buffers and max(case.replicas) > 1)]
+    return found
 
 
 def plain(case: Case) -> Found:
-    """The model itself in one process, with the weights of the chain. Statistics are of micro-batches, so where a model
-    has some, it goes through them one by one."""
+    """The model itself in one process, with the weights of the chain. Batch statistics are of micro-batches, so where a
+    model has some, it goes through them one by one."""
     entry, chain = MODELS[case.model], case.chain()
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     model = entry.build().to(chain.dtype)
@@ -131,6 +130,7 @@ def piped(case: Case) -> Found:
             plan,
             loss=entry.loss,
             precision=case.precision,
+            replicas=ReplicasConfig(batchnorm="sync"),
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",
         )

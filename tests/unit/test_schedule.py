@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from parallax.errors import ConfigError, PlanError
 from parallax.plan.cluster import Link
 from parallax.plan.plan import Directive
+from parallax.plan.request import PlanConfig
 from parallax.plan.schedule import (
     ORDERS,
     Action,
@@ -27,6 +29,7 @@ from parallax.plan.schedule import (
     in_flight,
     register_schedule,
 )
+from parallax.plan.search import search
 from parallax.plan.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
@@ -285,3 +288,17 @@ def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> N
     with pytest.raises(PlanError, match=said):
         register_schedule("mine", listing)
     assert "mine" not in ORDERS
+
+
+@pytest.mark.usefixtures("known")
+def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    config = PlanConfig(schedule="own_schedule:halved")
+    assert in_flight(config.schedule, 2, 0, 8) == 4
+    plan, forecast = search(
+        profile([block() for _ in range(4)]), cluster(2), PlanConfig(schedule="own_schedule:halved"), global_batch=8
+    )
+    assert plan.schedule == "own_schedule:halved"
+    assert forecast.spans
+    with pytest.raises(ConfigError, match="module own_schedule has no quartered"):
+        PlanConfig(schedule="own_schedule:quartered")

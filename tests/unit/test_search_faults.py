@@ -249,3 +249,8 @@ def test_the_smaller_of_two_devices_decides_for_a_position_of_both() -> None:
     plan, _ = search(model, machines, PlanConfig(), global_batch=32)
     check_fits(plan, model, machines)
     assert all(rank.peak_bytes <= 2 * 10**7 for rank in plan.prediction.ranks)
+
+
+def test_interleaving_needs_even_positions() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"3 cannot be dealt to 2: use cluster.devices=2"):
+        search(layers(8), cluster(3), PlanConfig(stages=2, schedule="interleaved"), global_batch=8)

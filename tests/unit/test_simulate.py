@@ -19,7 +19,7 @@ from parallax.plan.fluid import Resource, Routine, Simulator
 from parallax.plan.passes import splits
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
-from parallax.plan.schedule import ORDERS, RUNNABLE, Kind, Order, gpipe, in_flight
+from parallax.plan.schedule import ORDERS, Kind, Order, gpipe, in_flight
 from parallax.plan.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, block, cluster, profile, stages
 
@@ -61,7 +61,7 @@ def times(result: Simulation, kind: str) -> dict[tuple[int, int], tuple[float, f
     return {(s.rank, s.micro): (round(s.start, 9), round(s.end, 9)) for s in result.spans if s.kind == kind}
 
 
-@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("schedule", ORDERS)
 @pytest.mark.parametrize(("count", "micro"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2)])
 def test_bubble_of_equal_stages(schedule: str, count: int, micro: int) -> None:
     """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""

@@ -1,0 +1,80 @@
+"""Compiled blocks compute what blocks compute, under every plan. Compiling is slow, so there are few of these."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.pool import ROOT, Pool
+from tests.distributed.test_batchnorm import losses_and_states, pictures
+from tests.distributed.test_engine import Case, Outcome, compare, gpt, training
+from tests.distributed.test_replicas import Together
+
+SIZES = (8, 5, 2)
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2)), nn.Linear(64, 64))
+
+
+def trained(case: Case) -> tuple[Outcome, int]:
+    """What was trained, and how many programs this process has compiled so far: it keeps them for other engines."""
+    import torch._dynamo.utils as dynamo
+
+    return training(case), dynamo.counters["stats"]["unique_graphs"]
+
+
+BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+PLANS: list[Any] = [
+    {"replicas": (1,), "directive": "keep"},
+    {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
+    {"replicas": (1,), "directive": "recompute", "microbatch": 3},
+    {"replicas": (1, 1), "directive": "keep", "schedule": "zb-h1"},
+    pytest.param({"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.slow),
+    pytest.param({"replicas": (1,), **BELOW}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("options", PLANS, ids=str)
+def test_compiled_blocks_train_alike(pool: Pool, options: dict[str, Any]) -> None:
+    plain = Together(gpt(tied=False, layers=1), dtype=torch.float32, sizes=SIZES).under(**options)
+    expected = pool.run(training, plain.world, plain)
+    found = pool.run(trained, plain.world, replace(plain, compile=True))  # type: ignore[call-arg]
+    for (outcome, programs), wanted in zip(found, expected):
+        compare([replace(outcome, weights=wanted.weights)], wanted, 1e-5)
+        compare([outcome], wanted, 1e-2)  # Adam makes steps of a bias of the keys out of its gradient's rounding errors
+        assert programs > 0
+
+
+def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
+    case = Together(with_dropout, dtype=torch.float32, sizes=SIZES, compile=True).under((1,), microbatch=3)
+    (kept,) = pool.run(training, 1, case)
+    (again,) = pool.run(training, 1, case.under((1,), "recompute", microbatch=3))
+    compare([again], kept, 1e-6)
+
+
+@pytest.mark.slow
+def test_synchronised_norms_in_compiled_blocks(pool: Pool) -> None:
+    for mode, replicas in (("sync", (2,)), ("replica", (1,))):
+        case = replace(pictures(mode, sizes=(8, 5)), options={"replicas": replicas, "microbatch": 4})
+        expected = pool.run(losses_and_states, case.world, case)
+        for directive in ("keep", "recompute"):
+            compiled = replace(case, compile=True, options={**case.options, "directive": directive})
+            for outcome, wanted in zip(pool.run(losses_and_states, case.world, compiled), expected):
+                compare([outcome], wanted, 1e-9)
+
+
+def test_the_compiler_is_loaded_only_when_asked_for() -> None:
+    program = (
+        "import sys, torch; before = 'torch._dynamo' in sys.modules; import parallax.runtime.engine; "
+        "print(before, 'torch._dynamo' in sys.modules, "
+        "'torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False", "False"]

@@ -1,0 +1,113 @@
+"""Five hundred steps of ever other shapes leave nothing behind: no memory, file, thread, mapping or tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from parallax.model.describe import describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
+from tests.distributed.pool import Pool
+from tests.plans import make_plan
+
+LENGTHS = (4, 7, 10, 13, 16)
+MODEL = GPTConfig(layers=4, hidden=16, heads=2, sequence=max(LENGTHS), vocabulary=32)
+PLANS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "directive": "offload"},
+    {"schedule": "zb-h1", "directive": "keep"},
+    {"schedule": "interleaved", "directive": "offload", "interleave": 2},
+]
+PERIOD = 8 * len(LENGTHS) * len(PLANS)  # after so many steps, every plan has seen every shape
+STEPS = 500
+KIB = 1024
+
+
+def make_batch(step: int) -> TensorRows:
+    rows, length = 1 + step % 8, LENGTHS[step % len(LENGTHS)]
+    tokens = torch.randint(0, 32, (rows, length + 1), generator=torch.Generator().manual_seed(step))
+    return TensorRows(tokens[:, :-1], tokens[:, 1:])
+
+
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
+
+
+def heap_bytes() -> int:
+    """Given out by malloc and not given back; 0 where the C library does not say."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return 0
+    libc.mallinfo2.restype = _Mallinfo
+    found = libc.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def census(engines: list[Engine]) -> dict[str, int]:
+    """What this process holds between two steps."""
+    deadline = time.monotonic() + 20
+    for manager in (engine._manager for engine in engines if engine._manager is not None):
+        while (manager.stored_bytes, manager.resident_bytes) != (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.001)  # a write that had begun is let end
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    found = gc.get_objects()
+    return {
+        "resident": psutil.Process().memory_info().rss,
+        "heap": heap_bytes(),
+        "objects": sys.getallocatedblocks(),
+        "tensors": sum(isinstance(each, torch.Tensor) for each in found),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "rings": Path("/proc/self/maps").read_text().count("parallax-ring"),
+    }
+
+
+def training() -> list[dict[str, int]]:
+    chain = describe(MODEL.build, seed=3)
+    with tempfile.TemporaryDirectory() as folder:
+        engines = [
+            Engine.build(
+                chain,
+                make_plan(chain, replicas=(1, 1), **options),
+                loss=GPT.loss,
+                swap=SwapConfig(minimum_bytes=1, threads=1),
+                scratch=Path(folder) / str(number),
+            )
+            for number, options in enumerate(PLANS)
+        ]
+        found = []
+        for step in range(STEPS):
+            engines[step % len(engines)].step(make_batch(step // len(engines)))
+            if step + 1 in (PERIOD, STEPS):
+                found.append(census(engines))
+        for engine in engines:
+            engine.close()
+    return found
+
+
+def test_steps_leave_nothing_behind(pool: Pool) -> None:
+    for before, after in pool.run(training, 2):
+        more = {name: after[name] - count for name, count in before.items()}
+        steps = STEPS - PERIOD
+        assert more["tensors"] <= 0, more
+        assert more["files"] <= 0, more
+        assert more["threads"] <= 0, more
+        assert more["rings"] <= 0, more
+        assert more["objects"] < steps, more  # not one Python object for each step
+        assert more["heap"] < steps * KIB, more
+        assert more["resident"] < steps * KIB, more

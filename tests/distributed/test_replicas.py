@@ -1,0 +1,153 @@
+"""What replicas do together: gradients that travel in fewer bytes."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import PlanError
+from parallax.runtime.engine import Engine
+from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.replicas import ReplicasConfig
+from parallax.swap.config import SwapConfig
+from tests.distributed.pool import Pool
+from tests.distributed.test_engine import STEPS, Case, Outcome, gpt, make_batch, same, training
+from tests.plans import make_plan
+
+POWER_SGD = ReplicasConfig(compress="powersgd", powersgd_rank=2)
+
+
+@dataclass(frozen=True)
+class Together(Case):
+    """A case with replicas that do something together, or compiled blocks."""
+
+    together: ReplicasConfig = field(default_factory=ReplicasConfig)
+    compile: bool = False
+
+    def engine(self, folder: str | Path) -> Engine:
+        chain = self.chain()
+        return Engine.build(
+            chain,
+            make_plan(chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}),
+            loss=self.loss,
+            steps=STEPS,
+            optimizer=self.optimizer,
+            precision=self.precision(),
+            swap=SwapConfig(minimum_bytes=1),
+            replicas=self.together,
+            compile=self.compile,
+            scratch=Path(folder) / "swap",
+        )
+
+
+def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
+    """The gradients of the first batch and of the second, and all-reduces for the second."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        found = {}
+        for step, batch in enumerate(case.batches()):
+            before = engine.all_reduces
+            engine.gradients(batch)
+            found |= {f"{step} {name}": g.clone() for name, g in engine.gradients_by_name.items()}
+        counted = engine.all_reduces - before
+        engine.close()
+    return found, counted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("compress", ["fp16", "bf16"])
+@pytest.mark.parametrize("replicas", [(2,), (3,), (1, 2)], ids=str)
+def test_short_gradients_are_near_the_exact_ones(
+    pool: Pool, replicas: tuple[int, ...], compress: str, schedule: str
+) -> None:
+    """Also of a batch with fewer rows than replicas, which no last backward announces."""
+    case = Together(gpt(), dtype=torch.float32, sizes=(1, 8)).under(replicas, schedule=schedule)
+    exact = pool.run(gradients, case.world, case)
+    short = pool.run(gradients, case.world, Together(**{**vars(case), "together": ReplicasConfig(compress=compress)}))
+    for (found, count), (expected, expected_count) in zip(short, exact):
+        for name, gradient in expected.items():
+            error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+            assert error <= (1e-2 if compress == "bf16" else 2e-3), (name, error)
+        assert count == expected_count
+    replicated = range(case.world - replicas[-1], case.world)
+    assert any(not torch.equal(short[replicated[0]][0][n], exact[replicated[0]][0][n]) for n in exact[replicated[0]][0])
+    first, *others = (short[rank][0] for rank in replicated)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_short_gradients_of_parameters_below_the_device(pool: Pool) -> None:
+    options = {"replicas": (2,), "parameter_offload": 1.0, "optimizer_offload": 1.0, "tier": "disk"}
+    case = Together(gpt(tied=False), dtype=torch.float32, sizes=(8,), options=options)
+    exact = pool.run(gradients, 2, case)
+    short = pool.run(gradients, 2, Together(**{**vars(case), "together": ReplicasConfig(compress="bf16")}))
+    for (found, _), (expected, _) in zip(short, exact):
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= 1e-2 * gradient.norm(), name
+
+
+def wide() -> nn.Module:
+    """Matrices that are worth it, in more than one bucket."""
+    return nn.Sequential(
+        nn.Embedding(64, 512),
+        *(nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512)) for _ in range(2)),
+        nn.Linear(512, 64),
+    )
+
+
+def repeated(case: Case) -> tuple[Tensor, list[Tensor], list[float], Outcome]:
+    """The exact gradient of one batch, what PowerSGD makes of it step by step, and losses of training on it."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        found: list[Tensor] = []
+        for _ in range(12):
+            engine.gradients(make_batch(8, 0))
+            found.append(engine.gradients_by_name["1.0.weight"].clone())
+        engine.close()
+        engine = case.engine(folder)
+        losses = [engine.step(make_batch(8, 0)).loss for _ in range(10)]
+        weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+        engine.close()
+    return found[0], found[2:], losses, Outcome([], [], weights)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU")
+def test_power_sgd_gives_back_what_it_lost(pool: Pool, world: int) -> None:
+    """Of the same gradient again and again, error feedback lets the average come closer and closer."""
+    case = Together(wide, dtype=torch.float32, together=POWER_SGD, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=0))
+    results = pool.run(repeated, world, case.under((world,), microbatch=4))
+    for exact, found, losses, _ in results:
+        errors = [float((torch.stack(found[:n]).mean(0) - exact).norm() / exact.norm()) for n in (1, len(found))]
+        assert errors[0] > 0.05  # two of 512 columns are not all
+        assert errors[1] < 0.8 * errors[0]  # without it, the same is lost each time
+        assert losses[-1] < 0.5 * losses[0]
+    same([outcome for *_, outcome in results[1:]], [results[0][3]] * (world - 1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU")
+def test_power_sgd_trains_with_batches_of_any_size(pool: Pool) -> None:
+    case = Together(gpt(), dtype=torch.float32, together=POWER_SGD).under((1, 2))
+    outcomes = pool.run(training, 3, case)
+    assert outcomes[1].losses == outcomes[2].losses
+    assert all(torch.equal(outcomes[1].weights[name], w) for name, w in outcomes[2].weights.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"replicas": (2, 1), "schedule": "zb-h1"}, "plan.schedule=1f1b"),
+        ({"replicas": (2,), "parameter_offload": 1.0}, "plan.parameters=device"),
+        ({"replicas": (1, 3)}, "trainer.microbatch=3"),
+    ],
+)
+def test_power_sgd_needs_whole_gradients(options: dict[str, object], remedy: str) -> None:
+    chain = Case(gpt()).chain()
+    with pytest.raises(PlanError, match=f"replicas.compress=bf16, or plan with {remedy}"):
+        POWER_SGD.check(make_plan(chain, **options))  # type: ignore[arg-type]
+    ReplicasConfig().check(make_plan(chain, **options))  # type: ignore[arg-type]
+    POWER_SGD.check(make_plan(chain, **{**options, "replicas": (1, 1)}))  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""A schedule of one's own is a list of forwards and backwards; planned, simulated and run as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from parallax.plan.cluster import Link
+from parallax.plan.schedule import ORDERS, Action, Kind, Listing, register_schedule
+from parallax.plan.simulate import simulate
+from tests.distributed import test_order as order
+from tests.distributed import test_transparency as transparency
+from tests.distributed.pool import Pool
+from tests.plans import make_plan
+from tests.unit.plan_fakes import block, cluster, profile
+
+ROWS = transparency.ROWS
+
+
+def eager(positions: int, position: int, micro_batches: int) -> list[Action]:
+    """1F1B with one more forward before the first backward."""
+    warm_up = positions - position
+    listed = []
+    for turn in range(micro_batches + warm_up):
+        if turn < micro_batches:
+            listed.append(Action(Kind.FORWARD, position, turn))
+        if turn >= warm_up:
+            listed.append(Action(Kind.BACKWARD, position, turn - warm_up))
+    return listed
+
+
+def weights_last(positions: int, position: int, micro_batches: int) -> list[Action]:
+    """1F1B of input halves, then all weight halves, the latest first."""
+    listed = []
+    for turn in range(micro_batches + positions - position - 1):
+        if turn < micro_batches:
+            listed.append(Action(Kind.FORWARD, position, turn))
+        if turn >= positions - position - 1:
+            listed.append(Action(Kind.BACKWARD, position, turn - (positions - position - 1)))
+    return listed + [Action(Kind.BACKWARD_WEIGHT, position, micro) for micro in reversed(range(micro_batches))]
+
+
+OWN: dict[str, Listing] = {"own-eager": eager, "own-weights-last": weights_last}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    _register()
+    yield
+    _forget()
+
+
+def _register() -> None:
+    for name, listing in OWN.items():
+        register_schedule(name, listing)
+
+
+def _forget() -> None:
+    for name in OWN:
+        del ORDERS[name]
+
+
+def running(options: dict[str, Any]) -> tuple[Any, list[tuple[str, int, int]]]:
+    """Loss and gradients as of :mod:`.test_transparency`, and the order as of :mod:`.test_order`."""
+    _register()
+    try:
+        return transparency.job("gpt", torch.float64, options, ROWS), order.job(options)
+    finally:
+        _forget()
+
+
+@pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("schedule", OWN)
+def test_own_schedules_run_as_simulated(
+    pool: Pool, registered: None, schedule: str, replicas: tuple[int, ...], directive: str
+) -> None:
+    options = {"schedule": schedule, "replicas": replicas, "directive": directive}
+    found = pool.run(running, sum(replicas), options)
+    transparency.compare([result for result, _ in found], "gpt", torch.float64, ROWS, 1e-12)
+    plan = make_plan(transparency.make_chain("gpt", torch.float32), global_batch=ROWS, microbatch=2, **options)
+    simulation = simulate(
+        profile([block(moved=10, input=4, output=4) for _ in range(plan.blocks)]),
+        cluster(plan.world_size, write=Link(bytes_per_second=1e3)),
+        plan.stages,
+        schedule=schedule,
+        rows=ROWS,
+        micro_batches=plan.micro_batches(ROWS),
+    )
+    for rank, (_, recorded) in enumerate(found):
+        assert recorded == [(s.kind, s.stage, s.micro) for s in simulation.spans if s.rank == rank]
