@@ -37,6 +37,10 @@ class BucketSync:
         self.all_reduces = 0
         self.disarm()
 
+    def took_part(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` has, or had, a gradient that was not made up here; asked before :meth:`finish`."""
+        return parameter.grad is not None and parameter not in self._made_up
+
     def split(self, owed: Collection[nn.Parameter]) -> Reduced:
         """Begin with what is complete."""
         for parameter in self._place:
@@ -52,8 +56,9 @@ class BucketSync:
             self._launch()
 
     def disarm(self) -> None:
-        """Everything is to come. What flies is waited for: other ranks' buckets are to meet this one's."""
-        self._land(0)
+        """Everything is to come. Nothing that flies is waited for: where a step failed, others may never answer."""
+        self._flying.clear()
+        self._made_up: set[nn.Parameter] = set()
         self._left = [len(bucket) for bucket in self._buckets]
         self._next = 0
 
@@ -62,6 +67,7 @@ class BucketSync:
         start = time.perf_counter()
         self._left = [0] * len(self._buckets)
         self._launch()
+        self._land(0)
         self.disarm()
         return time.perf_counter() - start
 
@@ -72,6 +78,7 @@ class BucketSync:
             for parameter in bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                    self._made_up.add(parameter)
             self._land(_FLYING - 1)
             flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
             if self._short is not None:

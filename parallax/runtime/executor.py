@@ -230,10 +230,11 @@ class Executor:
         if flight is None:
             return 0.0
         before = self._stall_seconds()
+        announced = flight.halves is None and self._completes(action, step)
         if flight.halves is None:
             del self._flights[key]
-            if self._completes(action, step):
-                self._sync.arm(action.stage)
+        if announced:
+            self._sync.arm(action.stage)
         gradients = self._gradients.pop(key, None) or (None,) * len(flight.roots)
         pairs = [(root, grad) for root, grad in zip(flight.roots, gradients) if root is not None]
         flight.roots = ()
@@ -241,6 +242,8 @@ class Executor:
             roots, arriving = zip(*pairs)
             del gradients, pairs
             torch.autograd.backward(roots, arriving)
+        if announced:
+            self._sync.ended(action.stage)
         if action.stage > 0:
             self._outgoing[key] = tuple(flight.arrived) or self._zeros(flight)
             flight.arrived = []

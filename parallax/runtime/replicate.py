@@ -1,13 +1,7 @@
-"""Gradient synchronisation of a stage's replicas: torch DDP, made to add instead of average, once per step.
+"""Gradients become sums over replicas, and over stages that share a parameter; replicas share optimizer states."""
 
-DDP's forward is never called: blocks run on their own, and DDP's hooks ignore every backward until the reducer is
-told to expect one. That is done right before the last micro-batch's backward (torch's own pipelining does the same),
-so the all-reduce of the accumulated gradients overlaps with it and happens exactly once. This file holds the two
-private names that needs: ``reducer.prepare_for_backward`` and, for DDP's own forward is what would call it,
-``reducer._rebuild_buckets``.
-"""
+from __future__ import annotations
 
-# No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
 import time
 import weakref
 from collections import Counter
@@ -17,13 +11,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
 from parallax.model.norms import Norms
-from parallax.runtime.buckets import BUCKET_MEBIBYTES, BucketSync, Reduced
-from parallax.runtime.compress import SHORT, Reduce, reduce_as, reduce_exactly
+from parallax.runtime.buckets import BucketSync, Reduced
+from parallax.runtime.compress import SHORT
+from parallax.runtime.reducer import ReplicaSync
 from parallax.runtime.replicas import ReplicasConfig
 from parallax.runtime.stage import Stage
 from parallax.swap.parameters import StreamedParameters
@@ -42,6 +35,9 @@ class GradientSync(Protocol):
 
     def arm(self, stage: int) -> None:
         """The next backward is the step's last of ``stage``: reduce each bucket as soon as it is complete."""
+
+    def ended(self, stage: int) -> None:
+        """That backward has ended: what took no part in it is complete, too."""
 
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """All gradients of ``stage`` are final but those ``owed``; the function is to be told of these one by one."""
@@ -82,6 +78,10 @@ class NoSync:
         """What the next backward adds is the last."""
         self._armed.add(stage)
 
+    def ended(self, stage: int) -> None:
+        """Nobody waits for what had no gradient."""
+        del stage
+
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Tell of all others now."""
         told, mine = self._listener(), set(self._parameters.get(stage, ()))
@@ -104,101 +104,27 @@ class NoSync:
         return 0.0
 
 
-class _Books:
-    """What the communication hook is told, and tells. The reducer holds it for as long as it lives, and nothing that
-    holds the reducer: that would be a cycle which no collector sees."""
+class PositionSync:
+    """Several replicas of all stages of one position: ``parts`` announce their last backwards each for itself; of what
+    stages here share, nobody knows which backward is the last, so ``late`` is reduced at the end.
 
-    def __init__(self, reduce: Reduce) -> None:
-        self.reduce = reduce
-        self.all_reduces = self.numbers = 0
-
-
-def _sum(books: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    assert isinstance(books, _Books)
-    books.all_reduces += 1
-    books.numbers += bucket.buffer().numel()
-    return books.reduce(bucket)
-
-
-class ReplicaSync:
-    """Several replicas: DDP's reducer with a hook that sums, compressed as ``config`` says. Where nothing was
-    announced, PowerSGD is left out."""
+    A parameter that no replica has ever used has no gradient, as in one process, so that no weight decay acts on it: as
+    long as there may be some, the replicas ask each other.
+    """
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
+        parts: Mapping[int, ReplicaSync | BucketSync],
+        late: BucketSync,
+        members: Mapping[int, Iterable[nn.Parameter]],
         group: dist.ProcessGroup,
-        device: torch.device,
-        config: ReplicasConfig,
     ) -> None:
-        self._parameters = parameters
-        self._books = _Books(reduce_exactly(group))
-        self._armed = False
-        self._unannounced = BucketSync(parameters.values(), group, SHORT.get(config.compress))
-        self._trained = sum(parameter.numel() for parameter in parameters.values())
-        self._ddp = DistributedDataParallel(
-            nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
-            device_ids=[device.index] if device.type == "cuda" else None,
-            process_group=group,
-            bucket_cap_mb=BUCKET_MEBIBYTES,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
-        self._ddp.register_comm_hook(self._books, _sum)
-        self._settle()
-        self._books.reduce = reduce_as(config.compress, config.powersgd_rank, group, device)
+        self._parts, self._late, self._group = parts, late, group
+        self._unused = [(parts[stage], parameter) for stage in parts for parameter in members[stage]]
 
     @property
     def all_reduces(self) -> int:
-        """One for each bucket."""
-        return self._books.all_reduces + self._unannounced.all_reduces
-
-    def arm(self) -> None:
-        """Tell the reducer to expect a backward."""
-        self._armed, self._books.numbers = True, 0
-        self._ddp.reducer.prepare_for_backward([])
-
-    def disarm(self) -> None:
-        """Gradients are reduced at the end."""
-        self._armed = False
-
-    def finish(self) -> float:
-        """The armed backward has ended with everything reduced; otherwise reduce here, in the same order everywhere."""
-        start = time.perf_counter()
-        if not self._armed:
-            self._unannounced.finish()
-        elif self._books.numbers < self._trained:
-            unused = [name for name, p in self._parameters.items() if p.grad is None or not p.grad.any()]
-            raise ParallaxError(
-                f"the replicas' gradients were not reduced: {', '.join(unused) or 'some parameters'} took no part in "
-                "the last micro-batch; freeze parameters that are not used (requires_grad=False), or use one replica"
-            )
-        self._armed = False
-        return time.perf_counter() - start
-
-    def _settle(self) -> None:
-        """Two rounds on zeros. DDP begins with one bucket for everything, which overlaps with nothing, and cuts it in
-        the order of a first backward; after the second, gradients lie in the buckets instead of beside them."""
-        trained = list(self._parameters.values())
-        for _ in range(2):
-            self.arm()
-            zeros = [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in trained]
-            torch.autograd.backward([parameter.view_as(parameter) for parameter in trained], zeros)
-            self._ddp.reducer._rebuild_buckets()
-        self.finish()
-        self._books.all_reduces = 0
-
-
-class PositionSync:
-    """Several replicas of all stages of one position: ``parts`` announce their last backwards each for itself; of what
-    stages here share, nobody knows which backward is the last, so ``late`` is reduced at the end."""
-
-    def __init__(self, parts: Mapping[int, ReplicaSync | BucketSync], late: BucketSync) -> None:
-        self._parts, self._late = parts, late
-
-    @property
-    def all_reduces(self) -> int:
-        """Of all."""
+        """Of all gradients."""
         return sum(part.all_reduces for part in (*self._parts.values(), self._late))
 
     def arm(self, stage: int) -> None:
@@ -206,6 +132,12 @@ class PositionSync:
         part = self._parts.get(stage)
         if isinstance(part, ReplicaSync):
             part.arm()
+
+    def ended(self, stage: int) -> None:
+        """It is over."""
+        part = self._parts.get(stage)
+        if isinstance(part, ReplicaSync):
+            part.ended()
 
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Begin with what is complete."""
@@ -219,7 +151,18 @@ class PositionSync:
 
     def finish(self) -> float:
         """Stage by stage."""
-        return sum(part.finish() for part in (*self._parts.values(), self._late))
+        took_part = [part.took_part(parameter) for part, parameter in self._unused]
+        waited = sum(part.finish() for part in (*self._parts.values(), self._late))
+        if self._unused:
+            self._forget_unused(took_part)
+        return waited
+
+    def _forget_unused(self, took_part: list[bool]) -> None:
+        flags = torch.tensor(took_part, dtype=torch.uint8, device=self._unused[0][1].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        self._unused = [each for each, used in zip(self._unused, flags.tolist()) if not used]
+        for _, parameter in self._unused:
+            parameter.grad = None
 
 
 class StreamedSync:
@@ -241,6 +184,10 @@ class StreamedSync:
     def arm(self, stage: int) -> None:
         """Expect the last backward."""
         self._inner.arm(stage)
+
+    def ended(self, stage: int) -> None:
+        """It is over."""
+        self._inner.ended(stage)
 
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Begin with what is complete."""
@@ -284,6 +231,10 @@ class SharedSync:
         """Expect the last backward."""
         self._inner.arm(stage)
 
+    def ended(self, stage: int) -> None:
+        """It is over."""
+        self._inner.ended(stage)
+
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Begin with what is complete."""
         return self._inner.split(stage, owed)
@@ -319,6 +270,10 @@ class StatisticsSync:
     def arm(self, stage: int) -> None:
         """Expect the last backward."""
         self._inner.arm(stage)
+
+    def ended(self, stage: int) -> None:
+        """It is over."""
+        self._inner.ended(stage)
 
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Begin with what is complete."""
@@ -410,4 +365,4 @@ def _replicated(
             syncs[number] = (
                 BucketSync(part.values(), group, short) if split else ReplicaSync(part, group, device, config)
             )
-    return PositionSync(syncs, late)
+    return PositionSync(syncs, late, {number: part.values() for number, part in parts.items()}, group)

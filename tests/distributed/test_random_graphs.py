@@ -77,7 +77,7 @@ class Changes(nn.Linear):
 
 class Matrix(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight)  # no product of linear's; and the bias takes no part
+        return torch.tanh(x @ self.weight)  # a product that is not linear's
 
 
 class Table(nn.Module):
@@ -100,7 +100,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(WIDTH),
     "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
     "embedding": lambda: nn.Embedding(TOKENS, WIDTH),
-    "matrix": lambda: Matrix(WIDTH, WIDTH),
+    "matrix": lambda: Matrix(WIDTH, WIDTH, bias=False),
     "turn": lambda: Turn(WIDTH, WIDTH),
     "spread": lambda: Spread(WIDTH, WIDTH),
     "split": lambda: Split(WIDTH, WIDTH),

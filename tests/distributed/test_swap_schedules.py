@@ -35,7 +35,6 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
                     schedule=schedule,
                     directive=directive,
                     interleave=interleave,
-                    microbatch=1,
                     swap_limit=60000,
                 ),
                 loss=MODELS["gpt"][1],

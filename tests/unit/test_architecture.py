@@ -22,7 +22,7 @@ PRIVATE = {
     "model/count.py": "fake tensors and dispatch modes are documented, but only under private names",
     "train/debug.py": "torch.cuda.memory: the history of allocations has no public name, and without it a snapshot is "
     "of little use",
-    "runtime/replicate.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward",
+    "runtime/reducer.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward",
 }
 
 

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, pipeline_plans
 from benchmarks.models import ResNetTask
 from benchmarks.pipeline import main
+from benchmarks.pipeline_plans import Heavy, Lopsided
 from benchmarks.ratios import ratios
 from benchmarks.swap import Row, Sizes, Way, _offload
+from benchmarks.teams import Step, by_turns, check_same_losses
 from benchmarks.workers import WayFailed, Worker
+from parallax.model.describe import Chain
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -28,7 +31,7 @@ TINY = {
     "sequence": 8,
     "vocabulary": 16,
     "rows": 1,
-    "micro-batches": 3,
+    "micro-batches": 4,
     "idle-micro-batches": 3,
     "idle-repetitions": 2,
 }
@@ -49,12 +52,13 @@ def run(name: str, *options: str) -> str:
 def test_pipeline_benchmark_prints_json_last() -> None:
     table = run("pipeline", "--json", *(f"--{key}={value}" for key, value in TINY.items()))
     found = json.loads(table.splitlines()[-1])
-    assert set(found["schedules"]) == {"1f1b", "gpipe"}
+    assert set(found["schedules"]) == {"1f1b", "gpipe", "interleaved", "zb-h1"}
     for name, row in found["schedules"].items():
         assert name in table
         assert row["ratio"] == pytest.approx(row["ours_seconds"] / row["theirs_seconds"])
         assert 0 < row["low"] <= row["high"]
-    assert found["overhead_microseconds"] == max(found["overhead_by_stage"]["ours"]) > 0
+    stages = found["overhead_by_stage"]
+    assert found["overhead_microseconds"] == max(a - b for a, b in zip(stages["ours"], stages["plain"])) > 0
     assert found["torch"]
     assert found["cores"] >= 1
 
@@ -65,6 +69,71 @@ def test_pipeline_benchmark_refuses_nonsense(argument: str, capsys: pytest.Captu
         main([argument])
     assert stopped.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_plans_benchmark_puts_what_was_predicted_beside_what_was_measured() -> None:
+    sizes = {name: TINY[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "rows")}
+    sizes |= {"repetitions": 2, "micro-batches": 4, "width": 64, "inner": 32, "batch": 8}
+    text = run("pipeline_plans", "--json", *(f"--{key}={value}" for key, value in sizes.items()))
+    found = json.loads(text.splitlines()[-1])
+    schedules = found["speedup"]["schedules"]
+    assert set(schedules) == {"1f1b", "zb-h1", "interleaved"}
+    one = found["speedup"]["one"]
+    for name, row in schedules.items():
+        assert row["reason"] is None, name
+        assert name in row["plan"]
+        assert row["predicted_speedup"] == pytest.approx(one["predicted_seconds"] / row["predicted_seconds"])
+        of_prediction = row["speedup"]["median"] / row["predicted_speedup"]
+        assert set(row["speedup"]) == set(row["of_prediction"]) == RATIO
+        assert row["of_prediction"]["median"] == pytest.approx(of_prediction)
+        assert row["met"] == (of_prediction >= 0.95)
+        assert row["step_over_prediction"] == pytest.approx(row["seconds"] / row["predicted_seconds"])
+    for where, name, replicas in (("last", "1→2", "[1, 2]"), ("first", "2→1", "[2, 1]")):
+        part = found["uneven"][where]
+        plans = part["plans"]
+        assert set(plans) == {name, "3 stages", "3 replicas"}
+        assert replicas in plans[name]["plan"]
+        best = plans[part["best_even"]]
+        assert part["over_uneven"] == best["over_uneven"]
+        assert part["over_uneven"]["median"] == min(
+            row["over_uneven"]["median"] for way, row in plans.items() if way != name
+        )
+        assert part["met"] == (part["over_uneven"]["median"] > 1)
+        assert part["predicted"] == (part["predicted_over_uneven"] > 1)
+        assert part["weight"] > 0
+        assert part["chosen"]
+
+
+@pytest.mark.parametrize("argument", ["--rows=0", "--light=1", "--colour=red"])
+def test_plans_benchmark_refuses_nonsense(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        pipeline_plans.main([argument])
+    assert stopped.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heavy_last", [True, False])
+def test_the_heavy_block_is_one_block_and_its_passes_make_another_model(heavy_last: bool) -> None:
+    def chain(passes: int) -> Chain:
+        return Lopsided(light=3, width=8, inner=4, passes=passes, heavy_last=heavy_last).chain()
+
+    blocks = chain(2).blocks
+    assert len(blocks) == 4
+    assert isinstance(blocks[-1 if heavy_last else 0].module, Heavy)
+    assert chain(2).fingerprint() != chain(3).fingerprint()  # or one's profile would be read for the other
+
+
+def test_a_failed_step_ends_only_its_own_turns() -> None:
+    def fail() -> Step:
+        raise WayFailed("out of something")
+
+    runs = by_turns({"fine": lambda: Step(seconds=1.0, loss=2.0, peak_bytes=3), "broken": fail}, 4)
+    assert runs["fine"].seconds == [1.0] * 4
+    assert runs["broken"].reason == "out of something"
+    assert not runs["broken"].losses
+    with pytest.raises(WayFailed, match="broken: out of something"):
+        check_same_losses(runs)
 
 
 @pytest.mark.slow
@@ -149,6 +218,23 @@ def test_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
     assert states["offload"]["loss_difference"] < 1e-3
     assert {goal["met"] for goal in found["goals"]} <= {True, False, None}
     assert found["goals"]
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_runs_its_pipeline_dry(tmp_path: Path) -> None:
+    run("gpu", "--dry", "--output", str(tmp_path), "--parts", "pipeline")
+    (file,) = tmp_path.iterdir()
+    part = json.loads(file.read_text(encoding="utf-8"))["parts"]["pipeline"]
+    assert "reason" not in part
+    rows = {row["way"]: row for row in part["rows"]}
+    assert set(rows) == {"one process", "1f1b", "zb-h1", "swap"}
+    for way, row in rows.items():
+        assert row["reason"] is None, (way, row)
+        assert row["throughput"] == pytest.approx(1 / row["over_reference"]["median"])
+        assert row["loss_difference"] < 1e-2, (way, row)  # sums of two-byte numbers
+        assert row["peak_bytes"] <= row["predicted_peak_bytes"]
+    assert "offload" in rows["swap"]["plan"]
+    assert rows["swap"]["within_cap"] == (rows["swap"]["peak_bytes"] <= part["swap_cap_bytes"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
