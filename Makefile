@@ -44,11 +44,12 @@ format: $(INSTALLED_DEV)  ## mend what ruff can mend
 
 bench: $(INSTALLED)  ## measure this machine: pipeline, swap and host optimizer against their peers, and predictions
 	@$(BIN)/python -m benchmarks.pipeline
+	@$(BIN)/python -m benchmarks.pipeline_plans
 	@$(BIN)/python -m benchmarks.swap
 	@$(BIN)/python -m benchmarks.host_adam
 	@$(BIN)/python -m benchmarks.prediction
 
-bench-gpu: $(INSTALLED)  ## measure swap against its peers on a CUDA device (ARGS=--dry: toy sizes on the CPU)
+bench-gpu: $(INSTALLED)  ## measure swap against its peers, and pipelines, on a CUDA device (ARGS=--dry: toy sizes on the CPU)
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove .venv, builds and caches; runs/ stays

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import NonFiniteError, PlanError
+from parallax.errors import NonFiniteError, ParallaxError, PlanError
 from parallax.model.describe import Chain, describe, materialise, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
