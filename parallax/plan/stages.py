@@ -30,6 +30,7 @@ TIER_FLOOR = 2**20
 
 Kinds = tuple[int, ...]  # equal blocks have equal numbers
 Floats = NDArray[np.float64]
+TIE = 1 + 1e-9  # sums in another order
 OFFERED = (Directive.OFFLOAD, Directive.RECOMPUTE, Directive.KEEP)
 # Of equal choices the first stays. Offload comes first: early activations wait longest.
 _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
@@ -185,7 +186,7 @@ class StageFitter:
             if below.sharded and where.replicas == 1 and found:
                 continue  # there is nobody to share with
             choice = self._fastest(start, stop, where, below)
-            if below.sharded and choice is not None and any(other.seconds <= choice.seconds for other in found):
+            if below.sharded and choice is not None and any(other.seconds <= choice.seconds * TIE for other in found):
                 continue  # what is sharded must be sent after each step: it is done for memory alone
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]

@@ -28,6 +28,7 @@ from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.norms import Norms
+from parallax.model.halves import Halves
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
@@ -71,7 +72,7 @@ class Engine:
         self._chain, self._optimizer_config, self._precision = chain, configs.optimizer, configs.precision
         self._shared = _shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
-        self._memory = _memory_for(mesh.device)
+        self._memory = _memory_for(mesh.device, configs.precision)
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, configs.swap, configs.scratch, copies)
         self._stage = Stage(
@@ -419,22 +420,26 @@ def _shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
     return shared
 
 
-def _memory_for(device: torch.device) -> Callable[[], int]:
+def _memory_for(device: torch.device, precision: PrecisionConfig) -> Callable[[], int]:
     """Starts to watch the device's memory; the function gives the high water since."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: int(torch.cuda.max_memory_allocated(device))
-    _touch_libraries()
+    _touch_libraries(precision)
     return ResidentMeter().peak_bytes
 
 
-def _touch_libraries() -> None:
+def _touch_libraries(precision: PrecisionConfig) -> None:
     """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
     with torch.random.fork_rng(devices=[]):
-        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(precision.parameter_dtype)
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
         for _ in range(2):
-            outputs = layer(torch.zeros(2, 4, 32)).flatten(0, 1)
-            torch.nn.functional.cross_entropy(outputs, torch.zeros(8, dtype=torch.int64)).backward()
+            halves = Halves()
+            with precision.autocast("cpu"), halves.splitting():
+                outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(outputs.float(), torch.zeros(8, dtype=torch.int64))
+            loss.backward()
+            halves.finish()
             torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
             optimizer.step()

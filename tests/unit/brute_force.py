@@ -15,7 +15,7 @@ from parallax.plan.plan import Directive
 from parallax.plan.request import Request, Shape
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import in_flight
-from parallax.plan.stages import TIER_FLOOR, TIER_SLACK
+from parallax.plan.stages import TIE, TIER_FLOOR, TIER_SLACK
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -84,7 +84,7 @@ def every_stage(
             best = np.where(fits, np.maximum(computing, streaming + np.array(copying)), np.inf).min()
             tail = load.update_seconds + reduce
             if below.sharded:  # for memory alone
-                if found and found[0][0] <= best:
+                if found and found[0][0] <= best * TIE:
                     continue
                 tail += broadcast_seconds(load.parameter_bytes, r, request.cluster.local)
             found.append((float(best), tail, float(peak[fits].min())))
