@@ -27,8 +27,8 @@ from parallax.events import Span
 from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
-from parallax.model.norms import Norms
 from parallax.model.halves import Halves
+from parallax.model.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
