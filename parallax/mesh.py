@@ -103,6 +103,13 @@ class Mesh:
             return group, dist.get_group_rank(group, other), edge.boundary
         return self.back if edge.backward else self.forth, other, edge.boundary
 
+    def close(self) -> None:
+        """Leave the groups that were made for the plan; the world stays."""
+        made = [self.replicas, self.updates, self.back, *self.shared.values(), *self.edges.values()]
+        for group in made:
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
     @property
     def stages(self) -> range:
         """The stages of this rank: one, unless several share its position."""

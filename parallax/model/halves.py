@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,12 +38,17 @@ class Halves:
         # would be told in the first half.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._deferred: list[tuple[_Product, Tensor, Tensor]] = []
+        self._forward = False
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
         """Products with parameters put their weight gradients off."""
-        with _Splitting(self):
-            yield
+        self._forward = True
+        try:
+            with _Splitting(self):
+                yield
+        finally:
+            self._forward = False
 
     def apply(self, product: _Product, x: Tensor) -> Tensor:
         """Run ``product`` on ``x``."""
@@ -51,8 +56,17 @@ class Halves:
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """The weight's half of ``product`` is owed."""
-        self._deferred.append((product, x, gradient))
+        """The weight's half of ``product`` is owed; not where a forward takes a derivative, which is of its inputs."""
+        if not self._forward:
+            self._deferred.append((product, x, gradient))
+
+    def part(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward has ended. A gradient that autograd took over as it was may lie in the memory of what is owed,
+        and the next micro-batch will add to it: give it memory of its own."""
+        held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in held:
+                parameter.grad = parameter.grad.clone()
 
     @property
     def deferred_bytes(self) -> int:
@@ -130,7 +144,12 @@ class _Linear(_Product):
     """``x @ weight.T + bias``: torch.nn.functional.linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.used, self.used_bias)
+        if self.used_bias is None or x.dim() == 2:
+            return F.linear(x, self.used, self.used_bias)
+        # torch returns a view here, and what a function returns as a view could not be changed in place.
+        result = x.new_empty((*x.shape[:-1], len(self.used)))
+        torch.addmm(self.used_bias, _matrix(x), self.used.t(), out=result.view(-1, len(self.used)))
+        return result
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         del x
@@ -304,6 +323,6 @@ def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
 
 def _add(parameter: nn.Parameter, value: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = value.to(parameter.dtype).view_as(parameter)
+        parameter.grad = torch.empty_like(parameter).copy_(value.view_as(parameter))  # lies as the parameter does
     else:
         parameter.grad.add_(value.view_as(parameter))

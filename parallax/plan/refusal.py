@@ -28,15 +28,17 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
             f"set cluster.devices{_devices_asked(config)}, or leave plan.replicas=auto"
         )
-    if next(request.shapes(), None) is None:
+    shapes = list(request.shapes())
+    if not shapes:
         return InfeasiblePlan(
             f"plan.schedule={config.schedule} with plan.interleave={config.interleave} has no shape for {blocks} "
             f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two positions or more, "
             "a block for each of their stages, and a number of micro-batches that the positions divide; leave "
             "plan.schedule=auto"
         )
-    uneven = {shape.positions for shape in request.shapes() if shape.interleave > 1 and devices % shape.positions}
-    if uneven and all(shape.positions in uneven for shape in request.shapes()) and not _lists(config.replicas):
+    uneven = {shape.positions for shape in shapes if devices % shape.positions}
+    dealt = all(shape.interleave > 1 and shape.positions in uneven for shape in shapes)
+    if dealt and not _lists(config.replicas):
         counts = " or ".join(map(str, sorted(uneven)))
         return InfeasiblePlan(
             f"plan.schedule=interleaved gives every position the same number of devices, and {devices} cannot be dealt "

@@ -293,7 +293,7 @@ class Engine:
         return found.state
 
     def close(self) -> None:
-        """Release the tiers below."""
+        """Release the tiers below, the channels and the process groups; the engine cannot be used any more."""
         self._optimizer.close()
         if self._stage.streamed is not None:
             self._stage.streamed.close()
@@ -301,6 +301,8 @@ class Engine:
             self._manager.close()
         self._channels.close()
         self._below.close()
+        self._stage.norms.close()
+        self.mesh.close()
 
     def _run(
         self,

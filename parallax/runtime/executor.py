@@ -242,6 +242,8 @@ class Executor:
             roots, arriving = zip(*pairs)
             del gradients, pairs
             torch.autograd.backward(roots, arriving)
+            if flight.halves is not None:
+                flight.halves.part(self._stage.parameters_of(action.stage))
         if announced:
             self._sync.ended(action.stage)
         if action.stage > 0:
@@ -286,7 +288,8 @@ class Executor:
     def _leave(self, action: Action, outputs: Tensors, flight: _Flight, *, training: bool) -> None:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
         if self._boundary is not None:
-            outputs = tuple(tensor.to(self._boundary) if tensor.is_floating_point() else tensor for tensor in outputs)
+            # Not what has no gradient: the lowest number of fp32, as masks have it, is -inf in fewer bytes.
+            outputs = tuple(tensor.to(self._boundary) if tensor.requires_grad else tensor for tensor in outputs)
         self._outgoing[action.stage, action.micro] = tuple(tensor.detach() for tensor in outputs)
         if training:
             floating = self._crossings.floating(action.stage, outputs)

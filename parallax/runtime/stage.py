@@ -74,6 +74,7 @@ class Stage(nn.Module):
         self._generator = torch.Generator(device)
         self._compiled = compile
         self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
+        self._changes: dict[int, bool] = {}  # place → whether its inputs are changed in place
         share = max(plan.parameter_offload for plan in plans.values())
         made = self._make(chain, share, device)
         self.streamed: StreamedParameters | None = None
@@ -221,10 +222,9 @@ class Stage(nn.Module):
                 self.norms.begin(place, whole)
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
-                    self._run_block,
+                    self._run_copies,
                     place,
                     at,
-                    None,
                     *inputs,
                     use_reentrant=False,
                     preserve_rng_state=False,
@@ -236,6 +236,17 @@ class Stage(nn.Module):
             else:
                 inputs = self._run_block(place, at, halves, *inputs)
         return inputs
+
+    def _run_copies(self, place: int, where: _Where, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run a block that will be run again: its inputs must stay as they are, so one that changes them in place gets
+        copies. The first run finds out."""
+        if not self._changes.get(place, True):
+            return self._run_block(place, where, None, *inputs)
+        copies = [tensor.clone() for tensor in inputs]
+        before = [copy._version for copy in copies]
+        outputs = self._run_block(place, where, None, *copies)
+        self._changes[place] = before != [copy._version for copy in copies]
+        return outputs
 
     def _run_block(self, place: int, where: _Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         block, index = self.blocks[place], self._indices[place]

@@ -172,7 +172,6 @@ def test_failed_steps_leave_no_more_than_others(pool: Pool, where: str) -> None:
             assert grown <= usual + spare, (ended, failed)
 
 
-@pytest.mark.xfail(strict=True, reason="the mesh's process groups live until the world's end")
 def test_engines_leave_nothing(pool: Pool) -> None:
     for first, *_, last in pool.run(many_steps, RANKS, "nowhere"):
         assert all(after <= before for before, after in zip(first, last)), (first, last)

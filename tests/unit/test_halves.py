@@ -216,3 +216,67 @@ def test_without_gradients_nothing_changes() -> None:
         assert torch.equal(F.linear(x, torch.ones(3, 4)), x @ torch.ones(4, 3))
         assert model(x).requires_grad  # also where its input does not
     assert not halves.owes()
+
+
+class Positions(nn.Module):
+    """The gradient of its table is, for one row, the gradient that the layer's weight waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table.unsqueeze(0)
+
+
+def test_what_is_owed_is_not_added_to_by_the_next_micro_batch() -> None:
+    torch.manual_seed(1)
+    model, rows = Positions(), [torch.randn(1, 3, 4) for _ in range(3)]
+    twin, owed = copy.deepcopy(model), []
+    for x in rows:
+        halves = Halves()
+        with halves.splitting():
+            outputs = twin(x)
+        outputs.backward(torch.ones_like(outputs) * (1 + len(owed)))
+        halves.part(list(twin.parameters()))
+        owed.append(halves)
+        output = model(x)
+        output.backward(torch.ones_like(output) * len(owed))
+    for halves in owed:
+        halves.finish()
+    for one, other in zip(twin.parameters(), model.parameters()):
+        same(one.grad, other.grad)
+
+
+def test_a_derivative_taken_in_a_forward_owes_nothing() -> None:
+    layer, halves = nn.Linear(4, 1), Halves()
+    x = torch.randn(3, 4, requires_grad=True)
+    with halves.splitting():
+        (slope,) = torch.autograd.grad(layer(x).sum(), x)
+        outputs = layer(x * slope)
+    outputs.sum().backward()
+    halves.finish()
+    plain = copy.deepcopy(layer)
+    plain.zero_grad()
+    plain(x * slope).sum().backward()
+    same(layer.weight.grad, plain.weight.grad)
+
+
+def test_gradients_lie_in_memory_as_their_weights_do() -> None:
+    """Fused optimizers walk along memory. The gradient of a channels_last input comes out channels_last."""
+    layer, halves = nn.Conv2d(3, 4, 3), Halves()
+    x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    with halves.splitting():
+        outputs = layer(x)
+    outputs.sum().backward()
+    halves.finish()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+def test_what_a_split_layer_returns_may_be_changed_in_place() -> None:
+    layer, halves = nn.Linear(4, 4), Halves()
+    with halves.splitting():
+        torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True))).sum().backward()
+    halves.finish()
+    assert layer.weight.grad is not None

@@ -274,6 +274,21 @@ def crossed(positions: int, position: int, micro_batches: int) -> list[Action]:
     return one_at_a_time(positions, position, micro_batches)
 
 
+def late(positions: int, position: int, micro_batches: int) -> list[Action]:
+    """The first stage wants all its gradients before it sends the last micro-batch, the last stage wants that first."""
+    forwards = [Action(Kind.FORWARD, position, m) for m in range(micro_batches)]
+    backwards = [Action(Kind.BACKWARD, position, m) for m in range(micro_batches)]
+    if position == positions - 1:
+        return [*forwards, *backwards]
+    return [*forwards[:-1], *backwards[:-1], forwards[-1], backwards[-1]]
+
+
+def turned(positions: int, position: int, micro_batches: int) -> list[Action]:
+    """The last stage takes micro-batches in reverse."""
+    listed = gpipe(positions, position, micro_batches, 1).actions()
+    return [replace(a, micro=micro_batches - 1 - a.micro) for a in listed] if position == positions - 1 else listed
+
+
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(
     ("listing", "said"),
@@ -281,7 +296,9 @@ def crossed(positions: int, position: int, micro_batches: int) -> list[Action]:
         (forgets, r"backward\(0, 0\) missing"),
         (repeats, "an action missing, unknown or there twice"),
         (backward_first, "goes backward before it has gone forward"),
-        (crossed, "wait for each other"),
+        (crossed, "backwards come in another order"),
+        (turned, "forwards come in another order"),
+        (late, "wait for each other"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> None:
