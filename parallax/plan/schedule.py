@@ -258,8 +258,8 @@ def _check_complete(name: str, listed: Sequence[Action], positions: int, positio
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
-    """Every position takes micro-batches in one order, for messages between stages keep theirs; and none waits for ever:
-    walk through all lists as far as each gets."""
+    """Every position takes micro-batches in one order, for messages between stages keep theirs; and none waits for
+    ever: walk through all lists as far as each gets."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         if len({tuple(action.micro for action in listed if action.kind is kind) for listed in lists}) > 1:
             raise PlanError(

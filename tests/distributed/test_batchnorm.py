@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallax.model.describe import describe
 from parallax.plan.rows import micro_batch_rows, replica_rows
 from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
 from parallax.runtime.replicas import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, compare, plain_blocks, same
 from tests.distributed.test_replicas import Together
+from tests.plans import make_plan
 
 
 class Residual(nn.Module):
@@ -209,3 +212,47 @@ def test_autocast(pool: Pool) -> None:
     for outcome in pool.run(losses_and_states, 2, replace(case, options={**case.options, "replicas": (2,)})):
         assert outcome.losses[0] == pytest.approx(expected.losses[0], rel=1e-2)
         assert outcome.losses[-1] == pytest.approx(expected.losses[-1], rel=5e-2)
+
+
+class Chosen(nn.Module):
+    """Statistics of all rows before one of two experts for each; a weight of theirs fills a bucket of the reducer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 4)
+        self.experts = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, chosen = self.norm(self.first(x)), x[:, 0] > 0
+        result = hidden.clone()
+        for number, expert in enumerate(self.experts):
+            mine = chosen == bool(number)
+            if mine.any():
+                result[mine] = expert(hidden[mine])
+        scores: Tensor = self.last(hidden + result)
+        return scores
+
+
+def chosen() -> nn.Module:
+    return nn.Sequential(Chosen())
+
+
+def gradients_of_chosen(replicas: int) -> dict[str, Tensor]:
+    chain = describe(chosen, seed=1)
+    plan = make_plan(chain, replicas=(replicas,), global_batch=8, microbatch=4)
+    x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2)  # each replica uses one expert, and each another
+    engine = Engine.build(chain, plan, loss=F.mse_loss, replicas=ReplicasConfig(batchnorm="sync"))
+    engine.gradients(TensorRows(x, x[:, :4]))
+    found = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
+    engine.close()
+    return found
+
+
+def test_statistics_and_buckets_do_not_meet(pool: Pool) -> None:
+    """They were reduced in one group: a replica that had used an expert sent its bucket while the other still sent the
+    gradient of its statistics, and gloo ended the processes."""
+    (expected,) = pool.run(gradients_of_chosen, 1, 1)
+    for found in pool.run(gradients_of_chosen, 2, 2):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)

@@ -28,7 +28,7 @@ def choices(length: int, kinds: int) -> np.ndarray[Any, Any]:
 
 
 def every_stage(
-    request: Request, shape: Shape, start: int, stop: int, r: int, rows: int, flight: int, split: bool
+    request: Request, shape: Shape, start: int, stop: int, r: int, rows: int, flight: int, split: bool, *, always: bool
 ) -> list[tuple[float, float, float]]:
     """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of states below."""
     model, device, allowed = request.profile, request.device(0, 1), list(request.allowed)
@@ -83,16 +83,17 @@ def every_stage(
             computing = seconds + waits * np.array([device.read.seconds(m) for m in moved])
             best = np.where(fits, np.maximum(computing, streaming + np.array(copying)), np.inf).min()
             tail = load.update_seconds + reduce
-            if below.sharded:  # for memory alone
-                if found and found[0][0] <= best * TIE:
+            if below.sharded:
+                if found and found[0][0] <= best * TIE and not always:
                     continue
                 tail += broadcast_seconds(load.parameter_bytes, r, request.cluster.local)
             found.append((float(best), tail, float(peak[fits].min())))
     return found
 
 
-def brute_force(request: Request) -> float:
-    """The least step time by the formula, over every plan; infinite where none fits."""
+def brute_force(request: Request, *, always: bool = False) -> float:
+    """The least step time by the formula, over every plan; infinite where none fits. Replicas share states where that
+    makes the stage itself faster, or ``always`` where it is possible."""
     blocks, devices, batch = len(request.profile.blocks), len(request.devices), request.global_batch
     known: dict[Any, Any] = {}
     least = math.inf
@@ -114,7 +115,7 @@ def brute_force(request: Request) -> float:
                         rows, flight = -(-micro // r), in_flight(schedule, parts, s, micro_batch_count(batch, micro))
                         key = bounds[s], bounds[s + 1], r, rows, flight, shape.split
                         if key not in known:
-                            known[key] = every_stage(request, shape, *key)
+                            known[key] = every_stage(request, shape, *key, always=always)
                         found.append(known[key])
                     for picked in itertools.product(*found):
                         times = [stage[0] for stage in picked]

@@ -277,6 +277,7 @@ def test_gradients_lie_in_memory_as_their_weights_do() -> None:
 def test_what_a_split_layer_returns_may_be_changed_in_place() -> None:
     layer, halves = nn.Linear(4, 4), Halves()
     with halves.splitting():
-        torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True))).sum().backward()
+        outputs = torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True)))
+    outputs.sum().backward()
     halves.finish()
     assert layer.weight.grad is not None
