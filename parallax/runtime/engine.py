@@ -102,7 +102,6 @@ class Engine:
         splits = self._program(plan.micro_batches(plan.global_batch), training=True).splits
         self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, configs.replicas, split=splits)
         self._channels = Channels(mesh, copies)
-        mesh.barrier()  # who is ready first may close first, and is not to be missed by who still opens
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
         self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, later)
@@ -119,6 +118,7 @@ class Engine:
             swap,
             stall_seconds=lambda: sum(each.stall_seconds for each in waiting),
         )
+        mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step = 0
         self._steps = configs.steps

@@ -71,7 +71,7 @@ def test_pipeline_benchmark_refuses_nonsense(argument: str, capsys: pytest.Captu
     assert "error" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_plans_benchmark_puts_what_was_predicted_beside_what_was_measured() -> None:
     sizes = {name: TINY[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "rows")}
     sizes |= {"repetitions": 2, "micro-batches": 4, "width": 64, "inner": 32, "positions": 2, "batch": 4}
@@ -220,7 +220,7 @@ def test_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
     assert found["goals"]
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_gpu_benchmark_runs_its_pipeline_dry(tmp_path: Path) -> None:
     run("gpu", "--dry", "--output", str(tmp_path), "--parts", "pipeline")
     (file,) = tmp_path.iterdir()
