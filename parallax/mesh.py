@@ -35,9 +35,10 @@ class Mesh:
     stage's replicas.
 
     ``replicas`` is None where the stage has one replica; so is ``updates``, the gloo group of the same ranks in which
-    new weights of states below the device are spread, beside the computing, and also where there are none. ``shared``
-    maps the name of a parameter that several stages hold to the group of all their ranks. ``world`` is None in a plan
-    of one rank.
+    new weights of states below the device are spread, beside the computing, and also where there are none.
+    ``statistics`` is the group of the same ranks for what must meet in the order of the blocks, while gradients go when
+    they are complete. ``shared`` maps the name of a parameter that several stages hold to the group of all their ranks.
+    ``world`` is None in a plan of one rank.
 
     Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
     tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each edge instead: NCCL
@@ -58,6 +59,7 @@ class Mesh:
     forth: dist.ProcessGroup | None
     back: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
+    statistics: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
@@ -74,12 +76,14 @@ class Mesh:
         backend = "nccl" if direct else "gloo"
         own: dist.ProcessGroup | None = None
         updates: dist.ProcessGroup | None = None
+        statistics: dist.ProcessGroup | None = None
         for index, planned in enumerate(plan.stages[: plan.positions]):
             ranks = list(plan.ranks(index))
             group = _group(ranks, backend) if len(ranks) > 1 else None
             spread = _group(ranks, "gloo") if len(ranks) > 1 and planned.optimizer_offload > 0 else None
+            counted = _group(ranks, backend) if len(ranks) > 1 else None
             if index == stage:
-                own, updates = group, spread
+                own, updates, statistics = group, spread, counted
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
             group = _group([r for s in stages for r in plan.ranks(s)], backend)
@@ -88,7 +92,7 @@ class Mesh:
         world = dist.group.WORLD if dist.is_initialized() else None
         back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
         edges = {edge: _group([edge.sender, edge.receiver], backend) for edge in _edges(plan)} if direct else {}
-        return cls(plan, rank, stage, replica, device, world, own, updates, ties, world, back, edges)
+        return cls(plan, rank, stage, replica, device, world, own, updates, ties, world, back, edges, statistics)
 
     @property
     def direct(self) -> bool:
@@ -105,7 +109,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the groups that were made for the plan; the world stays."""
-        made = [self.replicas, self.updates, self.back, *self.shared.values(), *self.edges.values()]
+        made = [self.replicas, self.updates, self.statistics, self.back, *self.shared.values(), *self.edges.values()]
         for group in made:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -108,8 +108,7 @@ class Norms:
                 setattr(module, name, tensor)
 
     def _meet(self, rows: int) -> _Participants:
-        """The replicas that have some of a micro-batch's ``rows``; every one of them asks at the same time. Theirs is a
-        group of its own also where it is all: in that of the gradients, buckets go at other times on each replica."""
+        """The replicas that have some of a micro-batch's ``rows``; every one of them asks at the same time."""
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:
             return self._participants
@@ -117,6 +116,8 @@ class Norms:
             k for k in range(mesh.replica_count) if (part := replica_rows(rows, mesh.replica_count, k))[0] < part[1]
         ]
         place = present.index(mesh.replica)
+        if len(present) == mesh.replica_count:
+            return _Participants(mesh.statistics, place, len(present))
         if len(present) == 1:
             return _Participants(None, 0, 1)
         ranks = tuple(mesh.plan.ranks(mesh.stage)[k] for k in present)
@@ -125,13 +126,6 @@ class Norms:
             group = dist.new_group(list(ranks), backend=backend, timeout=TIMEOUT, use_local_synchronization=True)
             self._meetings[ranks] = group
         return _Participants(self._meetings[ranks], place, len(present))
-
-    def close(self) -> None:
-        """Leave the groups that were made here."""
-        for group in self._meetings.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._meetings.clear()
 
     @property
     def differ(self) -> bool:

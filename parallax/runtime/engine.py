@@ -301,7 +301,6 @@ class Engine:
             self._manager.close()
         self._channels.close()
         self._below.close()
-        self._stage.norms.close()
         self.mesh.close()
 
     def _run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -136,8 +135,7 @@ def pipeline(stretch: float = 1.0, origin: float = 0.0) -> list[Span]:
             spans.append(Span(rank, 1, "backward", rank, micro, start + 3, start + 4, 0.5))
         spans.append(Span(rank, 1, "update", rank, -1, 6, 6.5))
     return [
-        dataclasses.replace(
-            span,
+        span._replace(
             start=origin + span.start * stretch,
             end=origin + span.end * stretch,
             wait=span.wait * stretch,
