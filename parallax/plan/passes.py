@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from parallax.plan.cost import BlockLoad, StageLoad
 from parallax.plan.plan import Directive
-from parallax.plan.schedule import BACKWARD_WEIGHT, Kind, order
-
-
-@cache
-def splits(schedule: str) -> bool:
-    """Whether a schedule runs weight halves apart."""
-    return bool(order(schedule, 1, 0, 1).kinds.max() == BACKWARD_WEIGHT)
+from parallax.plan.schedule import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from parallax.events import Span
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.collective import all_reduce_seconds, broadcast_seconds, link_among
 from parallax.plan.cost import StageLoad, load_planned
-from parallax.plan.passes import Passes, splits
+from parallax.plan.passes import Passes
 from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import in_flight
+from parallax.plan.schedule import in_flight, splits
 from parallax.plan.simulate import simulate
 from parallax.plan.stages import copying_seconds
 from parallax.plan.timeline import StageTimes, Timeline, time_schedule

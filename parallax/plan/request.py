@@ -20,11 +20,10 @@ from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.cluster import Cluster, Device
 from parallax.plan.collective import link_among
 from parallax.plan.cost import ALL_ON_DEVICE, SHARDED, Below, Sizes, load_states
-from parallax.plan.passes import splits
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import BUILT_IN, ORDERS, load_schedule
+from parallax.plan.schedule import BUILT_IN, ORDERS, load_schedule, splits
 from parallax.plan.stages import Flight
 
 AUTO = "auto"

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -311,6 +311,12 @@ def compute_order(
 ) -> list[Action]:
     """The forwards and backwards of one position, as actions."""
     return order(schedule, positions, position, micro_batches, interleave=interleave).actions()
+
+
+@cache
+def splits(schedule: str) -> bool:
+    """Whether a schedule runs weight halves apart."""
+    return bool(order(schedule, 1, 0, 1).kinds.max() == BACKWARD_WEIGHT)
 
 
 @lru_cache(maxsize=4096)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from parallax.errors import DataError
+from parallax.model.block import leaves, transform
 
 Values = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -32,7 +33,7 @@ class TensorRows:
     def __init__(self, inputs: Values, targets: Values) -> None:
         self._inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._targets = targets
-        sizes = [len(tensor) for tensor in (*_tensors(self._inputs), *_tensors(targets))]
+        sizes = [len(tensor) for _, tensor in leaves((self._inputs, targets))]
         if len(set(sizes)) != 1 or sizes[0] == 0:
             raise DataError(f"a batch needs the same number of rows, above zero, in inputs and targets; got {sizes}")
         self._rows = sizes[0]
@@ -42,28 +43,13 @@ class TensorRows:
 
     def inputs(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of each input; one given alone is a tuple of one."""
-        return _each(self._inputs, lambda tensor: tensor[start:stop])
+        return transform(self._inputs, lambda tensor: tensor[start:stop])
 
     def targets(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of the targets."""
-        return _each(self._targets, lambda tensor: tensor[start:stop])
+        return transform(self._targets, lambda tensor: tensor[start:stop])
 
 
 def to_device(values: Any, device: torch.device) -> Any:
     """Inputs or targets on ``device``; what is no tensor stays as it is."""
-    return _each(values, lambda value: value.to(device) if isinstance(value, Tensor) else value)
-
-
-def _each(values: Any, call: Callable[[Any], Any]) -> Any:
-    if isinstance(values, Mapping):
-        return {name: call(value) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return tuple(call(value) for value in values)
-    return call(values)
-
-
-def _tensors(values: Values) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    else:
-        yield from values.values() if isinstance(values, Mapping) else values
+    return transform(values, lambda value: value.to(device) if isinstance(value, Tensor) else value)

@@ -32,7 +32,7 @@ from parallax.model.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import Kind, actions, evaluation_actions
+from parallax.plan.schedule import actions, evaluation_actions, splits
 from parallax.runtime.batch import Rows
 from parallax.runtime.executor import Executor, Keep, Loss, Now, Program, Step
 from parallax.runtime.optimizer import Deal, OptimizerConfig, StageOptimizer
@@ -99,8 +99,8 @@ class Engine:
         self._optimizer = self._open_optimizer(configs, copies)
         self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], Program] = {}
-        splits = self._program(plan.micro_batches(plan.global_batch), training=True).splits
-        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, configs.replicas, split=splits)
+        split = splits(plan.schedule)
+        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, configs.replicas, split=split)
         self._channels = Channels(mesh, copies)
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
@@ -399,9 +399,8 @@ def _check_runnable(plan: Plan, chain: Chain) -> None:
     if plan.interleave > 1 and plan.positions == 1:
         beyond.append("several stages on the only rank of a pipeline")
     if any(stage.parameter_offload for stage in plan.stages):
-        splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions(plan.schedule, 2, 0, 2))
         beyond += ["parameters below the device although some are shared"] if chain.ties else []
-        beyond += [f"parameters below the device under schedule {plan.schedule}"] if splits else []
+        beyond += [f"parameters below the device under schedule {plan.schedule}"] if splits(plan.schedule) else []
         beyond += ["parameters below the device with several stages to a rank"] if plan.interleave > 1 else []
     if beyond:
         raise PlanError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallax.errors import PlanError, check_choice, check_positive
 from parallax.model.norms import BATCHNORM
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import Kind, actions
+from parallax.plan.schedule import splits
 from parallax.runtime.compress import COMPRESSIONS
 
 
@@ -46,11 +46,11 @@ class ReplicasConfig:
                 f"replicas.compress=powersgd cannot run where {last} rows of a micro-batch leave some of {most} "
                 f"replicas without any: use replicas.compress=bf16, or plan with trainer.microbatch={most}"
             )
-        splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions(plan.schedule, 2, 0, 2))
+        split = splits(plan.schedule)
         below = any(stage.parameter_offload for stage in plan.stages)
-        if splits or below:
-            why = f"the backwards of {plan.schedule} are split" if splits else "parameters live below the device"
+        if split or below:
+            why = f"the backwards of {plan.schedule} are split" if split else "parameters live below the device"
             raise PlanError(
                 f"replicas.compress=powersgd cannot run where {why}: use replicas.compress=bf16, or plan with "
-                f"{'plan.schedule=1f1b' if splits else 'plan.parameters=device'}"
+                f"{'plan.schedule=1f1b' if split else 'plan.parameters=device'}"
             )

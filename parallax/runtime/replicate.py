@@ -165,107 +165,93 @@ class PositionSync:
             parameter.grad = None
 
 
-class StreamedSync:
-    """Adds up the gradients that live below the device, one after another, when the step's last backward is over; in
-    the type ``short`` where there is one."""
-
-    def __init__(
-        self, inner: GradientSync, streamed: StreamedParameters, group: dist.ProcessGroup, short: torch.dtype | None
-    ) -> None:
-        self._inner, self._streamed, self._group, self._short = inner, streamed, group, short
-        self._trained = list(dict.fromkeys(s.parameter for chunk in streamed.chunks for s in chunk.segments))
-        self._own = 0
+class Following(Protocol):
+    """What is done when the gradients of a rank's own parameters are reduced."""
 
     @property
     def all_reduces(self) -> int:
-        """Of both kinds."""
-        return self._inner.all_reduces + self._own
+        """Of replicated gradients, so far."""
 
-    def arm(self, stage: int) -> None:
-        """Expect the last backward."""
-        self._inner.arm(stage)
+    def run(self) -> None:
+        """Do it."""
 
-    def ended(self, stage: int) -> None:
-        """It is over."""
-        self._inner.ended(stage)
+    def forget(self) -> None:
+        """The step ended early."""
 
-    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
-        """Begin with what is complete."""
-        return self._inner.split(stage, owed)
 
-    def disarm(self) -> None:
-        """Expect none."""
-        self._inner.disarm()
+class StreamedSum:
+    """Adds up the gradients that live below the device, one after another; in the type ``short`` where there is one."""
 
-    def finish(self) -> float:
-        """Those on the device first."""
-        waited = self._inner.finish()
-        start = time.perf_counter()
+    def __init__(self, streamed: StreamedParameters, group: dist.ProcessGroup, short: torch.dtype | None) -> None:
+        self._streamed, self._group, self._short = streamed, group, short
+        self._trained = list(dict.fromkeys(s.parameter for chunk in streamed.chunks for s in chunk.segments))
+        self.all_reduces = 0
+
+    def run(self) -> None:
+        """All of them."""
         for parameter in self._trained:
             total = self._streamed.read_gradient(parameter)
             total = torch.zeros_like(parameter) if total is None else total
             sent = total if self._short is None else total.to(self._short)
             dist.all_reduce(sent, group=self._group)
             self._streamed.write_gradient(parameter, sent.to(total.dtype))
-            self._own += 1
-        return waited + time.perf_counter() - start
+            self.all_reduces += 1
+
+    def forget(self) -> None:
+        """Nothing is under way."""
 
 
-class SharedSync:
+class StatisticsAverage:
+    """Averages the running statistics of the replicas' BatchNorms."""
+
+    all_reduces = 0
+
+    def __init__(self, norms: Norms) -> None:
+        self._norms = norms
+
+    def run(self) -> None:
+        """Over all replicas."""
+        self._norms.average()
+
+    def forget(self) -> None:
+        """Micro-batches so far do not count."""
+        self._norms.forget()
+
+
+class SharedSum:
     """Adds up the gradients of parameters that several stages hold, after each stage has added up its replicas.
 
     One replica of each stage contributes, the others contribute zeros: the sum needs no rescaling.
     """
 
-    def __init__(
-        self, inner: GradientSync, shared: dict[str, tuple[nn.Parameter, dist.ProcessGroup]], *, gives: bool
-    ) -> None:
-        self._inner, self._shared, self._gives = inner, shared, gives
+    all_reduces = 0
 
-    @property
-    def all_reduces(self) -> int:
-        """Of the replicas."""
-        return self._inner.all_reduces
+    def __init__(self, shared: dict[str, tuple[nn.Parameter, dist.ProcessGroup]], *, gives: bool) -> None:
+        self._shared, self._gives = shared, gives
 
-    def arm(self, stage: int) -> None:
-        """Expect the last backward."""
-        self._inner.arm(stage)
-
-    def ended(self, stage: int) -> None:
-        """It is over."""
-        self._inner.ended(stage)
-
-    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
-        """Begin with what is complete."""
-        return self._inner.split(stage, owed)
-
-    def disarm(self) -> None:
-        """Expect none."""
-        self._inner.disarm()
-
-    def finish(self) -> float:
-        """Replicas first, then the stages."""
-        waited = self._inner.finish()
-        start = time.perf_counter()
+    def run(self) -> None:
+        """One after the other, in the order of their names."""
         for _, (parameter, group) in sorted(self._shared.items()):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif not self._gives:
                 parameter.grad.zero_()
             dist.all_reduce(parameter.grad, group=group)
-        return waited + time.perf_counter() - start
+
+    def forget(self) -> None:
+        """Nothing is under way."""
 
 
-class StatisticsSync:
-    """Averages the running statistics of the replicas' BatchNorms when the gradients are reduced."""
+class FollowedSync:
+    """A synchronisation that something follows, in order."""
 
-    def __init__(self, inner: GradientSync, norms: Norms) -> None:
-        self._inner, self._norms = inner, norms
+    def __init__(self, inner: GradientSync, following: Sequence[Following]) -> None:
+        self._inner, self._following = inner, following
 
     @property
     def all_reduces(self) -> int:
-        """Of gradients."""
-        return self._inner.all_reduces
+        """Of all."""
+        return self._inner.all_reduces + sum(each.all_reduces for each in self._following)
 
     def arm(self, stage: int) -> None:
         """Expect the last backward."""
@@ -282,19 +268,21 @@ class StatisticsSync:
     def disarm(self) -> None:
         """Expect none."""
         self._inner.disarm()
-        self._norms.forget()
+        for each in self._following:
+            each.forget()
 
     def finish(self) -> float:
-        """Gradients first."""
+        """The rank's own parameters first."""
         waited = self._inner.finish()
         start = time.perf_counter()
-        self._norms.average()
+        for each in self._following:
+            each.run()
         return waited + time.perf_counter() - start
 
 
 class SharedStates:
-    """Replicas share one copy of the optimizer states that lie below the device: each parameter belongs to one replica,
-    which steps it and broadcasts the new weights. Parameters are dealt out largest first, to whoever has least."""
+    """Replicas share one copy of the optimizer's states, on the device or below it: each parameter belongs to one of
+    them, which steps it and broadcasts the new weights. They are dealt out largest first, to whoever has least."""
 
     def __init__(
         self, group: dist.ProcessGroup, replica: int, replicas: int, parameters: Sequence[nn.Parameter]
@@ -340,11 +328,14 @@ def sync_for(stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig,
     else:  # those that ranks share are final only when the other ranks' are added
         told = {number: [p for name, p in part.items() if name not in shared] for number, part in parts.items()}
         sync = NoSync(told, reduced)
+    following: list[Following] = []
     if mesh.replicas is not None and stage.streamed is not None:
-        sync = StreamedSync(sync, stage.streamed, mesh.replicas, SHORT.get(config.compress))
+        following.append(StreamedSum(stage.streamed, mesh.replicas, SHORT.get(config.compress)))
     if stage.norms.differ:
-        sync = StatisticsSync(sync, stage.norms)
-    return SharedSync(sync, shared, gives=mesh.replica == 0) if shared else sync
+        following.append(StatisticsAverage(stage.norms))
+    if shared:
+        following.append(SharedSum(shared, gives=mesh.replica == 0))
+    return FollowedSync(sync, following) if following else sync
 
 
 def _replicated(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from parallax.runtime.scaling import Correction
 from parallax.swap.buckets import MASTER, Bucket, joined, runs, settings_of
 from parallax.swap.optimizer import Exchange
-from parallax.swap.weights import MasterWeights, ResidentWeights, stepped_in
+from parallax.swap.weights import ResidentWeights, stepped_in
 
 UPDATE_BUCKET_BYTES = 32 * 2**20  # of weights; gradients are widened, and new weights sent, for so many at one time
 
@@ -44,8 +44,7 @@ class DeviceOptimizer:
             groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
             ordered = sorted(parameters, key=self._owner)
             for run in runs(ordered, UPDATE_BUCKET_BYTES, self._owner, cut=True):
-                weights = (MasterWeights if _is_short(run[0].parameter) else ResidentWeights)(run)
-                self._buckets.append(Bucket(weights, optimizer, groups, self._owner(run[0].parameter)))
+                self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, self._owner(run[0].parameter)))
 
     def zero_grad(self) -> None:
         """Gradients become zero."""

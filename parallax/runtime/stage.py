@@ -223,6 +223,7 @@ class Stage(nn.Module):
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
                     self._run_copies,
+                    self._changes.get(place, True),
                     place,
                     at,
                     *inputs,
@@ -237,15 +238,16 @@ class Stage(nn.Module):
                 inputs = self._run_block(place, at, halves, *inputs)
         return inputs
 
-    def _run_copies(self, place: int, where: _Where, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_copies(self, copy: bool, place: int, where: _Where, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run a block that will be run again: its inputs must stay as they are, so one that changes them in place gets
-        copies. The first run finds out."""
-        if not self._changes.get(place, True):
+        copies. The first run finds out. Both runs of one micro-batch copy or neither does: a copy may lie otherwise in
+        memory, and a compiled block would run another program for it, which saves other tensors."""
+        if not copy:
             return self._run_block(place, where, None, *inputs)
         copies = [tensor.clone() for tensor in inputs]
-        before = [copy._version for copy in copies]
+        before = [copied._version for copied in copies]
         outputs = self._run_block(place, where, None, *copies)
-        self._changes[place] = before != [copy._version for copy in copies]
+        self._changes[place] = before != [copied._version for copied in copies]
         return outputs
 
     def _run_block(self, place: int, where: _Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallax.errors import SwapError
 from parallax.swap.slots import Slot
 from parallax.swap.store import Pending, Store
-from parallax.swap.weights import MasterWeights, ResidentWeights, Segment, Weights, part_of, stepped_in
+from parallax.swap.weights import ResidentWeights, Segment, Weights, part_of, stepped_in
 
 MASTER = "master"  # a state's key: the weights themselves, in full precision
 _LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
@@ -84,7 +84,7 @@ class Bucket:
 
     def restore(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
         """``parameter`` has been set; what is known of it is ``states``."""
-        in_place = isinstance(self.weights, (ResidentWeights, MasterWeights))
+        in_place = isinstance(self.weights, ResidentWeights)
         for index, segment in enumerate(self.segments):
             if segment.parameter is parameter:
                 known = {key: _cut(value, segment, in_place=in_place) for key, value in states.items()}

@@ -77,68 +77,27 @@ class Weights(Protocol):
 
 
 class ResidentWeights:
-    """Weights where they are stepped, in the type that they are stepped in: a step reaches them where they are."""
+    """Weights that are stepped where they are. Of those of two bytes the masters lie beside them."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
-        self.kept: list[Tensor | None] = []
+        dtype = segments[0].parameter.dtype
+        self.kept: list[Tensor | None] = [] if stepped_in(dtype) is dtype else [None] * len(segments)
 
     def reduced(self) -> None:
         """They are where they are stepped."""
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The parameters themselves."""
-        return list(zip(self.shared(), (_gradient(segment) for segment in self.segments)))
-
-    def stepped(self) -> None:
-        """They are where they belong."""
-
-    def shared(self) -> list[Tensor]:
-        """The parameters themselves."""
-        return [part_of(segment.parameter.detach(), segment) for segment in self.segments]
-
-    def end(self) -> None:
-        """They are where they belong."""
-        _zero_gradients(self.segments)
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-    def skip(self) -> None:
-        """Nothing was on its way."""
-
-    def reset(self) -> None:
-        """Nothing is left behind."""
-
-    def masters(self) -> list[Tensor | None]:
-        """The weights are in full precision."""
-        return self.kept
-
-    def restore(self, index: int, master: Tensor | None) -> None:
-        """They are where they belong."""
-
-
-class MasterWeights:
-    """Weights of two bytes that are stepped where they are: only the masters, beside them, are new."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = segments
-        self.kept: list[Tensor | None] = [None] * len(segments)
-
-    def reduced(self) -> None:
-        """They are where they are stepped."""
-
-    def begin(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The masters, and gradients in their type."""
-        found = []
-        for index, (segment, weight) in enumerate(zip(self.segments, self.shared())):
-            gradient = _gradient(segment)
-            kept = self.kept[index] = _full(weight) if (master := self.kept[index]) is None else master
-            found.append((kept, None if gradient is None else _full(gradient)))
+        """The parameters themselves, or their masters and gradients in the type of these."""
+        found = list(zip(self.shared(), (_gradient(segment) for segment in self.segments)))
+        for index, master in enumerate(self.kept):
+            weight, gradient = found[index]
+            known = self.kept[index] = _full(weight) if master is None else master
+            found[index] = known, None if gradient is None else _full(gradient)
         return found
 
     def stepped(self) -> None:
-        """Round the new weights."""
+        """Round new masters; other weights are where they belong."""
         for weight, master in zip(self.shared(), self.kept):
             assert master is not None
             weight.copy_(master)
@@ -158,8 +117,8 @@ class MasterWeights:
         """Nothing was on its way."""
 
     def reset(self) -> None:
-        """The masters may be half new."""
-        self.kept = [None] * len(self.segments)
+        """Masters may be half new."""
+        self.kept = [None] * len(self.kept)
 
     def masters(self) -> list[Tensor | None]:
         """All that are made."""
@@ -167,7 +126,8 @@ class MasterWeights:
 
     def restore(self, index: int, master: Tensor | None) -> None:
         """Taken over, or made again from the weights."""
-        self.kept[index] = master
+        if self.kept:
+            self.kept[index] = master
 
 
 class CopiedWeights:

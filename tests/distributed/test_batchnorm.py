@@ -20,7 +20,6 @@ from parallax.runtime.engine import Engine
 from parallax.runtime.replicas import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, compare, plain_blocks, same
-from tests.distributed.test_replicas import Together
 from tests.plans import make_plan
 
 
@@ -56,7 +55,7 @@ def resnet_of_sync_norms() -> nn.Module:
     return nn.Sequential(stem, Residual(6, nn.SyncBatchNorm), Residual(6, nn.SyncBatchNorm, momentum=0.3), Head(6))
 
 
-class Pictures(Together):
+class Pictures(Case):
     """Labelled pictures in the place of text."""
 
     def batches(self) -> list[TensorRows]:

@@ -14,7 +14,6 @@ from torch import nn
 from tests.distributed.pool import ROOT, Pool
 from tests.distributed.test_batchnorm import losses_and_states, pictures
 from tests.distributed.test_engine import Case, Outcome, compare, gpt, training
-from tests.distributed.test_replicas import Together
 
 SIZES = (8, 5, 2)
 
@@ -43,9 +42,9 @@ PLANS: list[Any] = [
 
 @pytest.mark.parametrize("options", PLANS, ids=str)
 def test_compiled_blocks_train_alike(pool: Pool, options: dict[str, Any]) -> None:
-    plain = Together(gpt(tied=False, layers=1), dtype=torch.float32, sizes=SIZES).under(**options)
+    plain = Case(gpt(tied=False, layers=1), dtype=torch.float32, sizes=SIZES).under(**options)
     expected = pool.run(training, plain.world, plain)
-    found = pool.run(trained, plain.world, replace(plain, compile=True))  # type: ignore[call-arg]
+    found = pool.run(trained, plain.world, replace(plain, compile=True))
     for (outcome, programs), wanted in zip(found, expected):
         compare([replace(outcome, weights=wanted.weights)], wanted, 1e-5)
         compare([outcome], wanted, 1e-2)  # Adam makes steps of a bias of the keys out of its gradient's rounding errors
@@ -53,7 +52,7 @@ def test_compiled_blocks_train_alike(pool: Pool, options: dict[str, Any]) -> Non
 
 
 def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
-    case = Together(with_dropout, dtype=torch.float32, sizes=SIZES, compile=True).under((1,), microbatch=3)
+    case = Case(with_dropout, dtype=torch.float32, sizes=SIZES, compile=True).under((1,), microbatch=3)
     (kept,) = pool.run(training, 1, case)
     (again,) = pool.run(training, 1, case.under((1,), "recompute", microbatch=3))
     compare([again], kept, 1e-6)

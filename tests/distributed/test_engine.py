@@ -24,6 +24,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.replicas import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
@@ -148,6 +149,8 @@ class Case:
     compute: str = ""
     ignoring: bool = False
     optimizer: OptimizerConfig = OPTIMIZER
+    together: ReplicasConfig = field(default_factory=ReplicasConfig)
+    compile: bool = False
 
     def under(self, replicas: Sequence[int], directive: str = "keep", **options: Any) -> Case:
         chosen = {"replicas": tuple(replicas), "directive": directive, **options}
@@ -177,6 +180,8 @@ class Case:
             optimizer=self.optimizer,
             precision=self.precision(),
             swap=SwapConfig(minimum_bytes=1),
+            replicas=self.together,
+            compile=self.compile,
             scratch=Path(folder) / "swap",
         )
 

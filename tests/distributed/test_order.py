@@ -45,16 +45,20 @@ def test_recorded_order_is_simulated_order(
 ) -> None:
     interleave = 2 if schedule == "interleaved" and len(replicas) == 2 else 1
     options = {"schedule": schedule, "replicas": replicas, "directive": directive, "interleave": interleave}
-    recorded = pool.run(job, sum(replicas), options)
+    as_simulated(pool.run(job, sum(replicas), options), options)
+
+
+def as_simulated(recorded: list[list[tuple[str, int, int]]], options: dict[str, Any]) -> None:
+    """Every rank's actions are those of the simulator under the same plan."""
     plan = make_plan(make_chain("gpt", torch.float32), global_batch=ROWS, microbatch=2, **options)
     simulation = simulate(
         profile([block(moved=10, input=4, output=4) for _ in range(plan.blocks)]),
         cluster(plan.world_size, write=Link(bytes_per_second=1e3)),
         plan.stages,
-        schedule=schedule,
+        schedule=plan.schedule,
         rows=ROWS,
         micro_batches=plan.micro_batches(ROWS),
-        interleave=interleave,
+        interleave=plan.interleave,
     )
     for rank, found in enumerate(recorded):
         assert found == [(s.kind, s.stage, s.micro) for s in simulation.spans if s.rank == rank]

@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from parallax.errors import PlanError
-from parallax.runtime.engine import Engine
 from parallax.runtime.optimizer import OptimizerConfig
 from parallax.runtime.replicas import ReplicasConfig
-from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.distributed.test_engine import STEPS, Case, Outcome, gpt, make_batch, same, training
+from tests.distributed.test_engine import Case, Outcome, gpt, make_batch, same, training
 from tests.plans import make_plan
 
 POWER_SGD = ReplicasConfig(compress="powersgd", powersgd_rank=2)
-
-
-@dataclass(frozen=True)
-class Together(Case):
-    """A case with replicas that do something together, or compiled blocks."""
-
-    together: ReplicasConfig = field(default_factory=ReplicasConfig)
-    compile: bool = False
-
-    def engine(self, folder: str | Path) -> Engine:
-        chain = self.chain()
-        return Engine.build(
-            chain,
-            make_plan(chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}),
-            loss=self.loss,
-            steps=STEPS,
-            optimizer=self.optimizer,
-            precision=self.precision(),
-            swap=SwapConfig(minimum_bytes=1),
-            replicas=self.together,
-            compile=self.compile,
-            scratch=Path(folder) / "swap",
-        )
 
 
 def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
@@ -66,9 +40,9 @@ def test_short_gradients_are_near_the_exact_ones(
     pool: Pool, replicas: tuple[int, ...], compress: str, schedule: str
 ) -> None:
     """Also of a batch with fewer rows than replicas, which no last backward announces."""
-    case = Together(gpt(), dtype=torch.float32, sizes=(1, 8)).under(replicas, schedule=schedule)
+    case = Case(gpt(), dtype=torch.float32, sizes=(1, 8)).under(replicas, schedule=schedule)
     exact = pool.run(gradients, case.world, case)
-    short = pool.run(gradients, case.world, Together(**{**vars(case), "together": ReplicasConfig(compress=compress)}))
+    short = pool.run(gradients, case.world, replace(case, together=ReplicasConfig(compress=compress)))
     for (found, count), (expected, expected_count) in zip(short, exact):
         for name, gradient in expected.items():
             error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
@@ -82,9 +56,9 @@ def test_short_gradients_are_near_the_exact_ones(
 
 def test_short_gradients_of_parameters_below_the_device(pool: Pool) -> None:
     options = {"replicas": (2,), "parameter_offload": 1.0, "optimizer_offload": 1.0, "tier": "disk"}
-    case = Together(gpt(tied=False), dtype=torch.float32, sizes=(8,), options=options)
+    case = Case(gpt(tied=False), dtype=torch.float32, sizes=(8,), options=options)
     exact = pool.run(gradients, 2, case)
-    short = pool.run(gradients, 2, Together(**{**vars(case), "together": ReplicasConfig(compress="bf16")}))
+    short = pool.run(gradients, 2, replace(case, together=ReplicasConfig(compress="bf16")))
     for (found, _), (expected, _) in zip(short, exact):
         for name, gradient in expected.items():
             assert (found[name] - gradient).norm() <= 1e-2 * gradient.norm(), name
@@ -119,7 +93,7 @@ def repeated(case: Case) -> tuple[Tensor, list[Tensor], list[float], Outcome]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU")
 def test_power_sgd_gives_back_what_it_lost(pool: Pool, world: int) -> None:
     """Of the same gradient again and again, error feedback lets the average come closer and closer."""
-    case = Together(wide, dtype=torch.float32, together=POWER_SGD, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=0))
+    case = Case(wide, dtype=torch.float32, together=POWER_SGD, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=0))
     results = pool.run(repeated, world, case.under((world,), microbatch=4))
     for exact, found, losses, _ in results:
         errors = [float((torch.stack(found[:n]).mean(0) - exact).norm() / exact.norm()) for n in (1, len(found))]
@@ -131,7 +105,7 @@ def test_power_sgd_gives_back_what_it_lost(pool: Pool, world: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU")
 def test_power_sgd_trains_with_batches_of_any_size(pool: Pool) -> None:
-    case = Together(gpt(), dtype=torch.float32, together=POWER_SGD).under((1, 2))
+    case = Case(gpt(), dtype=torch.float32, together=POWER_SGD).under((1, 2))
     outcomes = pool.run(training, 3, case)
     assert outcomes[1].losses == outcomes[2].losses
     assert all(torch.equal(outcomes[1].weights[name], w) for name, w in outcomes[2].weights.items())

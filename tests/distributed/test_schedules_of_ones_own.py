@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.plan.cluster import Link
 from parallax.plan.schedule import ORDERS, Action, Kind, Listing, register_schedule
-from parallax.plan.simulate import simulate
 from tests.distributed import test_order as order
 from tests.distributed import test_transparency as transparency
 from tests.distributed.pool import Pool
-from tests.plans import make_plan
-from tests.unit.plan_fakes import block, cluster, profile
 
 ROWS = transparency.ROWS
 
@@ -81,14 +77,4 @@ def test_own_schedules_run_as_simulated(
     options = {"schedule": schedule, "replicas": replicas, "directive": directive}
     found = pool.run(running, sum(replicas), options)
     transparency.compare([result for result, _ in found], "gpt", torch.float64, ROWS, 1e-12)
-    plan = make_plan(transparency.make_chain("gpt", torch.float32), global_batch=ROWS, microbatch=2, **options)
-    simulation = simulate(
-        profile([block(moved=10, input=4, output=4) for _ in range(plan.blocks)]),
-        cluster(plan.world_size, write=Link(bytes_per_second=1e3)),
-        plan.stages,
-        schedule=schedule,
-        rows=ROWS,
-        micro_batches=plan.micro_batches(ROWS),
-    )
-    for rank, (_, recorded) in enumerate(found):
-        assert recorded == [(s.kind, s.stage, s.micro) for s in simulation.spans if s.rank == rank]
+    order.as_simulated([recorded for _, recorded in found], options)

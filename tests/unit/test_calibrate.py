@@ -114,7 +114,7 @@ def test_what_no_block_explains_is_spread_over_all() -> None:
     """The measured machine spends time between its actions, which no span holds."""
     plan, cluster = plan_of((0, 3, 6), (1, 1), "keep"), fakes.cluster(2)
     truth = [
-        replace(s, start=1.3 * s.start, end=1.3 * s.start + s.end - s.start)
+        s._replace(start=1.3 * s.start, end=1.3 * s.start + s.end - s.start)
         for s in spans_of(true_profile(), cluster, plan)
     ]
     first = error(true_profile(), cluster, plan, truth)
@@ -128,7 +128,7 @@ def test_the_wait_for_replicas_is_no_compute() -> None:
     plan, cluster = plan_of((0, 6), (2,), "keep"), fakes.cluster(2)
     predicted = spans_of(true_profile(), cluster, plan)
     last = {rank: max(s.end for s in predicted if s.rank == rank and s.kind == "backward") for rank in (0, 1)}
-    slow = [replace(s, end=s.end + 5) if s.kind == "backward" and s.end == last[s.rank] else s for s in predicted]
+    slow = [s._replace(end=s.end + 5) if s.kind == "backward" and s.end == last[s.rank] else s for s in predicted]
     assert calibrate(true_profile(), predicted, slow, plan).blocks == true_profile().blocks
 
 
@@ -147,7 +147,7 @@ def test_terms_add_up_to_the_step() -> None:
 def test_several_steps_count_by_their_median() -> None:
     plan, cluster = plan_of((0, 6), (1,), "keep"), fakes.cluster(1)
     one = spans_of(true_profile(), cluster, plan)
-    steps = [replace(s, step=n, start=s.start + 100 * n, end=s.end + 100 * n) for n in range(3) for s in one]
+    steps = [s._replace(step=n, start=s.start + 100 * n, end=s.end + 100 * n) for n in range(3) for s in one]
     assert step_seconds(steps) == pytest.approx(step_seconds(one))
     better = calibrate(times(true_profile(), 2.0), spans_of(times(true_profile(), 2.0), cluster, plan), steps, plan)
     assert better.blocks[0].forward_seconds.per_row == pytest.approx(true_profile().blocks[0].forward_seconds.per_row)

@@ -15,11 +15,10 @@ from parallax.errors import ConfigError, InfeasiblePlan, ParallaxError, PlanErro
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.cost import load_planned
-from parallax.plan.passes import splits
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.request import PlanConfig, Request, Shape
-from parallax.plan.schedule import in_flight
+from parallax.plan.schedule import in_flight, splits
 from parallax.plan.search import search
 from parallax.plan.stages import Flight, judge_stage
 from tests.unit.plan_fakes import FREE, block, cluster, profile

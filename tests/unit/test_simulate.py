@@ -16,10 +16,9 @@ from parallax.plan.cluster import Cluster, Link, Node
 from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.cost import load_planned
 from parallax.plan.fluid import Resource, Routine, Simulator
-from parallax.plan.passes import splits
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
-from parallax.plan.schedule import ORDERS, Kind, Order, gpipe, in_flight
+from parallax.plan.schedule import ORDERS, Kind, Order, gpipe, in_flight, splits
 from parallax.plan.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, block, cluster, profile, stages
 
