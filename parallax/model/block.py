@@ -71,6 +71,10 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nest of tuples, lists and dicts with every other part changed. A dict that is a dataclass, as models
     of transformers return, stays one."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is tuple:
+        return tuple([transform(part, change) for part in value])
     if isinstance(value, Mapping):
         parts = {key: transform(part, change) for key, part in value.items()}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -80,8 +84,6 @@ def transform(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(*(transform(part, change) for part in value))
     if isinstance(value, list):
         return [transform(part, change) for part in value]
-    if type(value) is tuple:
-        return tuple(transform(part, change) for part in value)
     return change(value)
 
 

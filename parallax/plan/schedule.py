@@ -32,6 +32,8 @@ class Kind(StrEnum):
     ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
     elsewhere ``backward`` is all of it."""
 
+    __hash__ = str.__hash__  # an enumeration's own is written in Python, and actions are looked up by kind all the time
+
     RECEIVE_ACTIVATION = "receive_activation"
     RECEIVE_GRADIENT = "receive_gradient"
     SEND_ACTIVATION = "send_activation"

@@ -97,7 +97,8 @@ class Engine:
             selector = Selector(self._stage.held(), configs.swap.minimum_bytes, streams=self._stage.streams_memory)
             swap = (self._manager, selector)
         self._optimizer = self._open_optimizer(configs, copies)
-        self._stage.wait_for_weights(self._optimizer.ready)
+        if self._optimizer.waiting:
+            self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], Program] = {}
         split = splits(plan.schedule)
         self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, configs.replicas, split=split)
@@ -116,7 +117,7 @@ class Engine:
             self._sync,
             self._channels,
             swap,
-            stall_seconds=lambda: sum(each.stall_seconds for each in waiting),
+            stall_seconds=(lambda: sum(each.stall_seconds for each in waiting)) if waiting else float,
         )
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss

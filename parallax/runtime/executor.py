@@ -123,6 +123,7 @@ class Executor:
         self._crossings = Crossings(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
+        self._counts = hasattr(loss, "count")
         self._losses: list[Tensor] = []
         self._received: dict[Key, Tensors] = {}
         self._outgoing: dict[Key, Tensors] = {}
@@ -300,7 +301,7 @@ class Executor:
             value = self._loss(self._chain.results(outputs), to_device(targets, self._device))
         if value.dtype.itemsize < 4:
             value = value.float()
-        share = value * ((1.0 if hasattr(self._loss, "count") else rows) / step.denominator)
+        share = value * ((1.0 if self._counts else rows) / step.denominator)
         self._losses.append(share.detach())
         return share * step.scale if step.scale != 1 else share
 

@@ -69,7 +69,7 @@ class Stage(nn.Module):
         self._directives = [directive for plan in plans.values() for directive in plan.directives]
         self._seed, self._precision, self._device = chain.seed, precision, device
         self._names = parameter_names(chain, self._indices)
-        self._arrive: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None
+        self._arrive: Callable[[Iterable[nn.Parameter]], None] | None = None
         self.norms = norms or Norms()
         self._generator = torch.Generator(device)
         self._compiled = compile
@@ -87,7 +87,8 @@ class Stage(nn.Module):
         else:
             for _ in made:
                 pass
-        for place, block in enumerate(self.blocks):
+        self._by_place = tuple(self.blocks)  # the list of modules is slow to be asked
+        for place, block in enumerate(self._by_place):
             self._prepare(place, block)
 
     def _prepare(self, place: int, block: nn.Module) -> None:
@@ -136,7 +137,7 @@ class Stage(nn.Module):
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters of one of the stages here; one that it shares with another here is in both."""
-        found = (parameter for place in self._parts[stage] for parameter in self.blocks[place].parameters())
+        found = (parameter for place in self._parts[stage] for parameter in self._by_place[place].parameters())
         return list(dict.fromkeys(found))
 
     def held(self) -> list[Tensor]:
@@ -196,7 +197,8 @@ class Stage(nn.Module):
 
     def skip(self) -> None:
         """There is nothing to run, but gradients are about to be used: wait as if there were."""
-        self._arrive(self.parameters())
+        if self._arrive is not None:
+            self._arrive(self.parameters())
 
     def run(
         self,
@@ -217,7 +219,8 @@ class Stage(nn.Module):
         training = torch.is_grad_enabled()
         for place in self._parts[stage]:
             directive = self._directives[place]
-            self._arrive(self.blocks[place].parameters())
+            if self._arrive is not None:
+                self._arrive(self._by_place[place].parameters())
             if training:
                 self.norms.begin(place, whole)
             if directive is Directive.RECOMPUTE and training:
@@ -251,16 +254,15 @@ class Stage(nn.Module):
         return outputs
 
     def _run_block(self, place: int, where: _Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        block, index = self.blocks[place], self._indices[place]
+        block, index = self._by_place[place], self._indices[place]
         seed_block(self._device, block_seed(self._seed, where.step, where.first, index))
-        with self._precision.autocast(self._device.type), contextlib.ExitStack() as modes:
-            if halves is not None and not self._compiled:
-                modes.enter_context(halves.splitting())
+        splitting = halves.splitting() if halves is not None and not self._compiled else contextlib.nullcontext()
+        with self._precision.autocast(self._device.type), splitting:
             if not self.training or not self._draws.get(place, True):
                 return as_tuple(block(*inputs))
             draws = Draws(self._generator, self._seed, where.step, where.first, where.rows, index)
-            dropout = modes.enter_context(RowDropout(draws))
-            outputs = as_tuple(block(*inputs))
+            with RowDropout(draws) as dropout:
+                outputs = as_tuple(block(*inputs))
             self._draws[place] = self._draws.get(place, False) or dropout.drew  # by calls, where no module says so
             return outputs
 

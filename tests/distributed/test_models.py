@@ -68,6 +68,12 @@ def cases() -> list[Case]:
     return found
 
 
+def every_case() -> list[Case]:
+    """Each model under each schedule with each directive in each precision, with even and uneven replicas."""
+    layouts = [(2, 2), (1, 3, 2)]
+    return [Case(*each) for each in itertools.product(MODELS, ORDERS, layouts, DIRECTIVES, ("fp64", "bf16"))]
+
+
 def plain(case: Case) -> Found:
     """The model itself in one process, with the weights of the chain. Batch statistics are of micro-batches, so where a
     model has some, it goes through them one by one."""
@@ -140,7 +146,10 @@ def piped(case: Case) -> Found:
     return loss, gradients
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+ALL = [*cases(), *(pytest.param(case, marks=pytest.mark.matrix) for case in every_case())]
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_gradients_equal_the_plain_models(pool: Pool, case: Case) -> None:
     loss, expected = plain(case)
     whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
