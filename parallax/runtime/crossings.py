@@ -17,6 +17,7 @@ from parallax.mesh import Edge, Mesh
 from parallax.model.describe import Chain
 from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
 from parallax.plan.schedule import Action, Kind, in_flight
+from parallax.runtime.message import Copy
 from parallax.runtime.transport import Channels, Receiver, Sender
 
 Tensors = tuple[Tensor, ...]
@@ -106,17 +107,21 @@ class Crossings:
         for other, (low, high) in self._shares(action):
             ends[other].post(high - low)
 
-    def receive(self, action: Action) -> Tensors | None:
-        """Wait for what ``action`` brings; None where this rank has no rows."""
+    def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
+        """Wait for what ``action`` brings; None where this rank has no rows. What comes from one peer alone has been
+        through ``copy``, which makes the caller's tensor of the channel's."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
-        pieces = [ends[other].receive(high - low) for other, (low, high) in shares]
-        if not pieces:
+        if not shares:
             return None
         rowless = self._without_rows(action)
+        if len(shares) == 1:
+            other, (low, high) = shares[0]
+            alone = ends[other].receive(high - low, copy)
+            _check_rows(action, alone, high - low, rowless)
+            return alone
+        pieces = [ends[other].receive(high - low) for other, (low, high) in shares]
         for tensors, (_, (low, high)) in zip(pieces, shares):
             _check_rows(action, tensors, high - low, rowless)
-        if len(pieces) == 1:
-            return pieces[0]
         joined = []
         for index, parts in enumerate(zip(*pieces)):
             if index not in rowless:

@@ -1,22 +1,22 @@
 """Runs a rank's action list: the same list that the simulator ran on predicted costs.
 
 Between stages only gradients of tensors that can have one travel back. A stage's output does not stay alive for
-its backward: the graph's edge does. The input enters the graph through :class:`_Entrance`, which hands its
-gradient over instead of keeping the input for it, so a received activation lives only as long as a block has
-saved it.
+its backward: the graph's edge does. Nor does the graph keep an input for the sake of its gradient: a received
+activation lives only as long as a block has saved it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parallax.errors import ParallaxError
 from parallax.events import Span
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
@@ -26,6 +26,7 @@ from parallax.model.saved import Selector
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.batch import Rows, to_device
 from parallax.runtime.crossings import Crossings, Tensors
+from parallax.runtime.message import Spec, spec_of
 from parallax.runtime.replicate import GradientSync
 from parallax.runtime.stage import Stage, private_random_state
 from parallax.runtime.transport import Channels
@@ -53,14 +54,59 @@ class _Entrance(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
+class _Entry:
+    """Where a micro-batch's inputs enter the graph, and their gradients leave it. Autograd must not keep the inputs for
+    that: they live only as long as a block has saved them.
+
+    What a channel lends has to be copied anyway. The copy is in the graph, and what it was made of is a leaf without
+    memory, for the gradient: no Python runs in the backward. What has memory of its own takes :class:`_Entrance`.
+    """
+
+    __slots__ = ("_anchor", "_arrived", "_leaves", "_specs")
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._anchor = anchor
+        self._leaves: list[Tensor] = []
+        self._arrived: list[Tensor] = []
+        self._specs: Spec = ()
+
+    def copy(self, lent: Tensor) -> Tensor:
+        """The caller's own tensor; in the graph, where it can be."""
+        if not lent.is_floating_point():
+            return lent.clone()
+        leaf = lent.detach().requires_grad_()
+        copied = leaf.clone()
+        leaf.data = lent.new_empty(()).expand(lent.shape)
+        self._leaves.append(leaf)
+        return copied
+
+    def enter(self, inputs: Tensors, floating: Sequence[Tensor]) -> Tensors:
+        """The ``inputs``, those that are ``floating`` in the graph."""
+        if self._leaves or not floating:
+            return inputs
+        self._specs = spec_of(floating)
+        entered: Tensors = _Entrance.apply(self._anchor, self._arrived, *floating)
+        if len(floating) == len(inputs):
+            return entered
+        entering = iter(entered)
+        return tuple(next(entering) if tensor.is_floating_point() else tensor for tensor in inputs)
+
+    def take_gradients(self) -> Tensors:
+        """Of the floating inputs, once; zeros where nothing depends on them."""
+        leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
+        if leaves:
+            return tuple([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+        device = self._anchor.device
+        return tuple(arrived) or tuple(torch.zeros(shape, dtype=t, device=device) for t, shape in self._specs)
+
+
 @dataclass(slots=True)
 class _Flight:
-    """What a micro-batch leaves on a stage between its forward and its backward: the roots of its graph, what its
-    weights are owed, and of its floating inputs the shapes and, after the backward, the gradients."""
+    """What a micro-batch leaves on a stage between its forward and its backward: the roots of its graph, where its
+    inputs entered it, and what its weights are owed."""
 
     roots: Sequence[Tensor | GradientEdge | None] = ()
-    entered: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
-    arrived: list[Tensor] = field(default_factory=list)
+    entry: _Entry | None = None
     halves: Halves | None = None
 
 
@@ -121,11 +167,12 @@ class Executor:
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
         self._crossings = Crossings(chain, mesh, channels)
-        self._last_stage = len(mesh.plan.stages) - 1
+        self._last_stage, self._positions = len(mesh.plan.stages) - 1, mesh.plan.positions
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._counts = hasattr(loss, "count")
-        self._losses: list[Tensor] = []
-        self._received: dict[Key, Tensors] = {}
+        self._losses: list[tuple[Tensor, float]] = []  # of a micro-batch, and its weight in the whole batch's
+        self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}  # what their backwards begin with
+        self._received: dict[Key, tuple[Tensors, _Entry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
         self._gradients: dict[Key, Tensors] = {}
         self._flights: dict[Key, _Flight] = {}
@@ -135,6 +182,7 @@ class Executor:
         spans: list[Span] = []
         rank, index, clock, post = self._mesh.rank, step.index, time.perf_counter, self._crossings.post
         self._losses.clear()
+        self._seeds.clear()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             for receive in step.program.first:
@@ -157,7 +205,11 @@ class Executor:
     @property
     def loss_share(self) -> float:
         """This rank's part of the last run's loss; the sum over all ranks is the loss."""
-        return float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
+        if not self._losses:
+            return 0.0
+        values, weights = zip(*self._losses)
+        losses = torch.stack(values).flatten().double()
+        return float(losses @ torch.tensor(weights, dtype=torch.float64, device=losses.device))
 
     def abandon(self) -> None:
         """Forget micro-batches in flight, so that their graphs and swapped data are released."""
@@ -168,12 +220,17 @@ class Executor:
     # ---- actions; each gives the seconds it only waited
 
     def _receive(self, action: Action, step: Step) -> float:
-        del step
         start = time.perf_counter()
-        found = self._crossings.receive(action)
-        if found is not None:
-            into = self._received if action.kind is Kind.RECEIVE_ACTIVATION else self._gradients
-            into[action.stage, action.micro] = found
+        key = action.stage, action.micro
+        if action.kind is Kind.RECEIVE_GRADIENT:
+            gradients = self._crossings.receive(action)
+            if gradients is not None:
+                self._gradients[key] = gradients
+            return time.perf_counter() - start
+        entry = _Entry(self._anchor) if step.training else None
+        inputs = self._crossings.receive(action, entry.copy if entry is not None else torch.clone)
+        if inputs is not None:
+            self._received[key] = inputs, entry
         return time.perf_counter() - start
 
     def _send(self, action: Action, step: Step) -> float:
@@ -202,9 +259,9 @@ class Executor:
         if stage == 0:
             inputs = self._chain.arguments(to_device(step.batch.inputs(first, first + rows), self._device))
         else:
-            inputs = self._received.pop((stage, micro))
-            if step.training:
-                inputs = self._enter(stage, inputs, flight)
+            inputs, flight.entry = self._received.pop((stage, micro))
+            if flight.entry is not None:
+                inputs = flight.entry.enter(inputs, self._crossings.floating(stage - 1, inputs))
         outputs = self._stage.run(
             stage,
             inputs,
@@ -220,7 +277,9 @@ class Executor:
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            flight.roots = (self._add_loss(step, outputs, step.batch.targets(first, first + rows), rows),)
+            value, seed = self._add_loss(step, outputs, step.batch.targets(first, first + rows), rows)
+            if step.training:
+                flight.roots, self._gradients[stage, micro] = (value,), (seed,)
         if step.training:
             self._flights[stage, micro] = flight
         return self._stall_seconds() - before
@@ -247,9 +306,8 @@ class Executor:
                 flight.halves.part(self._stage.parameters_of(action.stage))
         if announced:
             self._sync.ended(action.stage)
-        if action.stage > 0:
-            self._outgoing[key] = tuple(flight.arrived) or self._zeros(flight)
-            flight.arrived = []
+        if flight.entry is not None:
+            self._outgoing[key] = flight.entry.take_gradients()
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: Step) -> float:
@@ -276,15 +334,7 @@ class Executor:
 
     def _name(self, action: Action, step: Step) -> int:
         """What the swap manager calls a micro-batch on one of the stages here."""
-        return action.micro + step.micro_batches * (action.stage // self._mesh.plan.positions)
-
-    def _enter(self, stage: int, inputs: Tensors, flight: _Flight) -> Tensors:
-        floating = self._crossings.floating(stage - 1, inputs)
-        flight.entered = [(tensor.dtype, tensor.shape) for tensor in floating]
-        if not floating:
-            return inputs
-        entering = iter(_Entrance.apply(self._anchor, flight.arrived, *floating))
-        return tuple(next(entering) if tensor.is_floating_point() else tensor for tensor in inputs)
+        return action.micro + step.micro_batches * (action.stage // self._positions)
 
     def _leave(self, action: Action, outputs: Tensors, flight: _Flight, *, training: bool) -> None:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
@@ -296,18 +346,20 @@ class Executor:
             floating = self._crossings.floating(action.stage, outputs)
             flight.roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
 
-    def _add_loss(self, step: Step, outputs: Tensors, targets: Any, rows: int) -> Tensor:
+    def _add_loss(self, step: Step, outputs: Tensors, targets: Any, rows: int) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, now counted among the batch's, and the gradient that its backward begins with."""
         with self._precision.autocast(self._device.type):
             value = self._loss(self._chain.results(outputs), to_device(targets, self._device))
+        if value.numel() != 1:
+            raise ParallaxError(f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}")
         if value.dtype.itemsize < 4:
             value = value.float()
-        share = value * ((1.0 if self._counts else rows) / step.denominator)
-        self._losses.append(share.detach())
-        return share * step.scale if step.scale != 1 else share
-
-    def _zeros(self, flight: _Flight) -> Tensors:
-        """The gradients of inputs that nothing depends on."""
-        return tuple(torch.zeros(shape, dtype=t, device=self._device) for t, shape in flight.entered)
+        weight = (1.0 if self._counts else rows) / step.denominator
+        self._losses.append((value.detach(), weight))
+        key = weight, value.dtype, value.shape
+        if key not in self._seeds:
+            self._seeds[key] = torch.full_like(value, weight * step.scale, requires_grad=False)
+        return value, self._seeds[key]
 
 
 _DO: dict[Kind, Callable[[Executor, Action, Step], float]] = {

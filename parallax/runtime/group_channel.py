@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parallax.device import CopyEngine, Event
 from parallax.mesh import Mesh
-from parallax.runtime.message import Spec, aligned, lay_out, read_numbers, spec_of
+from parallax.runtime.message import Copy, Spec, aligned, lay_out, read_numbers, spec_of
 
 _LEAST = 512  # bytes of a message: what the header of a few tensors takes
 _QUEUED = 4  # messages that may wait for their copies down
@@ -234,7 +234,7 @@ class GroupReceiver:
         if self._posted is None:
             self._posted = self._begin(self._guess.size(rows))
 
-    def receive(self, rows: int) -> tuple[Tensor, ...]:
+    def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
         """Wait for the next message."""
         self.post(rows)
         assert self._posted is not None
@@ -248,7 +248,7 @@ class GroupReceiver:
         layout = read_numbers(numbers)
         self._guess.learn(layout.spec, rows)
         # Memory of their own: what swaps them out, or changes them in place, is to see no more than one of them.
-        return tuple(part.clone() for part in layout.views(self._staging.up(buffer), whole - layout.size))
+        return tuple(copy(part) for part in layout.views(self._staging.up(buffer), whole - layout.size))
 
     def _begin(self, size: int) -> tuple[dist.Work, Tensor]:
         buffer = self._staging.buffer(size)

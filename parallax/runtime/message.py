@@ -6,7 +6,7 @@ description, so only the description has to travel, and only where it has change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallax.errors import TransportError
 
+Copy = Callable[[Tensor], Tensor]
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each tensor the type and the shape
 
 ALIGNMENT = 64  # bytes; what torch gives its own tensors

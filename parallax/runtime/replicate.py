@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from parallax.mesh import Mesh
 from parallax.model.norms import Norms
@@ -51,44 +52,39 @@ class GradientSync(Protocol):
 
 class NoSync:
     """One replica: nothing to add. In the last backward of a stage, ``reduced`` is told of each of its parameters as
-    soon as the gradient is final."""
+    soon as the gradient is final. Hooks that do so are there for this one backward: each costs a call into Python."""
 
     all_reduces = 0
 
     def __init__(self, parameters: Mapping[int, Iterable[nn.Parameter]], reduced: Reduced) -> None:
         self._parameters = {stage: list(found) for stage, found in parameters.items()}
-        self._armed: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
         # Weakly: parameters hold their hooks, and who is told holds the parameters.
-        self._listener = weakref.WeakMethod(reduced)
-        for stage, found in self._parameters.items():
-            for parameter in found:
-                parameter.register_post_accumulate_grad_hook(self._hook(stage))
-
-    def _hook(self, stage: int) -> Reduced:
-        armed, listener = self._armed, self._listener
+        listener = weakref.WeakMethod(reduced)
 
         def tell(parameter: torch.Tensor) -> None:
             told = listener()
-            if stage in armed and told is not None:
+            if told is not None:
                 told(parameter)
 
-        return tell
+        self._tell = tell
 
     def arm(self, stage: int) -> None:
         """What the next backward adds is the last."""
-        self._armed.add(stage)
+        self._hooks += [p.register_post_accumulate_grad_hook(self._tell) for p in self._parameters.get(stage, ())]
 
     def ended(self, stage: int) -> None:
         """Nobody waits for what had no gradient."""
         del stage
+        self.disarm()
 
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Tell of all others now."""
-        told, mine = self._listener(), set(self._parameters.get(stage, ()))
+        mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:
-            if parameter in mine and told is not None:
-                told(parameter)
+            if parameter in mine:
+                self._tell(parameter)
 
         for parameter in mine.difference(owed):
             ready(parameter)
@@ -96,11 +92,12 @@ class NoSync:
 
     def disarm(self) -> None:
         """What is added is not the last."""
-        self._armed.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def finish(self) -> float:
         """Nothing to wait for."""
-        self._armed.clear()
         return 0.0
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from parallax import mesh
 from parallax.errors import TransportError
 from parallax.mesh import Edge
-from parallax.runtime.message import Layout, Spec, lay_out, read_numbers, spec_of
+from parallax.runtime.message import Copy, Layout, Spec, lay_out, read_numbers, spec_of
 
 _MOST = 128  # messages under way: as many as the buffer of any socket takes
 _LAYOUT, _RING = 254, 255  # no slot's number: a layout or a ring follows
@@ -207,7 +207,7 @@ class SharedReceiver:
     def post(self, rows: int) -> None:
         """Nothing to do: messages wait in the ring."""
 
-    def receive(self, rows: int) -> tuple[Tensor, ...]:
+    def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
         """Wait for the next message."""
         del rows  # there is nothing to guess
         try:
@@ -219,7 +219,7 @@ class SharedReceiver:
                 self._learn(connection, slot)
                 slot = self._next_byte(connection)
             assert self._sources is not None
-            tensors = tuple([source.clone() for source in self._sources[slot]])
+            tensors = tuple([copy(source) for source in self._sources[slot]])
         except (OSError, EOFError) as error:
             raise _failure(self._edge.sender, error) from error
         with contextlib.suppress(OSError):  # the sender may have ended after this message; if not, the next one says so

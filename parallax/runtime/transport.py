@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from parallax.device import CopyEngine
 from parallax.mesh import Edge, Mesh
 from parallax.runtime.group_channel import Address, GroupReceiver, GroupSender, staging_for
+from parallax.runtime.message import Copy
 from parallax.runtime.shared_channel import Contact, Listener, SharedReceiver, SharedSender
 
 
@@ -34,8 +36,9 @@ class Receiver(Protocol):
     def post(self, rows: int) -> None:
         """Get ready for the next message, expected to be of ``rows`` rows."""
 
-    def receive(self, rows: int) -> tuple[Tensor, ...]:
-        """Wait for the next message. Each tensor is the caller's own and counts its own in-place changes."""
+    def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
+        """Wait for the next message. Each tensor is the caller's own and counts its own in-place changes: ``copy`` has
+        made it out of one in the channel's memory."""
 
 
 class Channels:

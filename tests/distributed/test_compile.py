@@ -59,14 +59,16 @@ def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_synchronised_norms_in_compiled_blocks(pool: Pool) -> None:
-    for mode, replicas in (("sync", (2,)), ("replica", (1,))):
-        case = replace(pictures(mode, sizes=(8, 5)), options={"replicas": replicas, "microbatch": 4})
-        expected = pool.run(losses_and_states, case.world, case)
-        for directive in ("keep", "recompute"):
-            compiled = replace(case, compile=True, options={**case.options, "directive": directive})
-            for outcome, wanted in zip(pool.run(losses_and_states, case.world, compiled), expected):
-                compare([outcome], wanted, 1e-9)
+@pytest.mark.parametrize(
+    ("mode", "replicas"), [("sync", (2,)), pytest.param("replica", (1,), marks=pytest.mark.thorough)]
+)
+def test_norms_in_compiled_blocks(pool: Pool, mode: str, replicas: tuple[int, ...]) -> None:
+    case = replace(pictures(mode, sizes=(8, 5)), options={"replicas": replicas, "microbatch": 4})
+    expected = pool.run(losses_and_states, case.world, case)
+    for directive in ("keep", "recompute"):
+        compiled = replace(case, compile=True, options={**case.options, "directive": directive})
+        for outcome, wanted in zip(pool.run(losses_and_states, case.world, compiled), expected):
+            compare([outcome], wanted, 1e-9)
 
 
 def test_the_compiler_is_loaded_only_when_asked_for() -> None:

@@ -146,7 +146,7 @@ def piped(case: Case) -> Found:
     return loss, gradients
 
 
-ALL = [*cases(), *(pytest.param(case, marks=pytest.mark.matrix) for case in every_case())]
+ALL = [*cases(), *(pytest.param(case, marks=pytest.mark.thorough) for case in every_case())]
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -73,9 +73,11 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
     return profile(blocks, ties=ties, optimizer_seconds=0.01), machines, r.choice([1, 3, 4, 6])
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(r=st.randoms(use_true_random=True), size=st.sampled_from(SIZES), runnable=st.booleans())
-def test_no_plan_beats_the_search_by_its_formula(r: random.Random, size: tuple[int, int], runnable: bool) -> None:
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in (1, 2, 3))])
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), size=st.sampled_from(SIZES), runnable=st.booleans())
+def test_no_plan_beats_the_search_by_its_formula(part: int, seed: int, size: tuple[int, int], runnable: bool) -> None:
+    r = random.Random(4 * seed + part)
     if size == (8, 4) and r.random() < 0.8:
         size = (8, 3)  # the largest take a second each
     model, machines, batch = random_case(r, *size)
@@ -108,8 +110,8 @@ def test_no_plan_beats_the_search_by_its_formula(r: random.Random, size: tuple[i
 
 def test_the_cases_above_were_not_all_alike() -> None:
     """Runs after them."""
-    assert seen["cases"] > 400
-    assert min(seen[name] for name in ("offload", "recompute", "uneven", "below", "sharded")) > 10
+    assert seen["cases"] > 100
+    assert min(seen[name] for name in ("offload", "recompute", "uneven", "below", "sharded")) > seen["cases"] / 40
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -389,7 +391,7 @@ def test_the_search_is_fast(blocks: int, memory: float, limit: float, seed: int 
     check(plan, machines)
 
 
-@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize("distinct", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_many_blocks_on_many_devices(distinct: bool) -> None:
     """The greedy rule's plan fits, uses every device, and is within its printed gap of the bound."""
     model = layers(60, 7 if distinct else None, weight_seconds=1e-3)
