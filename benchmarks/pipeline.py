@@ -99,14 +99,16 @@ class Scale(nn.Module):
 
 
 def run(sizes: Sizes) -> dict[str, Any]:
-    """Measure in clean processes; the numbers as plain data."""
-    with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
-        mp.spawn(_worker, (folder, sizes), nprocs=RANKS, join=True)
-        found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    """Measure each in clean processes; the numbers as plain data."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cores": os.cpu_count(), "sizes": asdict(sizes)}
+    for measure in (_compare, _overheads):
+        with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
+            mp.spawn(_worker, (folder, measure, sizes), nprocs=RANKS, join=True)
+            found.update(json.loads((Path(folder) / "result.json").read_text(encoding="utf-8")))
     return found
 
 
-def _worker(rank: int, folder: str, sizes: Sizes) -> None:
+def _worker(rank: int, folder: str, measure: Callable[[int, Sizes], dict[str, Any]], sizes: Sizes) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -116,13 +118,7 @@ def _worker(rank: int, folder: str, sizes: Sizes) -> None:
         timeout=timedelta(seconds=120),
     )
     try:
-        found = {
-            "torch": torch.__version__,
-            "cores": os.cpu_count(),
-            "sizes": asdict(sizes),
-            "schedules": _compare(rank, sizes),
-            **_overheads(rank, sizes),
-        }
+        found = measure(rank, sizes)
         if rank == 0:
             (Path(folder) / "result.json").write_text(json.dumps(found), encoding="utf-8")
     finally:
@@ -153,7 +149,7 @@ def _compare(rank: int, sizes: Sizes) -> dict[str, Any]:
             taken = _wall_seconds(turn)
             if repetition >= 0:
                 seconds[key].append(taken)
-    return {name: _summary(seconds[name, "ours"], seconds[name, "theirs"]) for name in SCHEDULES}
+    return {"schedules": {name: _summary(seconds[name, "ours"], seconds[name, "theirs"]) for name in SCHEDULES}}
 
 
 def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
