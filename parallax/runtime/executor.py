@@ -171,7 +171,6 @@ class Executor:
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._counts = hasattr(loss, "count")
         self._losses: list[tuple[Tensor, float]] = []  # of a micro-batch, and its weight in the whole batch's
-        self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}  # what their backwards begin with
         self._received: dict[Key, tuple[Tensors, _Entry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
         self._gradients: dict[Key, Tensors] = {}
@@ -182,7 +181,6 @@ class Executor:
         spans: list[Span] = []
         rank, index, clock, post = self._mesh.rank, step.index, time.perf_counter, self._crossings.post
         self._losses.clear()
-        self._seeds.clear()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             for receive in step.program.first:
@@ -356,10 +354,8 @@ class Executor:
             value = value.float()
         weight = (1.0 if self._counts else rows) / step.denominator
         self._losses.append((value.detach(), weight))
-        key = weight, value.dtype, value.shape
-        if key not in self._seeds:
-            self._seeds[key] = torch.full_like(value, weight * step.scale, requires_grad=False)
-        return value, self._seeds[key]
+        # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
+        return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
 
 _DO: dict[Kind, Callable[[Executor, Action, Step], float]] = {

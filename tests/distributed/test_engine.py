@@ -96,6 +96,29 @@ def with_unused() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, 1024), HalfUsed(), nn.Linear(1024, 64))
 
 
+class Priced(nn.Module):
+    """Its weight is an output, too, and all that a loss may ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.price = nn.Linear(16, 64), nn.Parameter(torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.price)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.price
+
+
+def priced() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16), Priced())
+
+
+def with_price(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """The gradient with which the backward begins is that of the price, as it is."""
+    return GPT.loss(outputs[0], targets) + outputs[1].reshape(())
+
+
 class Fails(nn.Module):
     """Raises on its third forward."""
 
@@ -296,6 +319,13 @@ def test_counted_targets(pool: Pool) -> None:
     case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(8, 3, 7, 2, 2))
     expected = plain_training(case)
     for replicas in [(1,), (1, 2), (2, 2)]:
+        compare(pool.run(training, sum(replicas), case.under(replicas)), expected, 1e-9)
+
+
+def test_a_loss_whose_gradient_is_a_parameters(pool: Pool) -> None:
+    case = Case(priced, loss=with_price)
+    expected = plain_training(case)
+    for replicas in [(1,), (1, 1), (1, 2)]:
         compare(pool.run(training, sum(replicas), case.under(replicas)), expected, 1e-9)
 
 
