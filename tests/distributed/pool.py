@@ -34,6 +34,7 @@ def _worker(connection: Connection) -> None:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
                 )
+                dist.barrier()  # a short job might end before all are connected
             try:
                 result = call(*args)
             finally:

@@ -35,8 +35,8 @@ PLANS: list[Any] = [
     {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
     {"replicas": (1,), "directive": "recompute", "microbatch": 3},
     {"replicas": (1, 1), "directive": "keep", "schedule": "zb-h1"},
-    pytest.param({"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.slow),
-    pytest.param({"replicas": (1,), **BELOW}, marks=pytest.mark.slow),
+    pytest.param({"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough),
+    {"replicas": (1,), **BELOW},
 ]
 
 
@@ -60,15 +60,20 @@ def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "replicas"), [("sync", (2,)), pytest.param("replica", (1,), marks=pytest.mark.thorough)]
+    ("mode", "replicas", "directive"),
+    [
+        ("sync", (2,), "recompute"),
+        pytest.param("sync", (2,), "keep", marks=pytest.mark.thorough),
+        pytest.param("replica", (1,), "keep", marks=pytest.mark.thorough),
+        pytest.param("replica", (1,), "recompute", marks=pytest.mark.thorough),
+    ],
 )
-def test_norms_in_compiled_blocks(pool: Pool, mode: str, replicas: tuple[int, ...]) -> None:
+def test_norms_in_compiled_blocks(pool: Pool, mode: str, replicas: tuple[int, ...], directive: str) -> None:
     case = replace(pictures(mode, sizes=(8, 5)), options={"replicas": replicas, "microbatch": 4})
     expected = pool.run(losses_and_states, case.world, case)
-    for directive in ("keep", "recompute"):
-        compiled = replace(case, compile=True, options={**case.options, "directive": directive})
-        for outcome, wanted in zip(pool.run(losses_and_states, case.world, compiled), expected):
-            compare([outcome], wanted, 1e-9)
+    compiled = replace(case, compile=True, options={**case.options, "directive": directive})
+    for outcome, wanted in zip(pool.run(losses_and_states, case.world, compiled), expected):
+        compare([outcome], wanted, 1e-9)
 
 
 def test_the_compiler_is_loaded_only_when_asked_for() -> None:

@@ -35,7 +35,11 @@ def many_steps(case: Case, folder: Path, steps: int, clip: float) -> tuple[list[
 
 
 @pytest.mark.parametrize("replicas", [(1,), (2,), (1, 2), (3,)], ids=str)
-@pytest.mark.parametrize("factory", [gpt(), of_many_buckets, half_frozen], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "factory",
+    [gpt(), of_many_buckets, pytest.param(half_frozen, marks=pytest.mark.thorough)],
+    ids=lambda f: f.__name__,
+)
 def test_steps_below_the_device_equal_steps_on_it(
     pool: Pool, tmp_path: Path, factory: Callable[[], nn.Module], replicas: tuple[int, ...]
 ) -> None:

@@ -117,7 +117,12 @@ ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SE
 
 @pytest.mark.parametrize(
     ("fault", "rank", "expected"),
-    [("raises", "0", RAISED), ("raises", "1", RAISED), ("crashes", "1", KILLED), ("is_killed", "0", KILLED)],
+    [
+        pytest.param("raises", "0", RAISED, marks=pytest.mark.thorough),
+        ("raises", "1", RAISED),
+        ("crashes", "1", KILLED),
+        pytest.param("is_killed", "0", KILLED, marks=pytest.mark.thorough),
+    ],
 )
 def test_one_host(here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str) -> None:
     run = training()
@@ -157,7 +162,12 @@ def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank", "expected"), [("raises", "1", RAISED), ("is_killed", "0", ENDED), ("is_killed", "1", ENDED)]
+    ("fault", "rank", "expected"),
+    [
+        ("raises", "1", RAISED),
+        ("is_killed", "0", ENDED),
+        pytest.param("is_killed", "1", ENDED, marks=pytest.mark.thorough),
+    ],
 )
 def test_two_agents(here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str) -> None:
     run = training()
@@ -182,9 +192,9 @@ STOPPED = (
 @pytest.mark.parametrize(
     ("fault", "rank", "agents", "expected"),
     [
-        ("sleeps", "0", 1, SLEEPS),
+        pytest.param("sleeps", "0", 1, SLEEPS, marks=pytest.mark.thorough),
         ("sleeps", "1", 2, SLEEPS),
-        ("is_stopped", "0", 2, STOPPED),
+        pytest.param("is_stopped", "0", 2, STOPPED, marks=pytest.mark.thorough),
         ("is_stopped", "1", 1, STOPPED),
     ],
 )

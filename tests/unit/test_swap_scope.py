@@ -432,6 +432,7 @@ def test_compiled_blocks(tight: Callable[..., Swapping]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.thorough
 def test_blocks_of_inductor(scratch: Path) -> None:
     """In a process of its own: inductor's threads stay."""
     code = "from tests.unit.test_swap_scope import *; compiled('inductor', tightly(Path(sys.argv[1])))"
