@@ -70,7 +70,7 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nest of tuples, lists and dicts with every other part changed. A dict that is a dataclass, as models
-    of transformers return, stays one."""
+    of transformers return, stays one, and so does a tuple with names."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is tuple:
@@ -80,10 +80,11 @@ def transform(value: Any, change: Callable[[Any], Any]) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return type(value)(**parts)
         return parts
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(transform(part, change) for part in value))
     if isinstance(value, list):
         return [transform(part, change) for part in value]
+    if _has_names(value):
+        changed = [transform(part, change) for part in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     return change(value)
 
 
@@ -92,8 +93,13 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from leaves(part, (*path, key))
-    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    elif isinstance(value, list) or type(value) is tuple or _has_names(value):
         for index, part in enumerate(value):
             yield from leaves(part, (*path, index))
     else:
         yield path, value
+
+
+def _has_names(value: Any) -> bool:
+    """Whether ``value`` is a named tuple, of Python or, such as what torch.max returns, of C."""
+    return isinstance(value, tuple) and (hasattr(value, "_fields") or hasattr(value, "n_sequence_fields"))

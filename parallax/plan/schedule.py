@@ -211,6 +211,10 @@ BUILT_IN = tuple(ORDERS)  # what plan.schedule=auto chooses from
 Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, micro-batches
 
 
+_MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
+_SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1)))  # pipelines looked at
+
+
 def register_schedule(name: str, listing: Listing) -> None:
     """Make a schedule of one's own known as ``plan.schedule=name``.
 
@@ -225,16 +229,33 @@ def register_schedule(name: str, listing: Listing) -> None:
     if name in ORDERS:
         raise PlanError(f"schedule {printable(name)}: there is one of that name; choose another")
 
+    def listed(positions: int, position: int, micro_batches: int) -> list[Action]:
+        found = list(listing(positions, position, micro_batches))
+        _check_complete(name, found, positions, position, micro_batches)
+        return found
+
+    split = False
+    for positions, micro_batches in _SMALL:
+        parts = [listed(positions, position, micro_batches) for position in range(positions)]
+        _check_ends(name, [Order.of(part).actions() for part in parts], micro_batches)
+        split = split or any(_splits(part) for part in parts)
+
     def ordering(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
         del interleave
-        listed = list(listing(positions, position, micro_batches))
-        _check_complete(name, listed, positions, position, micro_batches)
-        return Order.of(listed)
+        found = listed(positions, position, micro_batches)
+        if _splits(found) and not split:
+            raise PlanError(
+                f"schedule {printable(name)} splits backwards on {positions} ranks with {micro_batches} micro-batches, "
+                f"and on none of up to {_MOST_RANKS} with up to {_MOST_MICRO_BATCHES}: split them there, too"
+            )
+        return Order.of(found)
 
-    for positions, micro_batches in itertools.product(range(1, 5), range(1, 7)):
-        lists = [ordering(positions, position, micro_batches, 1).actions() for position in range(positions)]
-        _check_ends(name, lists, micro_batches)
     ORDERS[name] = ordering
+    splits.cache_clear()
+
+
+def _splits(listed: Sequence[Action]) -> bool:
+    return any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)
 
 
 def load_schedule(target: str) -> None:
@@ -317,8 +338,12 @@ def compute_order(
 
 @cache
 def splits(schedule: str) -> bool:
-    """Whether a schedule runs weight halves apart."""
-    return bool(order(schedule, 1, 0, 1).kinds.max() == BACKWARD_WEIGHT)
+    """Whether a schedule runs weight halves apart, in whichever pipeline."""
+    return any(
+        order(schedule, positions, position, micro_batches).kinds.max() == BACKWARD_WEIGHT
+        for positions, micro_batches in _SMALL
+        for position in range(positions)
+    )
 
 
 @lru_cache(maxsize=4096)

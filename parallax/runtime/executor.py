@@ -353,7 +353,7 @@ class Executor:
         if value.dtype.itemsize < 4:
             value = value.float()
         weight = (1.0 if self._counts else rows) / step.denominator
-        self._losses.append((value.detach(), weight))
+        self._losses.append((value.detach().clone(), weight))  # it may be a part, or in memory that the loss reuses
         # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 

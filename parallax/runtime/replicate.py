@@ -71,7 +71,9 @@ class NoSync:
 
     def arm(self, stage: int) -> None:
         """What the next backward adds is the last."""
-        self._hooks += [p.register_post_accumulate_grad_hook(self._tell) for p in self._parameters.get(stage, ())]
+        for parameter in self._parameters.get(stage, ()):
+            if parameter.requires_grad:  # it may have been frozen since
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._tell))
 
     def ended(self, stage: int) -> None:
         """Nobody waits for what had no gradient."""

@@ -329,6 +329,59 @@ def test_a_loss_whose_gradient_is_a_parameters(pool: Pool) -> None:
         compare(pool.run(training, sum(replicas), case.under(replicas)), expected, 1e-9)
 
 
+class Reusing:
+    """Squared scores, summed up into one and the same memory, at the end of a larger one."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(10, dtype=torch.float64)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.sum((outputs - targets[..., None]) ** 2, dim=(0, 1, 2), out=self.memory[9])
+
+
+def evaluating(case: Case) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        loss = engine.evaluate(case.batches()[0])
+        engine.close()
+    return loss
+
+
+def test_a_loss_in_memory_that_is_used_again(pool: Pool) -> None:
+    case = Case(gpt(), loss=Reusing()).under((1, 1))
+    blocks, _ = plain_blocks(case)
+    with torch.no_grad():
+        expected = sum(
+            plain_loss(case, blocks, TensorRows(batch.inputs(m, m + 2), batch.targets(m, m + 2))).item() / 4
+            for batch in case.batches()[:1]
+            for m in range(0, 8, 2)
+        )
+    for found in pool.run(evaluating, 2, case):
+        assert close(found, expected, 1e-12)
+
+
+def freezing(case: Case) -> tuple[list[bool], list[float]]:
+    """Whether each bias moved in a second step, before which they were frozen."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        losses = [engine.step(case.batches()[0]).loss]
+        biases = [tensor for name, tensor in engine.parameters.items() if name.endswith("bias")]
+        for bias in biases:
+            bias.requires_grad_(False)
+        losses.append(engine.step(case.batches()[0]).loss)
+        engine.close()
+    return [bias.requires_grad for bias in biases], losses
+
+
+@pytest.mark.parametrize("below", [0.0, 1.0])
+def test_parameters_may_be_frozen_between_steps(pool: Pool, below: float) -> None:
+    for frozen, losses in pool.run(freezing, 2, Case(gpt()).under((1, 1), optimizer_offload=below)):
+        assert frozen
+        assert not any(frozen)
+        assert losses[1] < losses[0]
+
+
 def test_no_target_counts(pool: Pool) -> None:
     case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(1,)).under((1, 1))  # row 0 is ignored as a whole
     for outcome in pool.run(training, 2, case):

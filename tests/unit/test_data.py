@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from parallax.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.batch import Rows
+from parallax.runtime.batch import Rows, TensorRows, to_device
 from parallax.train.data import (
     CustomDataConfig,
     TextDataConfig,
@@ -229,6 +229,14 @@ def test_an_unwritable_cache_is_one_line(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     with pytest.raises(DataError, match="XDG_CACHE_HOME"):
         source(folder)
+
+
+def test_tuples_with_names_hold_rows() -> None:
+    scores = torch.rand(4, 3)
+    batch = TensorRows(scores, scores.max(1))
+    part = to_device(batch.targets(1, 3), torch.device("cpu"))
+    assert type(part) is torch.return_types.max
+    assert torch.equal(part.indices, scores.argmax(1)[1:3])
 
 
 def test_build_source(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from parallax.plan.schedule import (
     gpipe,
     in_flight,
     register_schedule,
+    splits,
 )
 from parallax.plan.search import search
 from parallax.plan.simulate import simulate
@@ -308,6 +309,30 @@ def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> N
 
 
 @pytest.mark.usefixtures("known")
+def split_from(ranks: int, micro_batches: int) -> Listing:
+    """GPipe, with weight halves apart on so many ranks and micro-batches, or more."""
+
+    def listing(positions: int, position: int, count: int) -> list[Action]:
+        kinds = [Kind.FORWARD, Kind.BACKWARD]
+        if positions >= ranks and count >= micro_batches:
+            kinds.append(Kind.BACKWARD_WEIGHT)
+        return [Action(kind, position, micro) for kind in kinds for micro in range(count)]
+
+    return listing
+
+
+@pytest.mark.usefixtures("known")
+def test_a_schedule_that_splits_only_larger_pipelines() -> None:
+    register_schedule("two", split_from(2, 1))
+    assert splits("two")
+    assert not any(action.kind is Kind.BACKWARD_WEIGHT for action in actions("two", 1, 0, 3))
+    register_schedule("seven", split_from(1, 7))
+    assert not splits("seven")
+    assert actions("seven", 2, 0, 6)
+    with pytest.raises(PlanError, match=r"splits backwards on 2 ranks with 7 .*none of up to 4 with up to 6"):
+        actions("seven", 2, 0, 7)
+
+
 def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     config = PlanConfig(schedule="own_schedule:halved")
