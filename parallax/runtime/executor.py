@@ -170,7 +170,7 @@ class Executor:
         self._last_stage, self._positions = len(mesh.plan.stages) - 1, mesh.plan.positions
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._counts = hasattr(loss, "count")
-        self._losses: list[tuple[Tensor, float]] = []  # of a micro-batch, and its weight in the whole batch's
+        self._loss_share = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._received: dict[Key, tuple[Tensors, _Entry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
         self._gradients: dict[Key, Tensors] = {}
@@ -180,7 +180,7 @@ class Executor:
         """Execute the program of ``step``; the spans of all its actions."""
         spans: list[Span] = []
         rank, index, clock, post = self._mesh.rank, step.index, time.perf_counter, self._crossings.post
-        self._losses.clear()
+        self._loss_share.zero_()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             for receive in step.program.first:
@@ -203,11 +203,7 @@ class Executor:
     @property
     def loss_share(self) -> float:
         """This rank's part of the last run's loss; the sum over all ranks is the loss."""
-        if not self._losses:
-            return 0.0
-        values, weights = zip(*self._losses)
-        losses = torch.stack(values).flatten().double()
-        return float(losses @ torch.tensor(weights, dtype=torch.float64, device=losses.device))
+        return self._loss_share.item()
 
     def abandon(self) -> None:
         """Forget micro-batches in flight, so that their graphs and swapped data are released."""
@@ -353,7 +349,7 @@ class Executor:
         if value.dtype.itemsize < 4:
             value = value.float()
         weight = (1.0 if self._counts else rows) / step.denominator
-        self._losses.append((value.detach().clone(), weight))  # it may be a part, or in memory that the loss reuses
+        self._loss_share.add_(value.detach().reshape(()), alpha=weight)
         # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallax.model.describe import Chain, describe, materialise, parameter_names
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Directive, Plan
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import BUILT_IN
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -259,7 +259,7 @@ def cases(draw: st.DrawFn) -> Case:
     graph, rows = draw(graphs()), draw(st.integers(1, 9))
     chain = chain_of(graph)
     blocks = len(chain.blocks)
-    schedule = draw(st.sampled_from(sorted(ORDERS)))
+    schedule = draw(st.sampled_from(sorted(BUILT_IN)))
     fitting = [each for each in REPLICAS if len(each) <= blocks]
     twice = [each for each in fitting if 1 < len(each) <= blocks // 2] if schedule == "interleaved" else []
     interleave, replicas = (2, draw(st.sampled_from(twice))) if twice else (1, draw(st.sampled_from(fitting)))

@@ -308,7 +308,6 @@ def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> N
     assert "mine" not in ORDERS
 
 
-@pytest.mark.usefixtures("known")
 def split_from(ranks: int, micro_batches: int) -> Listing:
     """GPipe, with weight halves apart on so many ranks and micro-batches, or more."""
 
@@ -333,6 +332,7 @@ def test_a_schedule_that_splits_only_larger_pipelines() -> None:
         actions("seven", 2, 0, 7)
 
 
+@pytest.mark.usefixtures("known")
 def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     config = PlanConfig(schedule="own_schedule:halved")
