@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,14 @@ SIZES = (8, 5, 2)
 
 def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2)), nn.Linear(64, 64))
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU()), nn.Linear(64, 64))
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(48, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 5))
 
 
 def trained(case: Case) -> tuple[Outcome, int]:
@@ -40,9 +49,12 @@ PLANS: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "factory", [small, pytest.param(gpt(tied=False, layers=1), marks=pytest.mark.thorough)], ids=["small", "gpt"]
+)
 @pytest.mark.parametrize("options", PLANS, ids=str)
-def test_compiled_blocks_train_alike(pool: Pool, options: dict[str, Any]) -> None:
-    plain = Case(gpt(tied=False, layers=1), dtype=torch.float32, sizes=SIZES).under(**options)
+def test_compiled_blocks_train_alike(pool: Pool, factory: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    plain = Case(factory, dtype=torch.float32, sizes=SIZES).under(**options)
     expected = pool.run(training, plain.world, plain)
     found = pool.run(trained, plain.world, replace(plain, compile=True))
     for (outcome, programs), wanted in zip(found, expected):
@@ -69,7 +81,8 @@ def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
     ],
 )
 def test_norms_in_compiled_blocks(pool: Pool, mode: str, replicas: tuple[int, ...], directive: str) -> None:
-    case = replace(pictures(mode, sizes=(8, 5)), options={"replicas": replicas, "microbatch": 4})
+    plain = replace(pictures(mode, sizes=(8, 5)), factory=with_norm)
+    case = replace(plain, options={"replicas": replicas, "microbatch": 4})
     expected = pool.run(losses_and_states, case.world, case)
     compiled = replace(case, compile=True, options={**case.options, "directive": directive})
     for outcome, wanted in zip(pool.run(losses_and_states, case.world, compiled), expected):

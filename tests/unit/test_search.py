@@ -391,7 +391,8 @@ def test_the_search_is_fast(blocks: int, memory: float, limit: float, seed: int 
     check(plan, machines)
 
 
-@pytest.mark.parametrize("distinct", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.thorough
 def test_many_blocks_on_many_devices(distinct: bool) -> None:
     """The greedy rule's plan fits, uses every device, and is within its printed gap of the bound."""
     model = layers(60, 7 if distinct else None, weight_seconds=1e-3)
