@@ -10,11 +10,14 @@ Five parts, each with a time budget of its own; a way that cannot run is a row t
                      fails, then halved between
 ``states``           a GPT whose weights, gradients and optimizer states are more than twice the cap: who trains it, at
                      how many tokens per second, and with what loss beside plain's on a device without a cap
+``pipeline``         two stages in two processes that share the device, beside one process; and with all activations
+                     offloaded under a cap (ways: benchmarks/gpu_pipeline.py)
 
 Ratios are of times in neighbouring turns (benchmarks/ratios.py). Losses that are not equal bit for bit may come from
 kernels that add in any order, so the largest relative difference is given as well. The result goes to
 ``benchmarks/results/gpu-<date>.json``. ``--dry`` runs the same code at toy sizes on the CPU, where the device's bytes
-are those of live tensors, and writes only where ``--output`` says: it shows that the benchmark works, and no more.
+are those of live tensors (in ``pipeline`` those of processes, a few MiB of libraries included, which no plan holds),
+and writes only where ``--output`` says: it shows that the benchmark works, and no more.
 """
 
 from __future__ import annotations
