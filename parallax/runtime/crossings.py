@@ -101,6 +101,11 @@ class Crossings:
         """Whether every replica of this rank's stages has rows of a micro-batch."""
         return self._sizes[micro] >= self._mesh.replica_count
 
+    @property
+    def posts(self) -> bool:
+        """Whether any channel makes room for messages ahead."""
+        return any(receiver.posts for ends in self._receivers.values() for receiver in ends)
+
     def post(self, action: Action) -> None:
         """Make room for a message that will be received."""
         ends = self._receivers[action.kind, action.stage]

@@ -28,7 +28,7 @@ from parallax.runtime.batch import Rows, to_device
 from parallax.runtime.crossings import Crossings, Tensors
 from parallax.runtime.message import Spec, spec_of
 from parallax.runtime.replicate import GradientSync
-from parallax.runtime.stage import Stage, private_random_state
+from parallax.runtime.stage import Stage, Where, private_random_state
 from parallax.runtime.transport import Channels
 from parallax.swap.manager import SwapManager
 
@@ -179,7 +179,8 @@ class Executor:
     def run(self, step: Step) -> list[Span]:
         """Execute the program of ``step``; the spans of all its actions."""
         spans: list[Span] = []
-        rank, index, clock, post = self._mesh.rank, step.index, time.perf_counter, self._crossings.post
+        rank, index, clock = self._mesh.rank, step.index, time.perf_counter
+        post, ahead = self._crossings.post, self._crossings.posts
         self._loss_share.zero_()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
@@ -194,8 +195,9 @@ class Executor:
                     error.add_note(f"action {action}")
                     raise
                 spans.append(Span(rank, index, action.kind, action.stage, action.micro, start, clock(), waited))
-                for receive in receives:
-                    post(receive)
+                if ahead:
+                    for receive in receives:
+                        post(receive)
         self.current = None
         self._crossings.flush()
         return spans
@@ -259,8 +261,7 @@ class Executor:
         outputs = self._stage.run(
             stage,
             inputs,
-            where=(step.index, first),
-            rows=(rows, self._crossings.size(micro)),
+            where=Where(step.index, first, rows, self._crossings.size(micro)),
             micro=self._name(action, step),
             swap=self._swap,
             halves=flight.halves,

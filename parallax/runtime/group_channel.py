@@ -224,6 +224,8 @@ class GroupSender:
 class GroupReceiver:
     """The receiving end of one channel."""
 
+    posts = True
+
     def __init__(self, address: Address, staging: Staging) -> None:
         self._address, self._staging = address, staging
         self._guess = _Guess()

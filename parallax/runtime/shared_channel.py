@@ -197,6 +197,8 @@ class SharedReceiver:
     """The receiving end of one channel. It takes the connection when it is first asked for a message, so that no order
     in which ranks make their channels can lead them to wait for each other."""
 
+    posts = False  # messages wait in the ring
+
     def __init__(self, edge: Edge, listener: Listener, contact: Contact) -> None:
         self._edge, self._listener, self._process = edge, listener, contact.process
         self._connection: socket.socket | None = None  # the listener closes it
@@ -205,7 +207,7 @@ class SharedReceiver:
         self._awake = True
 
     def post(self, rows: int) -> None:
-        """Nothing to do: messages wait in the ring."""
+        """Nothing to do."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
         """Wait for the next message."""

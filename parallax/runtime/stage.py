@@ -16,7 +16,7 @@ from parallax.model.describe import Chain, as_tuple, block_seed, materialise_eac
 from parallax.model.dropout import Draws, RowDropout, has_dropout
 from parallax.model.halves import Halves
 from parallax.model.norms import Norms
-from parallax.model.precision import PrecisionConfig
+from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations import offloading
@@ -27,7 +27,7 @@ from parallax.units import format_bytes
 OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
 
 
-class _Where(NamedTuple):
+class Where(NamedTuple):
     """What a stage runs on: ``rows`` of one micro-batch, the first of them in the global batch, and how many the
     micro-batch has over all replicas."""
 
@@ -204,43 +204,39 @@ class Stage(nn.Module):
         stage: int,
         inputs: tuple[Tensor, ...],
         *,
-        where: tuple[int, int],
-        rows: tuple[int, int],
+        where: Where,
         micro: int,
         swap: tuple[SwapManager, Selector] | None,
         halves: Halves | None = None,
     ) -> tuple[Tensor, ...]:
-        """Forward of one of the stages here. ``where`` is (step, first row of the global batch); ``rows``: how many of
-        the micro-batch are here, and how many it has over all replicas. ``swap`` opens offloading for ``micro``;
-        ``halves`` puts weight gradients off, of blocks that keep what they save: others would have to keep it, too."""
-        here, whole = rows
-        at = _Where(*where, here, whole)
+        """Forward of one of the stages here. ``swap`` opens offloading for ``micro``; ``halves`` puts weight gradients
+        off, of blocks that keep what they save: others would have to keep it, too."""
         training = torch.is_grad_enabled()
         for place in self._parts[stage]:
             directive = self._directives[place]
             if self._arrive is not None:
                 self._arrive(self._by_place[place].parameters())
             if training:
-                self.norms.begin(place, whole)
+                self.norms.begin(place, where.whole)
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
                     self._run_copies,
                     self._changes.get(place, True),
                     place,
-                    at,
+                    where,
                     *inputs,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    context_fn=self.norms.contexts(place, whole),
+                    context_fn=self.norms.contexts(place, where.whole),
                 )
             elif directive is Directive.OFFLOAD and swap is not None and training:
                 with offloading(*swap, micro):
-                    inputs = self._run_block(place, at, None, *inputs)
+                    inputs = self._run_block(place, where, None, *inputs)
             else:
-                inputs = self._run_block(place, at, halves, *inputs)
+                inputs = self._run_block(place, where, halves, *inputs)
         return inputs
 
-    def _run_copies(self, copy: bool, place: int, where: _Where, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_copies(self, copy: bool, place: int, where: Where, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run a block that will be run again: its inputs must stay as they are, so one that changes them in place gets
         copies. The first run finds out. Both runs of one micro-batch copy or neither does: a copy may lie otherwise in
         memory, and a compiled block would run another program for it, which saves other tensors."""
@@ -252,10 +248,10 @@ class Stage(nn.Module):
         self._changes[place] = before != [copied._version for copied in copies]
         return outputs
 
-    def _run_block(self, place: int, where: _Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_block(self, place: int, where: Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
         seed_block(self._device, block_seed(self._seed, where.step, where.first, index))
-        splitting = halves.splitting() if halves is not None and not self._compiled else contextlib.nullcontext()
+        splitting = halves.splitting() if halves is not None and not self._compiled else AS_IT_IS
         with self._precision.autocast(self._device.type), splitting:
             if not self.training or not self._draws.get(place, True):
                 return as_tuple(block(*inputs))

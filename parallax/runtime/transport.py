@@ -31,7 +31,9 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The receiving end of one channel."""
+    """The receiving end of one channel; with ``posts`` it wants to be told of messages ahead."""
+
+    posts: bool
 
     def post(self, rows: int) -> None:
         """Get ready for the next message, expected to be of ``rows`` rows."""
