@@ -27,6 +27,10 @@ from parallax.units import format_bytes
 OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
 
 
+_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples lie as far apart as can be, in the lower half, too
+_POSITIVE = 2**63 - 1
+
+
 class Where(NamedTuple):
     """What a stage runs on: ``rows`` of one micro-batch, the first of them in the global batch, and how many the
     micro-batch has over all replicas."""
@@ -72,6 +76,7 @@ class Stage(nn.Module):
         self.norms = norms or Norms()
         self._generator = torch.Generator(device)
         self._compiled = compile
+        self._seeded, self._seeds = -1, list[int]()  # a step, and its seed for each block
         self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
         self._changes: dict[int, bool] = {}  # place → whether its inputs are changed in place
         share = max(plan.parameter_offload for plan in plans.values())
@@ -248,9 +253,16 @@ class Stage(nn.Module):
         self._changes[place] = before != [copied._version for copied in copies]
         return outputs
 
+    def _seed_of(self, place: int, where: Where) -> int:
+        """Unrelated between steps and blocks; of a block's micro-batches, as far apart as odd multiples can be."""
+        if where.step != self._seeded:
+            self._seeds = [block_seed(self._seed, where.step, index) for index in self._indices]
+            self._seeded = where.step
+        return (self._seeds[place] + where.first * _ODD) & _POSITIVE
+
     def _run_block(self, place: int, where: Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
-        seed_block(self._device, block_seed(self._seed, where.step, where.first, index))
+        seed_block(self._device, self._seed_of(place, where))
         splitting = halves.splitting() if halves is not None and not self._compiled else AS_IT_IS
         with self._precision.autocast(self._device.type), splitting:
             if not self.training or not self._draws.get(place, True):
