@@ -94,6 +94,10 @@ class Stage(nn.Module):
         self._by_place = tuple(self.blocks)  # the list of modules is slow to be asked
         for place, block in enumerate(self._by_place):
             self._prepare(place, block)
+        self._owned = {stage: self._find_parameters(places) for stage, places in self._parts.items()}
+
+    def _find_parameters(self, places: Iterable[int]) -> list[nn.Parameter]:
+        return list(dict.fromkeys(p for place in places for p in self._by_place[place].parameters()))
 
     def _prepare(self, place: int, block: nn.Module) -> None:
         self.norms.adopt(place, block, compiled=self._compiled)
@@ -139,10 +143,9 @@ class Stage(nn.Module):
         states = {i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)}
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
-    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+    def parameters_of(self, stage: int) -> Sequence[nn.Parameter]:
         """The parameters of one of the stages here; one that it shares with another here is in both."""
-        found = (parameter for place in self._parts[stage] for parameter in self._by_place[place].parameters())
-        return list(dict.fromkeys(found))
+        return self._owned[stage]
 
     def held(self) -> list[Tensor]:
         """All parameters and buffers that stay on the device."""
