@@ -14,25 +14,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parallax.plan.cluster import Device
+from parallax.plan.cluster import Device, Link
+from parallax.plan.collective import broadcast_seconds
 from parallax.plan.cost import Below, BlockLoad, Sizes, StateLoad, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
-from parallax.plan.stages import OFFERED, TIER_FLOOR, TIER_SLACK, buffer_bytes, copying_seconds
+from parallax.plan.stages import (
+    OFFERED,
+    TIER_FLOOR,
+    TIER_SLACK,
+    block_kinds,
+    buffer_bytes,
+    copying_seconds,
+    leaving_bytes,
+)
 
 Floats = NDArray[np.float64]
 Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
 Content = tuple[object, ...]
+_States = tuple[Below, StateLoad, float]  # a share below, what it leaves where, and seconds after the last micro-batch
 _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The greedy answer: seconds per micro-batch and after the last, and which blocks of the parts, counted through,
-    are recomputed and offloaded. ``below`` are the shares of its states in the tier."""
+    """The greedy answer: seconds per micro-batch, the same with its part of what comes after the last one, and which
+    blocks of the parts, counted through, are recomputed and offloaded. ``below`` are the shares of its states in the
+    tier."""
 
     seconds: float
-    tail_seconds: float
+    cost: float
     below: Below
     recomputed: tuple[int, ...]
     offloaded: tuple[int, ...]
@@ -54,11 +65,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of one position's blocks: ``order`` is the one of recomputation. Arrays by numbers of blocks: of recomputed ones
-    the bytes freed and the seconds; of ``offloaded`` ones the bytes ``moved`` per micro-batch and ``gone`` of all in
-    flight, the ``largest``, the ``places`` in the tier, what is needed besides workspace (``base``), and the workspace
-    without and with recomputation (``plain``, ``both``)."""
+    """Of one position's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation. Arrays
+    by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the bytes ``moved``
+    per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what is needed besides
+    workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``)."""
 
+    flight: int
     order: NDArray[np.int64]
     offloaded: NDArray[np.int64]
     compute: float
@@ -73,28 +85,60 @@ class _Sums:
     both: Floats
 
 
+@dataclass(frozen=True)
+class BlockChain:
+    """What does not depend on rows or devices: the number of each block's kind and the cost behind it, as in
+    :func:`~parallax.plan.stages.block_kinds`, bytes of parameters and of the largest, and sums of the first 0, 1, …
+    blocks' parameters and buffers."""
+
+    kinds: NDArray[np.int32]
+    costs: Sequence[BlockCost]
+    block_bytes: NDArray[np.int64]
+    largest_bytes: NDArray[np.int64]
+    parameter_sums: NDArray[np.int64]
+    buffer_sums: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, profile: ModelProfile) -> BlockChain:
+        """That of a model."""
+        numbers, costs = block_kinds(profile)
+        blocks = profile.blocks
+        parameters = np.array([block.parameter_bytes for block in blocks], dtype=np.int64)
+        return cls(
+            kinds=np.array(numbers, dtype=np.int32),
+            costs=costs,
+            block_bytes=parameters,
+            largest_bytes=np.array([block.largest_parameter_bytes for block in blocks], dtype=np.int64),
+            parameter_sums=np.concatenate([[0], np.cumsum(parameters)]),
+            buffer_sums=np.cumsum([0, *(block.buffer_bytes for block in blocks)]),
+        )
+
+
 class Lanes:
-    """All positions of one kind of device with so many ``replicas``, whose ranks have ``rows`` rows of each
-    micro-batch, under schedules that do or do not ``split`` backwards. ``kinds`` are those of
-    :func:`~parallax.plan.stages.block_kinds`."""
+    """All positions of one kind of device with so many ``replicas`` and ``link`` between them, whose ranks have
+    ``rows`` rows of each of ``micro_batches``, under schedules that do or do not ``split`` backwards.
+    ``stated`` remembers what does not depend on rows."""
 
     def __init__(
         self,
         profile: ModelProfile,
-        kinds: tuple[tuple[int, ...], list[BlockCost]],
+        chain: BlockChain,
         device: Device,
         rows: int,
         *,
         allowed: Sequence[Directive],
         host_states: Sequence[Below],
         replicas: int,
+        link: Link,
+        micro_batches: int,
         split: bool,
+        stated: dict[Sizes, list[_States]],
     ) -> None:
         self._profile, self._device, self._rows, self._replicas = profile, device, rows, replicas
+        self._link, self._micro_batches, self._stated = link, micro_batches, stated
         self._allowed = [d for d in OFFERED if d in allowed]
         self._host_states = [b for b in host_states if replicas > 1 or not b.sharded] or list(host_states)
-        numbers, costs = kinds
-        self._kinds = np.array(numbers, dtype=np.int32)
+        costs, self._kinds = chain.costs, chain.kinds
         self._loads = {
             directive: [load_block(cost, directive, rows, speed=device.speed, split=split) for cost in costs]
             for directive in OFFERED
@@ -104,16 +148,13 @@ class Lanes:
         self._moved = self._column(Directive.OFFLOAD, lambda load: load.moved_bytes)
         self._kept = {d: self._column(d, lambda load: load.held_bytes) for d in OFFERED}
         self._work = {d: self._column(d, lambda load: max(load.forward_work, load.backward_work)) for d in OFFERED}
-        self._inputs = np.array([block.input.at(rows) for block in profile.blocks])
+        self._inputs = np.array([cost.input.at(rows) for cost in costs])[self._kinds]
         self._entering = np.ceil(2 * self._inputs).astype(np.int64)
-        self._leaving = np.array([math.ceil(2 * block.output.at(rows)) for block in profile.blocks])
-        self._block_parameters = np.array([block.parameter_bytes for block in profile.blocks])
-        self._largest_parameters = np.array([block.largest_parameter_bytes for block in profile.blocks])
-        self._parameters = np.concatenate([[0], np.cumsum(self._block_parameters)])
-        self._buffers = np.cumsum([0, *(block.buffer_bytes for block in profile.blocks)])
+        self._leaving = np.array([math.ceil(2 * cost.output.at(rows)) for cost in costs])[self._kinds]
+        self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
+        self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
         self._known: dict[Content, Lane | None] = {}
         self._least: dict[Content, float] = {}
-        self.looks = 0
 
     def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
         return np.array([of(load) for load in self._loads[directive]], dtype=np.float64)[self._kinds]
@@ -122,7 +163,6 @@ class Lanes:
         """The fastest answer for a position that holds ``parts``; None where nothing fits."""
         content = self._content(parts)
         if content not in self._known:
-            self.looks += 1
             self._known[content] = self._fastest(parts)
         return self._known[content]
 
@@ -141,42 +181,54 @@ class Lanes:
         return blocks, ends, self._sizes(parts), self._buffer_bytes(parts)
 
     def _fastest(self, parts: tuple[Part, ...]) -> Lane | None:
-        """The first share of states below with which anything fits: the least, which streams and steps least. Where
-        replicas can share states, that is better if more activations then stay."""
-        sums, plain = self._sums(parts), None
-        for below in self._host_states:
-            if plain is not None and not below.sharded:
-                return plain
-            states, static = self._states(parts, below)
-            room = (self._device.memory_bytes - static) / (1 + self._device.gap_share) - self._boundary(parts)
+        """Of all shares of states below that let anything fit, the one that costs least, its step after the last
+        micro-batch included; of equal ones the first, which is the least. Replicas share states only where more
+        activations then stay: what is shared must be sent after each step."""
+        sums, best, rest = self._sums(parts), None, self._rest(parts)
+        for below, states, after in self._states(parts):
+            tail = after / self._micro_batches
+            if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
+                continue
+            free = self._device.memory_bytes - states.device_bytes - rest
+            room = free / (1 + self._device.gap_share) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
             found = self._fill(sums, room, tier, states.streaming_seconds) if room > 0 and tier >= 0 else None
-            if found is not None and (plain is None or found[0] < plain.seconds):
-                plain = Lane(found[0], states.update_seconds, below, found[1], found[2])
-            if plain is not None and not (plain.recomputed or plain.offloaded):
-                return plain
-        return plain
+            if found is None or (best is not None and below.sharded and found[0] >= best.seconds):
+                continue
+            if best is None or found[0] + tail < best.cost:
+                best = Lane(found[0], found[0] + tail, below, found[1], found[2])
+        return best
 
     def _fewest(self, parts: tuple[Part, ...]) -> float:
-        sums, least = self._sums(parts), math.inf
+        sums, least, static = self._sums(parts), math.inf, self._rest(parts)
         rest = sums.offloaded[::-1]  # all that is not offloaded is recomputed
         plain = np.where(self._permitted(0 * rest, sums.offloaded), sums.base + sums.plain, np.inf)
         again = np.where(
             self._permitted(rest, sums.offloaded), sums.base + sums.both - sums.recompute_freed[rest], np.inf
         )
         passing = np.minimum(plain, again) + sums.largest + self._boundary(parts)
-        for below in self._host_states:
-            states, static = self._states(parts, below)
+        for _, states, _ in self._states(parts):
             able = passing[sums.places <= self._device.tier_bytes - states.host_bytes].min(initial=np.inf)
             if able < math.inf:
-                least = min(least, static + able + math.ceil(able * self._device.gap_share))
+                least = min(least, static + states.device_bytes + able + math.ceil(able * self._device.gap_share))
         return least
 
-    def _states(self, parts: tuple[Part, ...], below: Below) -> tuple[StateLoad, int]:
-        """Parameters and what training adds to them, and all bytes that do not depend on directives."""
+    def _states(self, parts: tuple[Part, ...]) -> list[_States]:
+        """Parameters and what training adds to them, for every share below."""
+        sizes = self._sizes(parts)
+        if sizes not in self._stated:
+            self._stated[sizes] = [self._load(sizes, below) for below in self._host_states]
+        return self._stated[sizes]
+
+    def _load(self, sizes: Sizes, below: Below) -> _States:
+        states = load_states(self._profile, sizes, self._device, below, self._replicas)
+        sent = broadcast_seconds(sizes.parameters, self._replicas, self._link) if below.sharded else 0.0
+        return below, states, states.update_seconds + sent
+
+    def _rest(self, parts: tuple[Part, ...]) -> int:
+        """All other bytes that do not depend on directives."""
         gaps = gap_bytes(self._device, max(float(self._inputs[start:stop].max()) for start, stop, _ in parts))
-        states = load_states(self._profile, self._sizes(parts), self._device, below, self._replicas)
-        return states, states.device_bytes + self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
+        return self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
         largest = (self._block_parameters, self._largest_parameters)
@@ -211,6 +263,7 @@ class Lanes:
         offloading = max(work[Directive.KEEP], work[Directive.OFFLOAD])
         plain = np.where(offloaded > 0, offloading, work[Directive.KEEP])
         return _Sums(
+            flight=max(flight for _, _, flight in parts),
             order=order,
             offloaded=offloaded,
             compute=float(self.seconds[blocks].sum()),
@@ -231,7 +284,6 @@ class Lanes:
         count = len(sums.order)
         if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= room:
             return max(sums.compute, streaming), (), ()
-        copying = streaming + copying_seconds(self._device, sums.moved)
         best, answer = math.inf, None
         for limit, waiting in self._buffers_of(sums):
             least = np.maximum(1, np.searchsorted(sums.recompute_freed, sums.base + limit + sums.both - room - 1e-6))
@@ -240,13 +292,18 @@ class Lanes:
                 recomputed = np.maximum(recomputed, count - sums.offloaded)
             possible = (sums.places <= tier) & (recomputed + sums.offloaded <= count)
             possible &= self._permitted(recomputed, sums.offloaded)
-            computing = sums.compute + sums.recompute_seconds[np.minimum(recomputed, count)] + waiting
+            first = np.minimum(recomputed, count)
+            work = np.where(recomputed > 0, sums.both, sums.plain)
+            free = room - (sums.base - sums.recompute_freed[first] + work)
+            leaving = leaving_bytes(sums.moved, sums.flight, free)
+            copying = streaming + copying_seconds(self._device, leaving)
+            computing = sums.compute + sums.recompute_seconds[first] + waiting
             seconds = np.where(possible, np.maximum(computing, copying), np.inf)
             chosen = int(seconds.argmin())
             if seconds[chosen] < best:
                 best = float(seconds[chosen])
-                first, last = int(recomputed[chosen]), count - chosen
-                answer = best, tuple(sums.order[:first].tolist()), tuple(sums.order[last:].tolist())
+                again, last = int(recomputed[chosen]), count - chosen
+                answer = best, tuple(sums.order[:again].tolist()), tuple(sums.order[last:].tolist())
         return answer
 
     def _buffers_of(self, sums: _Sums) -> list[tuple[Floats, Floats]]:

@@ -25,13 +25,13 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import in_flight, splits
 from parallax.plan.simulate import simulate
-from parallax.plan.stages import copying_seconds
+from parallax.plan.stages import copying_seconds, leaving_bytes
 from parallax.plan.timeline import StageTimes, Timeline, time_schedule
 from parallax.units import format_bytes
 
 MANY_MICRO_BATCHES = 8192  # up to which all are timed
 SETTLED_ROUNDS = 8  # rounds through all stages after which a round is like the one before
-SIMULATED_BLOCKS = 60_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
+SIMULATED_BLOCKS = 20_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,11 @@ class Pipeline:
         """Micro-batches of a step."""
         return micro_batch_count(self.global_batch, self.microbatch)
 
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards of blocks in a step, over all ranks."""
+        return 2 * self.micro_batches * sum(stage.replicas * (stage.stop - stage.start) for stage in self.stages)
+
     @cached_property
     def _firsts(self) -> list[int]:
         return list(accumulate((stage.replicas for stage in self.stages[: self.positions]), initial=0))
@@ -94,9 +99,7 @@ class Forecast:
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
     """Time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` where a rank would exceed its device, and
     ``BudgetExceeded`` where a swap limit cannot hold one block."""
-    blocks = sum(stage.replicas * (stage.stop - stage.start) for stage in pipeline.stages)
-    small = 2 * blocks * pipeline.micro_batches <= SIMULATED_BLOCKS
-    found = (_simulated if small else _timed)(profile, cluster, pipeline)
+    found = (_simulated if pipeline.passes <= SIMULATED_BLOCKS else _timed)(profile, cluster, pipeline)
     for rank, prediction in enumerate(found.ranks):
         if prediction.peak_bytes > prediction.budget_bytes:
             raise InfeasiblePlan(
@@ -106,16 +109,28 @@ def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Fore
 
 
 def best_placement(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> tuple[Pipeline, Forecast]:
-    """The faster of two ways to lay an even pipeline over several nodes: replicas of a stage next to each other, which
-    reduce over fast links, or stages of a replica next to each other, which send over fast links."""
-    placed = [(pipeline, predict(profile, cluster, pipeline))]
+    """The fastest of :func:`placements`, predicted."""
+    placed = [(other, predict(profile, cluster, other)) for other in placements(cluster, pipeline)]
+    return min(placed, key=lambda pair: pair[1].step_seconds)
+
+
+def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
+    """Two ways to lay an even pipeline over several nodes: replicas of a stage next to each other, which reduce over
+    fast links, or stages of a replica next to each other, which send over fast links."""
     replicas, positions = pipeline.stages[0].replicas, pipeline.positions
     even = all(stage.replicas == replicas for stage in pipeline.stages)
-    if even and replicas > 1 and positions > 1 and len(cluster.nodes) > 1 and len(set(cluster.devices)) == 1:
-        order = tuple(pipeline.order[k * positions + p] for p in range(positions) for k in range(replicas))
-        other = replace(pipeline, order=order)
-        placed.append((other, predict(profile, cluster, other)))
-    return min(placed, key=lambda pair: pair[1].step_seconds)
+    if not even or replicas == 1 or positions == 1 or len(cluster.nodes) == 1 or len(set(cluster.devices)) > 1:
+        return [pipeline]
+    order = tuple(pipeline.order[k * positions + p] for p in range(positions) for k in range(replicas))
+    return [pipeline, replace(pipeline, order=order)]
+
+
+def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> float:
+    """Seconds of a step by the longest path, without swapping and reducing in detail: what the event simulator finds
+    is rarely less. Nothing is checked against any budget."""
+    loads = _loads(profile, cluster, pipeline)
+    ties = _tie_seconds(profile, cluster, pipeline)
+    return _finish(profile, cluster, pipeline, loads, ties)[1]
 
 
 def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
@@ -152,17 +167,29 @@ def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> F
     )
 
 
-def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
-    loads = _loads(profile, cluster, pipeline)
+def _finish(
+    profile: ModelProfile,
+    cluster: Cluster,
+    pipeline: Pipeline,
+    loads: Sequence[StageLoad],
+    ties: dict[int, float],
+) -> tuple[Timeline, float, list[float], list[float]]:
+    """The timeline, the end of the step, and what reduction and update add to each position."""
+    positions = range(pipeline.positions)
     times = [_stage_times(cluster, pipeline, stage, load) for stage, load in enumerate(loads)]
     timeline = _timeline(pipeline, times)
-    mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
-    ties = _tie_seconds(profile, cluster, pipeline)
+    mine = [loads[p :: pipeline.positions] for p in positions]
     exposed = [_exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0) for p in positions]
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
-    step = reduced + max(updates)
+    return timeline, reduced + max(updates), exposed, updates
+
+
+def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
+    positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
+    loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
+    timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties)
+    mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
     stages, ranks = [], {}
     for position in positions:
         memory = _memory(pipeline, position, mine[position])
@@ -229,7 +256,7 @@ def _stage_times(cluster: Cluster, pipeline: Pipeline, index: int, load: StageLo
         forward=sum(block.forward_seconds for block in load.blocks),
         backward=sum(block.backward_seconds for block in load.blocks)
         - weight
-        + _stall(cluster, pipeline, position, [load]),
+        + _stall(cluster, pipeline, index, [load]),
         weight=weight,
         send=link.seconds(load.output_bytes),
     )
@@ -244,11 +271,16 @@ def _link(cluster: Cluster, pipeline: Pipeline, position: int, other: int) -> Li
     return cluster.remote if apart else cluster.local
 
 
-def _stall(cluster: Cluster, pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> float:
-    """Seconds per micro-batch by which copying to and from the tier outlasts compute."""
+def _stall(cluster: Cluster, pipeline: Pipeline, first: int, loads: Sequence[StageLoad]) -> float:
+    """Seconds per micro-batch by which copying to and from the tier outlasts the compute of ``loads``, those of stage
+    ``first`` and of the others on its position."""
+    position = first % pipeline.positions
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(position)[0]])
-    moved = sum(load.moved_bytes for load in loads)
-    copying = float(copying_seconds(device, np.array(moved))) + sum(load.states.streaming_seconds for load in loads)
+    leaving = 0.0
+    for stage, load in zip(range(first, len(pipeline.stages), pipeline.positions), loads):
+        limit = pipeline.stages[stage].swap_limit_bytes
+        leaving += float(leaving_bytes(load.moved_bytes, _flight(pipeline, stage), limit))
+    copying = float(copying_seconds(device, np.array(leaving))) + sum(load.states.streaming_seconds for load in loads)
     return max(0.0, copying - sum(load.compute_seconds for load in loads))
 
 

@@ -15,16 +15,16 @@ from itertools import accumulate
 
 from parallax.plan.cluster import Device
 from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.lanes import Lane, Lanes, Part
-from parallax.plan.plan import StagePlan
-from parallax.plan.request import AUTO, WORST, Candidate, Request, Score, Shape, merge, worst
+from parallax.plan.cost import Below, Sizes, StateLoad
+from parallax.plan.lanes import BlockChain, Lane, Lanes, Part
+from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.request import AUTO, Candidate, Request, Shape
 from parallax.plan.schedule import in_flight
-from parallax.plan.stages import StageChoice, block_kinds, judge_stage
+from parallax.plan.stages import StageChoice, judge_stage
 
 MOST_MEMORY = 2**60  # no device will have as much
 TOLERANCE = 1.002  # of the slowest position's seconds, where bisection stops
 ROUNDS = 14  # of bisection
-EFFORT = 60_000  # positions solved after which no more shapes are tried, once one has been found
 MOVES = 12  # devices moved between positions of the best candidates
 
 
@@ -36,42 +36,85 @@ class _Place:
     lane: Lane
 
 
-class QuickSearch:
-    """All shapes of one request by the greedy rule."""
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The greedy answer for one shape; no position can cost less than ``least_cost`` seconds per micro-batch, the
+    blocks being alike."""
 
-    def __init__(self, request: Request, effort: float = EFFORT) -> None:
-        self.request, self._effort = request, effort
-        self.compared = 0
-        self._kinds = block_kinds(request.profile)
-        self._lanes: dict[tuple[Device, int, int, bool, bool], Lanes] = {}
+    candidate: Candidate
+    least_cost: float
+
+
+class QuickSearch:
+    """Shapes of one request by the greedy rule, one at a time. ``looks`` counts the positions filled."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.looks = 0
+        self._chain = BlockChain.of(request.profile)
+        self._lanes: dict[tuple[object, ...], Lanes] = {}
+        self._stated: dict[tuple[object, ...], dict[Sizes, list[tuple[Below, StateLoad, float]]]] = {}
         self._flights: dict[tuple[str, int, int, int], list[int]] = {}
 
-    def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
-        """The ``most`` best pipelines found, best first, none above ``limit``."""
-        best: list[Candidate] = []
-        for shape in sorted(shapes, key=lambda shape: shape.bound):
-            now = min(limit, worst(best, most))
-            if shape.bound >= now or (best and self._looks > self._effort):
-                break
-            replicas = self._even(shape) if shape.positions >= self.request.least_positions else ()
-            found = self._solve(shape, replicas, now) if replicas else None
-            if found is not None:
-                self.compared += 1
-                best = merge(best, [found], most)
-        if self.request.config.replicas == AUTO:
-            few = [c for c in best[: max(1, most // 3)] if c.shape.interleave == 1 and c.shape.positions > 1]
-            best = merge(best, [self._rebalance(candidate) for candidate in few], most)
-        return best
+    def solve(
+        self, shape: Shape, most_seconds: float = math.inf, allowed: Sequence[Directive] | None = None
+    ) -> Solved | None:
+        """The pipeline with replicas as even as they can be whose slowest position is the fastest; None where nothing
+        fits, or every step would take ``most_seconds`` or more. Blocks have one of the ``allowed`` directives."""
+        if shape.positions < self.request.least_positions:
+            return None
+        replicas = self._even(shape)
+        return (
+            self._solve(shape, replicas, most_seconds, tuple(allowed or self.request.allowed_in(shape)))
+            if replicas
+            else None
+        )
 
-    @property
-    def _looks(self) -> int:
-        return sum(lanes.looks for lanes in self._lanes.values())
+    def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Move devices to the slowest position, one after the other, for as long as the score falls."""
+        if self.request.config.replicas != AUTO or candidate.shape.interleave > 1 or candidate.shape.positions == 1:
+            return
+        for _ in range(MOVES):
+            found = self._moved(candidate)
+            if found is None or found.score >= candidate.score:
+                return
+            candidate = found
+            yield candidate
+
+    def _moved(self, candidate: Candidate) -> Candidate | None:
+        replicas, shape = [stage.replicas for stage in candidate.stages], candidate.shape
+        times = [self._seconds_of(candidate, position) for position in range(len(replicas))]
+        slowest = max(range(len(times)), key=times.__getitem__)
+        donors = sorted(range(len(times)), key=lambda p: times[p] * replicas[p] / max(1, replicas[p] - 1))
+        for donor in [p for p in donors if replicas[p] > 1 and p != slowest][:2]:
+            moved = list(replicas)
+            moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
+            if moved[slowest] <= shape.microbatch:
+                found = self._solve(shape, tuple(moved), candidate.score[1], tuple(self.request.allowed_in(shape)))
+                if found is not None:
+                    return found.candidate
+        return None
+
+    def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Of all shapes those that can need the least memory, the leanest first: with fewer rows to a micro-batch no
+        more rows are in flight, and under 1F1B no more micro-batches than under any other schedule."""
+        smallest: dict[tuple[str, int, int], Shape] = {}
+        for shape in [shape for shape in shapes if shape.schedule == "1f1b"] or shapes:
+            key = shape.schedule, shape.positions, shape.interleave
+            if self._even(shape) and (key not in smallest or shape.microbatch < smallest[key].microbatch):
+                smallest[key] = shape
+        return sorted(smallest.values(), key=lambda shape: (-shape.positions, shape.microbatch))
+
+    def holds(self, shape: Shape) -> bool:
+        """Whether the devices can hold a pipeline of this shape with even replicas at all."""
+        replicas = self._even(shape)
+        return bool(replicas) and self._holds(shape, replicas, 0)
 
     def least_memory(self, shapes: Sequence[Shape]) -> int | None:
         """The fewest bytes with which devices that have less could hold a pipeline, by the greedy rule; None where no
         memory helps. Only shapes that do with less than the best so far are looked at closely."""
         best = MOST_MEMORY
-        for shape in shapes:
+        for shape in self.leanest(shapes):
             replicas = self._even(shape)
             if not replicas or not self._holds(shape, replicas, best - 1):
                 continue
@@ -89,9 +132,10 @@ class QuickSearch:
         if shape.interleave > 1:
             return self._holds_dealt(shape, replicas, memory)
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        allowed = tuple(self.request.allowed_in(shape))
         stop, length = len(self.request.profile.blocks), 1
         for position in reversed(range(shape.positions)):
-            lanes = self._lanes_of(shape, firsts[position], replicas[position])
+            lanes = self._lanes_of(shape, firsts[position], replicas[position], allowed)
             device = self.request.device(firsts[position], firsts[position + 1])
             flight, budget = flights[position], max(memory, device.memory_bytes)
 
@@ -116,60 +160,48 @@ class QuickSearch:
             return ()
         return tuple(least + (position >= positions - rest) for position in range(positions))
 
-    def _rebalance(self, candidate: Candidate) -> Candidate:
-        """Move devices to the slowest position for as long as the score falls."""
-        for _ in range(MOVES):
-            replicas = [stage.replicas for stage in candidate.stages]
-            times = [self._seconds_of(candidate, position) for position in range(len(replicas))]
-            slowest = max(range(len(times)), key=times.__getitem__)
-            better = None
-            donors = sorted(range(len(times)), key=lambda p: times[p] * replicas[p] / max(1, replicas[p] - 1))
-            for donor in [p for p in donors if replicas[p] > 1 and p != slowest][:2]:
-                moved = list(replicas)
-                moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
-                if moved[slowest] <= candidate.shape.microbatch:
-                    better = better or self._solve(candidate.shape, tuple(moved), candidate.score)
-            if better is None:
-                break
-            candidate = better
-        return candidate
-
     def _seconds_of(self, candidate: Candidate, position: int) -> float:
         stage = candidate.stages[position]
         rows = -(-candidate.shape.microbatch // stage.replicas)
         return self.request.seconds(rows, stage.start, stage.stop)
 
-    def _solve(self, shape: Shape, replicas: tuple[int, ...], limit: Score) -> Candidate | None:
-        """The least slowest position with these replicas, as a candidate below ``limit``; None where there is none."""
-        ceiling = (limit[1] / self.request.count(shape)) if limit[1] < math.inf else math.inf
+    def _solve(
+        self, shape: Shape, replicas: tuple[int, ...], most_seconds: float, allowed: tuple[Directive, ...]
+    ) -> Solved | None:
+        """The least slowest position with these replicas."""
+        ceiling = most_seconds / self.request.count(shape)
         solve = self._deal if shape.interleave > 1 else self._cut
-        best = solve(shape, replicas, ceiling)
+        best = solve(shape, replicas, ceiling, allowed)
         if best is None:
             return None
-        low, high = max(shape.bound[1] / (self.request.count(shape) + shape.positions), 0.0), _slowest(best)
+        low, high = shape.bound[1] / (self.request.count(shape) + shape.positions), _slowest(best)
         for _ in range(ROUNDS if shape.interleave == 1 else 0):
             if high <= low * TOLERANCE:
                 break
             middle = (low + high) / 2
-            found = solve(shape, replicas, middle)
+            found = solve(shape, replicas, middle, allowed)
             if found is None:
                 low = middle
             else:
                 best, high = found, _slowest(found)
-        return self._candidate(shape, replicas, best, limit)
+        candidate = self._candidate(shape, replicas, best, allowed)
+        return Solved(candidate, low) if candidate is not None else None
 
-    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float) -> list[_Place] | None:
-        """Positions filled from the last, none above ``ceiling`` seconds."""
+    def _cut(
+        self, shape: Shape, replicas: tuple[int, ...], ceiling: float, allowed: tuple[Directive, ...]
+    ) -> list[_Place] | None:
+        """Positions filled from the last, none of which costs more than ``ceiling`` seconds."""
+        self.looks += shape.positions
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_Place] = []
         stop, length = len(self.request.profile.blocks), 1
         for position in reversed(range(shape.positions)):
-            lanes = self._lanes_of(shape, firsts[position], replicas[position])
+            lanes = self._lanes_of(shape, firsts[position], replicas[position], allowed)
             flight = flights[position]
 
             def lane_from(start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight) -> Lane | None:
                 lane = lanes.find(((start, stop, flight),))
-                return lane if lane is not None and lane.seconds <= ceiling else None
+                return lane if lane is not None and lane.cost <= ceiling else None
 
             def works(start: int, lane_from: Callable[[int], Lane | None] = lane_from) -> bool:
                 return lane_from(start) is not None
@@ -182,12 +214,14 @@ class QuickSearch:
             stop, length = start, stop - start
         return places[::-1]
 
-    def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float) -> list[_Place] | None:
+    def _deal(
+        self, shape: Shape, replicas: tuple[int, ...], ceiling: float, allowed: tuple[Directive, ...]
+    ) -> list[_Place] | None:
         """Stages of nearly equal seconds, dealt out to the positions in turn."""
         places = []
-        for parts, lanes, _ in self._dealt(shape, replicas):
+        for parts, lanes, _ in self._dealt(shape, replicas, allowed):
             lane = lanes.find(parts)
-            if lane is None or lane.seconds > ceiling:
+            if lane is None or lane.cost > ceiling:
                 return None
             places.append(_Place(parts, lane))
         return places
@@ -195,13 +229,15 @@ class QuickSearch:
     def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
         return all(
             lanes.least_bytes(parts) <= max(memory, device.memory_bytes)
-            for parts, lanes, device in self._dealt(shape, replicas)
+            for parts, lanes, device in self._dealt(shape, replicas, tuple(self.request.allowed_in(shape)))
         )
 
-    def _dealt(self, shape: Shape, replicas: tuple[int, ...]) -> Iterator[tuple[tuple[Part, ...], Lanes, Device]]:
+    def _dealt(
+        self, shape: Shape, replicas: tuple[int, ...], allowed: tuple[Directive, ...]
+    ) -> Iterator[tuple[tuple[Part, ...], Lanes, Device]]:
         """What each position holds, and where."""
         stages, blocks = shape.positions * shape.interleave, len(self.request.profile.blocks)
-        sums = [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0]).seconds.tolist())]
+        sums = [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], allowed).seconds.tolist())]
         cuts = [0]
         for stage in range(1, stages):
             ideal = bisect_left(sums, sums[-1] * stage / stages)
@@ -212,7 +248,7 @@ class QuickSearch:
             mine = range(position, stages, shape.positions)
             parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
             first, stop = firsts[position], firsts[position + 1]
-            yield parts, self._lanes_of(shape, first, replicas[position]), self.request.device(first, stop)
+            yield parts, self._lanes_of(shape, first, replicas[position], allowed), self.request.device(first, stop)
 
     def _in_flight(self, shape: Shape) -> list[int]:
         """Micro-batches in flight of every stage."""
@@ -225,24 +261,29 @@ class QuickSearch:
             ]
         return self._flights[key]
 
-    def _lanes_of(self, shape: Shape, first: int, replicas: int) -> Lanes:
+    def _lanes_of(self, shape: Shape, first: int, replicas: int, allowed: tuple[Directive, ...]) -> Lanes:
         device, rows = self.request.device(first, first + replicas), -(-shape.microbatch // replicas)
-        key = device, rows, replicas, shape.interleave > 1, shape.split
+        link, micro_batches = self.request.link(first, first + replicas), self.request.count(shape)
+        key = device, link, rows, replicas, micro_batches, shape.interleave > 1, shape.split, allowed
         if key not in self._lanes:
+            below = tuple(self.request.states_below(shape))
             self._lanes[key] = Lanes(
                 self.request.profile,
-                self._kinds,
+                self._chain,
                 device,
                 rows,
-                allowed=self.request.allowed_in(shape),
-                host_states=self.request.states_below(shape),
+                allowed=allowed,
+                host_states=below,
                 replicas=replicas,
+                link=link,
+                micro_batches=micro_batches,
                 split=shape.split,
+                stated=self._stated.setdefault((device, link, replicas, below), {}),
             )
         return self._lanes[key]
 
     def _candidate(
-        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], limit: Score
+        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], allowed: tuple[Directive, ...]
     ) -> Candidate | None:
         """The pipeline with its score; None where rounding says that a stage does not fit after all."""
         stages: dict[int, StagePlan] = {}
@@ -250,7 +291,7 @@ class QuickSearch:
         firsts = list(accumulate(replicas, initial=0))
         for position, place in enumerate(places):
             first, stop = firsts[position], firsts[position + 1]
-            choices = self._choices(shape, place, first, replicas[position])
+            choices = self._choices(shape, place, first, replicas[position], allowed)
             if not choices:
                 return None
             for index, choice in enumerate(choices):
@@ -263,12 +304,14 @@ class QuickSearch:
             work += seconds * replicas[position]
         score = self.request.score(shape, slowest, total, tail, work)
         plans = tuple(stages[stage] for stage in range(len(stages)))
-        return Candidate(score, shape, plans, self.request.order) if score < limit else None
+        return Candidate(score, shape, plans, self.request.order)
 
-    def _choices(self, shape: Shape, place: _Place, first: int, replicas: int) -> list[StageChoice]:
+    def _choices(
+        self, shape: Shape, place: _Place, first: int, replicas: int, allowed: tuple[Directive, ...]
+    ) -> list[StageChoice]:
         """The stages of one position, each proved on its own share of the device."""
         device = self.request.device(first, first + replicas)
-        directives = place.lane.directives(place.parts, self.request.allowed_in(shape))
+        directives = place.lane.directives(place.parts, allowed)
         found = []
         for (start, _, flight), chosen in zip(place.parts, directives):
             where = self.request.flight(shape, first, first + replicas, flight)
@@ -284,7 +327,7 @@ class QuickSearch:
 
 
 def _slowest(places: Sequence[_Place]) -> float:
-    return max(place.lane.seconds for place in places)
+    return max(place.lane.cost for place in places)
 
 
 def _furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:

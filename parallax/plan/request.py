@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from parallax.errors import ConfigError, check_choice, check_count
-from parallax.plan.cluster import Cluster, Device
+from parallax.plan.cluster import Cluster, Device, Link
 from parallax.plan.collective import link_among
 from parallax.plan.cost import ALL_ON_DEVICE, SHARDED, Below, Sizes, load_states
 from parallax.plan.plan import Directive, StagePlan
@@ -28,6 +28,8 @@ from parallax.plan.stages import Flight
 
 AUTO = "auto"
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
+MOST_SIZES = 48  # rows per micro-batch that are tried one by one; beyond them every next has fewer rows by RATIO
+RATIO = 1.1
 ORDERS_TRIED = 24  # permutations of the kinds of devices
 EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 MANY = 24  # positions up to which every number is tried
@@ -154,6 +156,7 @@ class Request:
         self._capacity = sum(node.capacity for node in cluster.nodes)
         self._sums = lru_cache(maxsize=None)(self._find_sums)
         self.device = lru_cache(maxsize=None)(self._find_device)
+        self.link = lru_cache(maxsize=None)(self._find_link)
         if not self.allowed:
             raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
         self._check_schedule()
@@ -270,14 +273,24 @@ class Request:
     def shapes(self) -> Iterator[Shape]:
         """Every shape that uses every device, with its bound."""
         blocks, devices = len(self.profile.blocks), len(self.devices)
-        for schedule, microbatch, positions in itertools.product(
-            self.schedules, self.microbatches, self.position_counts()
-        ):
-            for interleave in self._interleaves(schedule, positions):
+        for schedule, positions in itertools.product(self.schedules, self.position_counts()):
+            for microbatch, interleave in itertools.product(
+                self.sizes(positions, schedule), self._interleaves(schedule, positions)
+            ):
                 shape = Shape(schedule, microbatch, positions, interleave)
                 if not self._allows(shape):
                     continue
                 yield replace(shape, bound=self.bound(shape, positions, blocks, devices, 0.0, 0.0, 0.0, 0.0))
+
+    def sizes(self, positions: int, schedule: str = AUTO) -> list[int]:
+        """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that leave no replica of an
+        even pipeline with fewer rows than another. Only the largest of those with as many rows for a rank, and of those
+        with as many micro-batches, is worth trying; of interleaved schedules positions divide their number."""
+        if self.microbatch != AUTO:
+            return self.microbatches
+        replicas = -(-len(self.devices) // positions)
+        step = positions if schedule == "interleaved" else 1
+        return sorted({*self.microbatches, *dealt(self.global_batch, replicas, step)}, reverse=True)
 
     def _interleaves(self, schedule: str, positions: int) -> Sequence[int]:
         if schedule != "interleaved":
@@ -361,10 +374,14 @@ class Request:
             gap_share=max(device.gap_share for device in kinds),
         )
 
+    def _find_link(self, first: int, stop: int) -> Link:
+        """The slowest link among devices ``first`` to ``stop``, in this order."""
+        return link_among(self.order[first:stop], self.cluster)
+
     def flight(self, shape: Shape, first: int, stop: int, in_flight: int) -> Flight:
         """Where a stage on devices ``first`` to ``stop`` runs."""
         replicas = stop - first
-        link = link_among(self.order[first:stop], self.cluster) if replicas > 1 else None
+        link = self.link(first, stop) if replicas > 1 else None
         return Flight(replicas, -(-shape.microbatch // replicas), in_flight, link, shape.split)
 
     def position_counts(self) -> list[int]:
@@ -424,6 +441,24 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
     found = [global_batch]
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
+    return found
+
+
+def dealt(global_batch: int, replicas: int, step: int = 1) -> list[int]:
+    """Rows per micro-batch such that each of ``replicas`` has a row or more: of every number of rows for a rank the
+    fewest micro-batches, of which ``step`` divides the number, with as few rows as these then need."""
+    found: list[int] = []
+    rows = -(-global_batch // replicas)
+    while rows > 0:
+        count = -(-global_batch // (rows * replicas))
+        count = -(-count // step) * step
+        size = max(replicas, -(-global_batch // count))
+        if size > global_batch or -(-global_batch // size) % step:
+            rows -= 1
+            continue
+        found.append(size)
+        following = -(-size // replicas)
+        rows = min(rows, following) - 1 if len(found) < MOST_SIZES else min(following - 1, int(following / RATIO))
     return found
 
 

@@ -346,6 +346,15 @@ def splits(schedule: str) -> bool:
     )
 
 
+_FULL: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": lambda positions, position, micro_batches: micro_batches,
+    "1f1b": lambda positions, position, micro_batches: positions - position,
+    "zb-h1": lambda positions, position, micro_batches: positions,
+    "zb-h2": lambda positions, position, micro_batches: 2 * positions - 1,
+}
+"""Micro-batches in flight on a position where there are enough of them."""
+
+
 @lru_cache(maxsize=4096)
 def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
     """The most micro-batches of a stage that have gone forward at one time, but not wholly backward.
@@ -355,9 +364,9 @@ def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interl
     """
     if stages % interleave or not 0 <= stage < stages:
         raise PlanError(f"stage {stage} of {stages}, {interleave} per position: there is no such stage")
-    if schedule == "gpipe":
-        return micro_batches
     positions = stages // interleave
+    if interleave == 1 and schedule in _FULL:  # as the docstrings of these orders say
+        return min(micro_batches, _FULL[schedule](positions, stage, micro_batches))
     few = micro_batches
     if schedule in BUILT_IN:  # a full pipeline stays as full as it is: the first few rounds say it
         few = min(micro_batches, 8 * stages + micro_batches % stages)

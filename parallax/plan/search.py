@@ -11,27 +11,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.pipelines import EFFORT as EXACT_EFFORT
 from parallax.plan.pipelines import PipelineSearch
 from parallax.plan.plan import Alternative, Directive, Plan, Prediction
-from parallax.plan.predict import Forecast, Pipeline, best_placement
+from parallax.plan.predict import Forecast, Pipeline, predict
 from parallax.plan.profile import ModelProfile
-from parallax.plan.quick import EFFORT as QUICK_EFFORT
 from parallax.plan.quick import QuickSearch
 from parallax.plan.refusal import refusal
-from parallax.plan.request import AUTO, Candidate, PlanConfig, Request, merge, worst
+from parallax.plan.request import AUTO, Candidate, PlanConfig, Request, worst
+from parallax.plan.survey import EFFORT as SURVEY_EFFORT
+from parallax.plan.survey import Forecasts, Progress, Survey, Timed, timed_placements
 
-PREDICTED = 20  # candidates that are predicted in full, best formula first
+PREDICTED = 8  # pipelines that are predicted in full, whether or not they can win
+EFFORT = 300_000  # passes of blocks that the event simulator runs through while one may win
+CANDIDATES = 20  # of the exact search
 NAMED = 4  # runners-up that the plan names
 TIE = 1e-6  # of the step: a gain that is none
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a search over all orders of the devices found."""
+class Found:
+    """What a search over all orders of the devices found: pipelines, those of the formula's best ``candidates`` among
+    them, how many were ``compared``, whether none can score better by the formula, and a lower bound."""
 
+    timed: list[Timed]
     candidates: list[Candidate]
     compared: int
     exact: bool
@@ -47,79 +51,104 @@ def search(
     microbatch: int | str = AUTO,
     swap: bool = True,
     runnable: bool = True,
+    cores: int = 1,
+    progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
     """The best plan that uses every device of ``cluster``, and the forecast of its step.
 
-    ``microbatch`` is in rows; auto tries the halvings of the batch. ``runnable`` asks for a plan that the runtime can
-    execute. Raises :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
+    ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas.
+    ``runnable`` asks for a plan that the runtime can execute. The search runs on up to ``cores`` cores, and
+    finds the same on any number of them; ``progress`` is told what is looked at. Raises
+    :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
     """
     request = Request(
         profile, cluster, config, global_batch=global_batch, microbatch=microbatch, swap=swap, runnable=runnable
     )
-    found = find_candidates(request, PREDICTED)
-    predicted: list[tuple[Pipeline, Forecast]] = []
-    refused: list[Alternative] = []
-    for candidate in found.candidates:
-        pipeline = _pipeline(request, candidate)
-        try:
-            predicted.append(best_placement(profile, cluster, pipeline))
-        except (InfeasiblePlan, BudgetExceeded) as error:
-            refused.append(
-                Alternative(description=describe(pipeline), step_seconds=candidate.score[0], reason=str(error))
-            )
+    forecasts = Forecasts(request)
+    found = find_candidates(request, CANDIDATES, forecasts, cores=cores, progress=progress)
+    predicted = _predict(found.timed, forecasts, progress)
+    reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
     if not predicted:
-        raise refusal(request, [other.reason for other in refused], _fits)
-    predicted.sort(key=lambda pair: pair[1].step_seconds)
-    (pipeline, forecast), others = predicted[0], predicted[1:]
-    plan = _plan(request, pipeline, forecast, found, [*_runners_up(predicted[0], others), *refused][:NAMED])
+        raise refusal(request, list(reasons.values()), _fits)
+    pipeline = predicted[0][0]
+    forecast = predict(profile, cluster, pipeline)  # with every action, which the others need not keep
+    refused = [Alternative(description=text, step_seconds=0.0, reason=reason) for text, reason in reasons.items()]
+    plan = _plan(request, pipeline, forecast, found, [*_runners_up(predicted[0], predicted[1:]), *refused][:NAMED])
     return plan, forecast
 
 
-def find_candidates(request: Request, most: int) -> _Found:
-    """The ``most`` best pipelines by the formula over all orders of the devices, best first."""
+def find_candidates(
+    request: Request,
+    most: int,
+    forecasts: Forecasts | None = None,
+    *,
+    cores: int = 1,
+    progress: Progress = lambda text: None,
+) -> Found:
+    """The pipelines that may be the best over all orders of the devices. Small questions are also answered exactly by
+    the formula: their ``most`` best."""
+    timed: list[Timed] = []
     best: list[Candidate] = []
     compared, exact, bound = 0, True, math.inf
-    orders = request.orders()
+    orders, forecasts = request.orders(), forecasts or Forecasts(request)
     for ordered in orders:
-        shapes = list(ordered.shapes())
-        quick = QuickSearch(ordered, QUICK_EFFORT / len(orders))
-        best = merge(best, quick.best(shapes, most, worst(best, most)), most)
-        compared += quick.compared
+        survey = Survey(ordered, forecasts, effort=SURVEY_EFFORT / len(orders), cores=cores, progress=progress)
+        survey.run()
+        timed += survey.found
+        compared += survey.compared
+        best = sorted([*best, *(other.candidate for other in survey.found)], key=lambda c: c.score)[:most]
+        if not request.small:
+            exact, bound = False, min(bound, survey.bound_seconds)
+            continue
         thorough = PipelineSearch(ordered, EXACT_EFFORT / len(orders))
-        if request.small:  # only what beats the greedy rule's best is looked for
-            plain = [shape for shape in shapes if shape.interleave == 1]
-            whole, alone = worst(best, 1)
-            best = merge(best, thorough.best(plain, most, (whole * (1 - TIE), alone * (1 - TIE))), most)
-            compared, exact = compared + thorough.compared, exact and thorough.exact and not request.mixed
-        possible = [shape for shape in shapes if shape.positions >= ordered.least_positions]
+        shapes = list(ordered.shapes())
+        whole, alone = worst(best, 1)  # only what beats the greedy rule's best is looked for
+        better = thorough.best(
+            [shape for shape in shapes if shape.interleave == 1], most, (whole * (1 - TIE), alone * (1 - TIE))
+        )
+        best = sorted([*best, *better], key=lambda c: c.score)[:most]
+        timed += [other for candidate in better for other in timed_placements(ordered, candidate)]
+        compared += thorough.compared
         # Kinds of devices are taken in turn, never mixed, and interleaved stages are cut one way only.
-        seen = request.small and thorough.exact and not request.mixed
+        seen = thorough.exact and not request.mixed
+        exact = exact and seen
+        possible = [shape for shape in shapes if shape.positions >= ordered.least_positions]
         unseen = [shape for shape in possible if not seen or shape.interleave > 1]
         bound = min(bound, min((shape.bound[0] for shape in unseen), default=math.inf))
     first = best[0].score[0] if best else math.inf
-    return _Found(best, compared, exact and first * (1 - TIE) <= bound, min(first, bound))
+    return Found(
+        timed, best, compared, exact and first * (1 - TIE) <= bound, min(first, bound) if request.small else bound
+    )
+
+
+def _predict(timed: Sequence[Timed], forecasts: Forecasts, progress: Progress) -> list[tuple[Pipeline, Forecast]]:
+    """The forecasts of the pipelines that may be the best, best first. The simulator finds waits that the longest path
+    does not know, so all that seem faster than the best are asked for, and some more to be named."""
+    best = forecasts.least()
+    for other in sorted(timed, key=lambda other: other.seconds):
+        enough = other.seconds >= best and len(forecasts.known) >= PREDICTED
+        if enough or (forecasts.known and forecasts.effort > EFFORT):
+            break
+        progress(f"predicting plans: {len(forecasts.known)}, the best takes {best:.4g} s")
+        best = min(best, forecasts.seconds(other.pipeline))
+    return sorted(forecasts.known.items(), key=lambda pair: pair[1].step_seconds)
 
 
 def _fits(request: Request) -> bool:
-    """Whether a plan for this question exists, predicted in full."""
-    for candidate in find_candidates(request, PREDICTED).candidates:
-        try:
-            best_placement(request.profile, request.cluster, _pipeline(request, candidate))
-        except (InfeasiblePlan, BudgetExceeded):
-            continue
-        return True
-    return False
-
-
-def _pipeline(request: Request, candidate: Candidate) -> Pipeline:
-    return Pipeline(
-        schedule=candidate.shape.schedule,
-        stages=candidate.stages,
-        global_batch=request.global_batch,
-        microbatch=candidate.shape.microbatch,
-        interleave=candidate.shape.interleave,
-        order=candidate.order,
-    )
+    """Whether a plan for this question exists, predicted in full. One of the leanest shapes shows it soonest."""
+    forecasts = Forecasts(request)
+    for ordered in request.orders():
+        quick = QuickSearch(ordered)
+        for shape in quick.leanest(list(ordered.shapes())):
+            solved = quick.solve(shape)
+            if solved is None:
+                continue
+            if any(forecasts.seconds(each.pipeline) < math.inf for each in timed_placements(ordered, solved.candidate)):
+                return True
+    if request.small:
+        for timed in find_candidates(request, CANDIDATES, forecasts).timed:
+            forecasts.seconds(timed.pipeline)
+    return bool(forecasts.known)
 
 
 def describe(pipeline: Pipeline) -> str:
@@ -168,7 +197,7 @@ def _mean_terms(forecast: Forecast) -> dict[str, float]:
 
 
 def _plan(
-    request: Request, pipeline: Pipeline, forecast: Forecast, found: _Found, others: Sequence[Alternative]
+    request: Request, pipeline: Pipeline, forecast: Forecast, found: Found, others: Sequence[Alternative]
 ) -> Plan:
     profile, devices = request.profile, request.cluster.devices
     in_order = pipeline.order == tuple(range(len(devices)))

@@ -81,7 +81,8 @@ def judge_stage(
     if load.peak_bytes(where.in_flight, least) > budget or places + load.host_state_bytes > device.tier_bytes:
         return None
     spare = budget - load.peak_bytes(where.in_flight, least)
-    limit = min(least + math.floor(spare / (1 + load.gap_share)), where.in_flight * moved)
+    room = least + spare / (1 + load.gap_share)
+    limit = min(math.floor(room), where.in_flight * moved)
     while limit > least and load.peak_bytes(where.in_flight, limit) > budget:  # gaps are rounded up
         limit -= 1
     while limit < where.in_flight * moved and load.peak_bytes(where.in_flight, limit + 1) <= budget:
@@ -97,7 +98,8 @@ def judge_stage(
         parameter_offload=below.parameters,
         shard_optimizer=below.sharded,
     )
-    copying = float(copying_seconds(device, np.array(moved))) + load.states.streaming_seconds
+    leaving = leaving_bytes(moved, where.in_flight, room)
+    copying = float(copying_seconds(device, leaving)) + load.states.streaming_seconds
     buffered = limit >= buffer_bytes(least, where.in_flight * moved)
     waiting = 0.0 if buffered else device.read.seconds(moved)
     spreading = 0.0
@@ -117,6 +119,15 @@ def buffer_bytes(largest: Any, moved: Any) -> Any:
     """The swap limit from which reading overlaps with compute: two blocks, one that is used and the next one, or all
     that is ``moved``. With less, a backward waits for what each offloaded block has to read."""
     return np.minimum(2 * largest, moved)
+
+
+def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
+    """Of ``moved`` bytes that a micro-batch offloads, those that leave the device. Where a backward follows its own
+    forward, what was not written by then is spared, so only what the swap ``limit`` has no room for must be. With
+    others in between there is time to write it all, unless all of them fit."""
+    if in_flight == 1:
+        return np.maximum(0.0, moved - limit)
+    return np.where(limit >= in_flight * moved, 0.0, moved)
 
 
 def tier_places(moved: float) -> int:
@@ -222,7 +233,10 @@ class StageFitter:
             if fitting.any():
                 found = choices.pick(np.flatnonzero(fitting))
                 moved = found.columns[:, _MOVED]
-                copying = copying_seconds(self._device, moved) + self._base(start, stop, where, below)[3]
+                spare = self._device.memory_bytes - self._needed(found, start, stop, where, below)
+                room = found.columns[:, _LARGEST] + spare / (1 + self._device.gap_share)
+                leaving = leaving_bytes(moved, where.in_flight, room)
+                copying = copying_seconds(self._device, leaving) + self._base(start, stop, where, below)[3]
                 waiting = self._waiting(found, start, stop, where, below)
                 seconds = np.maximum(found.columns[:, _SECONDS] + waiting, copying)
                 best = int(np.lexsort((moved, seconds))[0])

@@ -54,7 +54,6 @@ def every_stage(
     taken = table[np.arange(stop - start)[None, :], picks]
     seconds, kept, moved = (taken[:, :, column].sum(1) for column in range(3))
     largest, work = taken[:, :, 2].max(1), taken[:, :, 3].max(1)
-    copying = [device.write.seconds(m) + device.read.seconds(m) for m in moved]
     found = []
     for below in request.states_below(shape):
         if below.sharded and r == 1 and found:
@@ -80,6 +79,10 @@ def every_stage(
             # Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it.
             ahead = passing - largest + np.minimum(2 * largest, flight * moved)
             waits = load.static_bytes + ahead + np.ceil(device.gap_share * ahead) > device.memory_bytes
+            # With one micro-batch in flight only what the swap limit has no room for leaves the device.
+            limit = largest + (device.memory_bytes - peak) / (1 + device.gap_share)
+            leaving = np.maximum(0.0, moved - limit) if flight == 1 else np.where(limit >= flight * moved, 0, moved)
+            copying = [device.write.seconds(m) + device.read.seconds(m) for m in leaving]
             computing = seconds + waits * np.array([device.read.seconds(m) for m in moved])
             best = np.where(fits, np.maximum(computing, streaming + np.array(copying)), np.inf).min()
             tail = load.update_seconds + reduce

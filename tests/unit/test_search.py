@@ -20,7 +20,7 @@ from parallax.plan.cost import load_block
 from parallax.plan.plan import Directive, Plan, StagePlan
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 from parallax.plan.request import PlanConfig, Request
-from parallax.plan.search import PREDICTED, find_candidates, search
+from parallax.plan.search import CANDIDATES, find_candidates, search
 from parallax.plan.stages import TIER_FLOOR, Flight, StageFitter
 from tests.unit.brute_force import brute_force
 from tests.unit.plan_fakes import FREE, block, cluster, profile
@@ -85,7 +85,7 @@ def test_no_plan_beats_the_search_by_its_formula(part: int, seed: int, size: tup
     some = r.choice(["1f1b", "zb-h1", "zb-h2"] if splits else ["gpipe", "1f1b"])
     config = PlanConfig(schedule="auto" if r.random() < 0.2 else some, interleave=1)
     request = Request(model, machines, config, global_batch=batch, runnable=runnable)
-    expected, found = brute_force(request), find_candidates(request, PREDICTED)
+    expected, found = brute_force(request), find_candidates(request, CANDIDATES)
     if math.isinf(expected):
         assert not found.candidates
         return

@@ -1,0 +1,200 @@
+"""What no even pipeline of a shape can do better than: seconds of a step, before and after it was looked at closely.
+
+By the formula of :mod:`parallax.plan.request` a step takes ``M · max t + ramp · (Σ t − max t)`` and what comes after
+the last micro-batch. Its parts cannot be less than these, whatever is cut where and whatever becomes of activations:
+
+* **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
+  position has as many. Where a position was shown to need more to fit its memory, that.
+* **Σ t**: all blocks, for as many rows as the fullest rank has; and the messages of a micro-batch that passes through.
+* **M micro-batches, of which so many are in flight at most**: each is there for Σ t at least, so the step takes
+  ``M / in flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
+* **ramp** of a zero-bubble schedule: only blocks that keep their activations can put their weight halves off. What all
+  positions together can keep is what their memory leaves beside parameters and what training adds to them.
+* **After the last micro-batch**: the update of the mean share of the parameters, by whichever way is fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.plan.cost import BlockLoad, Sizes, gap_bytes, load_block, load_states
+from parallax.plan.plan import Directive
+from parallax.plan.profile import BlockCost
+from parallax.plan.request import ROUNDING, Request, Shape
+from parallax.plan.schedule import BUILT_IN, in_flight
+from parallax.plan.stages import block_kinds
+from parallax.plan.timeline import StageTimes, time_schedule
+
+_HALVES = {"zb-h1": 2, "zb-h2": 3}  # what of a ramp's seconds each second of a weight half that is put off saves
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """All blocks for so many rows on the fullest rank: their seconds forward and in all, those of the weight halves,
+    and the least seconds of so many blocks. ``common`` is the kind of block that takes most of them, there are
+    ``count`` of it."""
+
+    forward: float
+    seconds: float
+    weight: float
+    largest: float
+    cheapest: NDArray[np.float64]
+    common: BlockLoad
+    cost: BlockCost
+    count: int
+    message_bytes: float
+
+
+class StepBound:
+    """Lower bounds of the shapes of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        numbers, self._costs = block_kinds(request.profile)
+        self._counts = Counter(numbers)
+        self._common_bytes = self._parameters(numbers)
+        self._speed = max(device.speed for device in request.devices)
+        self._device = max(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
+        self._rows = lru_cache(maxsize=None)(self._find_rows)
+        self._update = lru_cache(maxsize=None)(self._find_update)
+
+    def seconds(self, shape: Shape, least_cost: float = 0.0) -> float:
+        """No even pipeline of ``shape`` takes less, by the formula; ``least_cost`` is what is known of the slowest
+        position: seconds per micro-batch, its part of what comes after the last one included."""
+        replicas, micro_batches = self._replicas(shape), self.request.count(shape)
+        rows = self._rows(-(-shape.microbatch // replicas), shape.split)
+        update = self._update(shape.positions, replicas)
+        positions, least = shape.positions, -(-len(self.request.profile.blocks) // shape.positions)
+        slowest = max(rows.seconds / positions, rows.largest, float(rows.cheapest[least]))
+        slowest = max(slowest + update / micro_batches, least_cost)
+        # slowest · M has the update in it
+        deferred = self._deferred(shape, rows, replicas)
+        path = rows.seconds + self._messages(shape, rows)
+        rest = max(0.0, path - slowest)
+        halves = _HALVES.get(shape.schedule, 0)
+        ramp = max(0.0, rest / shape.interleave - halves * deferred * (positions - 1) / positions)
+        filled = micro_batches * slowest + ramp
+        if shape.split and halves:
+            share = deferred / rows.seconds if rows.seconds > 0 else 0.0
+            filled = max(filled, (1 - share) * ((micro_batches - 1) * slowest + rows.seconds))
+        queued = micro_batches / self._in_flight(shape) * (path - deferred) if shape.interleave == 1 else 0.0
+        return max(filled, queued + update, shape.bound[0]) * ROUNDING
+
+    def timed(self, shape: Shape, least_cost: float = 0.0) -> float:
+        """As :meth:`seconds`, and not less than the timeline of a pipeline whose positions all take the mean: a step is
+        a convex function of their seconds."""
+        replicas, positions = self._replicas(shape), shape.positions
+        rows = self._rows(-(-shape.microbatch // replicas), shape.split)
+        weight = self._deferred(shape, rows, replicas)
+        stages = positions * shape.interleave
+        times = StageTimes(
+            forward=rows.forward / stages,
+            backward=(rows.seconds - rows.forward - weight) / stages,
+            weight=weight / stages,
+            send=self._messages(shape, rows) / max(1, 2 * (positions - 1)),
+        )
+        line = time_schedule(shape.schedule, [times] * stages, self.request.count(shape), interleave=shape.interleave)
+        ideal = line.step_seconds + self._update(positions, replicas)
+        return max(self.seconds(shape, least_cost), ideal * ROUNDING)
+
+    def _replicas(self, shape: Shape) -> int:
+        """Of the position that has most."""
+        asked = self.request.config.replicas
+        if isinstance(asked, list | tuple):
+            return max(int(count) for count in asked)
+        return -(-len(self.request.devices) // shape.positions)
+
+    def _messages(self, shape: Shape, rows: _Rows) -> float:
+        """Seconds that a micro-batch spends between positions, up and down."""
+        cluster = self.request.cluster
+        fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
+        return 2 * (shape.positions - 1) * fast.seconds(rows.message_bytes)
+
+    def _in_flight(self, shape: Shape) -> int:
+        """The most micro-batches that a pipeline has under way."""
+        micro_batches = self.request.count(shape)
+        if shape.schedule not in BUILT_IN:
+            return micro_batches
+        return in_flight(shape.schedule, shape.positions, 0, micro_batches)
+
+    def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
+        """The most seconds of weight halves of one micro-batch that all positions together can put off."""
+        if not shape.split:
+            return 0.0
+        allowed = self.request.allowed_in(shape)
+        if Directive.KEEP not in allowed:
+            return 0.0
+        common = rows.count * rows.common.weight_seconds
+        return rows.weight - common + common * self._kept_share(shape, rows, replicas)
+
+    def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
+        """The most of the common blocks whose activations can stay."""
+        if shape.schedule not in BUILT_IN or rows.common.held_bytes <= 0:
+            return 1.0
+        device = self._device
+        free = device.memory_bytes - device.reserve_bytes - gap_bytes(device, rows.cost.input.at(1))
+        room = free / (1 + device.gap_share) - min(rows.common.forward_work, rows.common.backward_work)
+        micro_batches = self.request.count(shape)
+        flight = min(in_flight(shape.schedule, shape.positions, p, micro_batches) for p in (0, shape.positions - 1))
+        kept = shape.positions * room - self._static(replicas) * self._common_bytes
+        return min(1.0, max(0.0, kept / (flight * rows.common.held_bytes * rows.count)))
+
+    def _static(self, replicas: int) -> float:
+        """The fewest bytes on the device for a byte of parameters."""
+        profile = self.request.profile
+        states = profile.optimizer_bytes + profile.master_bytes
+        return min(
+            (1 - below.parameters) * (1 + profile.gradient_bytes)
+            + (1 - below.optimizer) * states / (replicas if below.sharded else 1)
+            for below in self.request.host_states
+        )
+
+    def _parameters(self, numbers: tuple[int, ...]) -> int:
+        """Bytes of parameters of the common blocks, each that is shared counted once and given away."""
+        common = self._common()
+        profile = self.request.profile
+        total = sum(cost.parameter_bytes for number, cost in zip(numbers, profile.blocks) if number == common)
+        return max(0, total - sum(size * len(users) for size, users in profile.ties))
+
+    def _common(self) -> int:
+        def seconds(number: int) -> float:
+            cost = self._costs[number]
+            return self._counts[number] * (cost.forward_seconds.at(1) + cost.backward_seconds.at(1))
+
+        return max(self._counts, key=seconds)
+
+    def _find_rows(self, rows: int, split: bool) -> _Rows:
+        loads = [load_block(cost, Directive.KEEP, rows, speed=self._speed, split=split) for cost in self._costs]
+        each = np.array([load.forward_seconds + load.backward_seconds for load in loads])
+        counts = np.array([self._counts[number] for number in range(len(loads))])
+        ordered = np.sort(np.repeat(each, counts))
+        common = self._common()
+        inner = [cost.output.at(rows) for cost in self._costs]
+        return _Rows(
+            forward=float((counts * np.array([load.forward_seconds for load in loads])).sum()),
+            seconds=float(ordered.sum()),
+            weight=float((counts * np.array([load.weight_seconds for load in loads])).sum()),
+            largest=float(ordered[-1]),
+            cheapest=np.concatenate([[0.0], np.cumsum(ordered)]),
+            common=loads[common],
+            cost=self._costs[common],
+            count=self._counts[common],
+            message_bytes=min(inner, default=0.0),
+        )
+
+    def _find_update(self, positions: int, replicas: int) -> float:
+        """Seconds of the update of the mean share of the parameters, by whichever way is fastest."""
+        profile = self.request.profile
+        whole = profile.unique_parameter_bytes(range(len(profile.blocks)))
+        sizes = Sizes(whole // positions, 0, 0)
+        found = []
+        for below in self.request.host_states:
+            states = load_states(profile, sizes, self._device, below, replicas)
+            found.append(states.update_seconds)
+        return min(found, default=math.inf)

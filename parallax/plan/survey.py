@@ -1,0 +1,263 @@
+"""Every shape of a question, best bound first: solved by the greedy rule, timed, and left out once its bound says that
+it cannot win.
+
+The formula ranks shapes of the same kind well and different kinds badly: what a zero-bubble schedule fills depends on
+which blocks keep their activations, what a message costs on where replicas lie. So each shape that may win is timed on
+its action lists, in more than one way, and what is left out is left out by its lower bound alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from parallax.errors import BudgetExceeded, InfeasiblePlan
+from parallax.plan.bounds import StepBound
+from parallax.plan.plan import Directive
+from parallax.plan.predict import Forecast, Pipeline, placements, predict, quick_seconds
+from parallax.plan.quick import QuickSearch
+from parallax.plan.request import Candidate, Request, Shape
+from parallax.plan.workers import Workers
+
+EFFORT = 150_000  # positions filled after which no more shapes are looked at, once one has been found
+AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
+BATCH = 8  # shapes that are looked at together
+ALONE = 20_000  # positions filled, in about a second, after which other cores are asked for help
+REBALANCED = 4  # of the best pipelines, how many are tried with uneven replicas
+NEAR = 1.1  # pipelines up to so many times the best one's seconds are kept: the simulator may change their order
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A pipeline and the seconds of its step by the longest path."""
+
+    seconds: float
+    pipeline: Pipeline
+    candidate: Candidate
+
+
+@dataclass(slots=True)
+class _Open:
+    """A shape and what is known of the slowest position of its pipelines."""
+
+    shape: Shape
+    bound: float
+    least_cost: float = 0.0
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What was found of one shape: pipelines, how many ways to cut it were ``compared``, the least cost of the slowest
+    position, and how many positions were filled for that."""
+
+    found: list[Timed]
+    forecasts: Forecasts
+    compared: int
+    least_cost: float
+    looks: int
+
+
+class Forecasts:
+    """Forecasts of one question's pipelines, each made once. ``refused`` are those that do not fit after all, and why;
+    ``effort`` counts the passes of blocks that were simulated."""
+
+    def __init__(self, request: Request) -> None:
+        self._profile, self._cluster = request.profile, request.cluster
+        self.known: dict[Pipeline, Forecast] = {}
+        self.refused: dict[Pipeline, str] = {}
+        self.effort = 0
+
+    def seconds(self, pipeline: Pipeline) -> float:
+        """Of a step; infinite where the pipeline does not fit."""
+        if pipeline not in self.known and pipeline not in self.refused:
+            try:
+                forecast = predict(self._profile, self._cluster, pipeline)
+            except (InfeasiblePlan, BudgetExceeded) as error:
+                self.refused[pipeline] = str(error)
+                return math.inf
+            self.effort += pipeline.passes if forecast.spans else 0
+            self.known[pipeline] = replace(forecast, spans=())
+        return self.known[pipeline].step_seconds if pipeline in self.known else math.inf
+
+    def least(self) -> float:
+        """Seconds of the fastest."""
+        return min((forecast.step_seconds for forecast in self.known.values()), default=math.inf)
+
+    def add(self, other: Forecasts) -> None:
+        """Take over what another has found."""
+        self.known |= other.known
+        self.refused |= other.refused
+        self.effort += other.effort
+
+
+class _Looker:
+    """Solves the shapes of one request, one at a time."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.quick = request, QuickSearch(request)
+
+    def look(self, shape: Shape, best: float, again: bool) -> _Look:
+        """The pipelines of a shape that may take less than ``best``: with all directives, and, where that makes blocks
+        offload, without: what leaves the device may be waited for longer than the greedy rule knows. When asked
+        ``again``, with one directive for all blocks: where more leaves the device than must, there is room to read
+        ahead."""
+        before, found = self.quick.looks, _Found(self.request, best)
+        allowed = self.request.allowed_in(shape)
+        least_cost, ways = 0.0, list[list[Directive]]()
+        if again:
+            ways = [[d] for d in allowed if d is not Directive.KEEP and len(allowed) > 1]
+        else:
+            found.compared += 1
+            solved = self.quick.solve(shape, best * NEAR)
+            least_cost = best * NEAR / self.request.count(shape) if solved is None else solved.least_cost
+            if solved is not None:
+                found.add(solved.candidate)
+                rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
+                ways = [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
+        for way in ways:
+            found.compared += 1
+            other = self.quick.solve(shape, found.best * NEAR, way)
+            if other is not None:
+                found.add(other.candidate)
+        return _Look(found.timed, found.forecasts, found.compared, least_cost, self.quick.looks - before)
+
+    def rebalance(self, candidate: Candidate, best: float) -> _Look:
+        """The candidate with devices moved to its slowest positions."""
+        before, found = self.quick.looks, _Found(self.request, best)
+        for other in self.quick.rebalance(candidate):
+            found.compared += 1
+            found.add(other)
+        return _Look(found.timed, found.forecasts, found.compared, 0.0, self.quick.looks - before)
+
+
+class _Found:
+    """Pipelines of one shape; those that the longest path alone does not rule out are forecast."""
+
+    def __init__(self, request: Request, best: float) -> None:
+        self._request, self.best = request, best
+        self.timed: list[Timed] = []
+        self.forecasts = Forecasts(request)
+        self.compared = 0
+
+    def add(self, candidate: Candidate) -> None:
+        """Time a candidate in all its placements."""
+        for timed in timed_placements(self._request, candidate):
+            if timed.seconds <= self.best * NEAR:
+                self.timed.append(timed)
+            if timed.seconds < self.best:
+                self.best = min(self.best, self.forecasts.seconds(timed.pipeline))
+
+
+class Survey:
+    """The shapes of one request, on so many ``cores``. ``found`` are pipelines, ``compared`` counts what
+    was solved, ``bound_seconds`` is what no even pipeline takes less than. ``effort`` is in positions filled."""
+
+    def __init__(
+        self,
+        request: Request,
+        forecasts: Forecasts,
+        *,
+        effort: float = EFFORT,
+        cores: int = 1,
+        progress: Progress = lambda text: None,
+    ) -> None:
+        self.request, self.forecasts, self._effort, self._progress = request, forecasts, effort, progress
+        self.found: list[Timed] = []
+        self.compared = self._looks = 0
+        self._cores, self._looker, self._bound = cores, _Looker(request), StepBound(request)
+        self._open: list[_Open] = []
+
+    def run(self) -> None:
+        """Look at every shape that may take less than the best that is forecast."""
+        least = self.request.least_positions
+        shapes = [shape for shape in self.request.shapes() if shape.positions >= least]
+        self._open = sorted((_Open(s, self._bound.seconds(s)) for s in shapes), key=lambda entry: entry.bound)
+        with Workers(self._looker.look, self._cores) as workers:
+            self._look_at_all(workers)
+            near = self.forecasts.least() * NEAR
+            best = {timed.candidate.shape for timed in self.found if timed.seconds <= near}
+            self._look(workers, [entry for entry in self._open if entry.shape in best][:AGAIN], again=True)
+        for timed in sorted(self.found, key=lambda timed: timed.seconds)[:REBALANCED]:
+            self._take(self._looker.rebalance(timed.candidate, self.forecasts.least()))
+
+    def _look_at_all(self, workers: Workers[_Look]) -> None:
+        """Batch by batch, best bounds first. All of a batch are held against the best of those before it, so results do
+        not depend on who looks at them."""
+        left = [entry for entry in self._open if not self._too_large(entry)]
+        size = 1
+        while left and not (self.found and self._looks > self._effort):
+            best = self.forecasts.least()
+            batch = [entry for entry in left[:size] if entry.bound < best]
+            if not batch:
+                return
+            done = len(self._open) - len(left)
+            self._progress(f"searching plans: {done} of {len(self._open)} shapes, the best takes {best:.4g} s")
+            self._look(workers, batch, again=False)
+            left, size = left[len(batch) :], min(BATCH, size + 1 if self.found else BATCH)
+
+    def _look(self, workers: Workers[_Look], batch: Sequence[_Open], *, again: bool) -> None:
+        best = self.forecasts.least()
+        asked = [(entry.shape, best, again) for entry in batch]
+        looks = workers.map(asked) if self._looks > ALONE else itertools.starmap(self._looker.look, asked)
+        for entry, look in zip(batch, looks):
+            entry.least_cost = max(entry.least_cost, look.least_cost)
+            self._take(look)
+
+    def _take(self, look: _Look) -> None:
+        self.found += look.found
+        self.forecasts.add(look.forecasts)
+        self.compared += look.compared
+        self._looks += look.looks
+
+    def _too_large(self, entry: _Open) -> bool:
+        """Whether even the leanest shape with as many positions does not fit."""
+        if entry.shape.positions not in self._held:
+            return False
+        if not self._held[entry.shape.positions]:
+            entry.least_cost = math.inf
+        return not self._held[entry.shape.positions]
+
+    @cached_property
+    def _held(self) -> dict[int, bool]:
+        quick = self._looker.quick
+        return {lean.positions: quick.holds(lean) for lean in quick.leanest([entry.shape for entry in self._open])}
+
+    @property
+    def bound_seconds(self) -> float:
+        """No even pipeline takes less; infinite where there is no shape. Bounds are made tighter until the least of
+        them is as tight as it gets."""
+        heap = [(self._bound.seconds(e.shape, e.least_cost), n) for n, e in enumerate(self._open)]
+        heapq.heapify(heap)
+        while heap and heap[0][0] < math.inf:
+            bound, number = heap[0]
+            entry = self._open[number]
+            if entry.timed:
+                return bound
+            entry.timed = True
+            heapq.heapreplace(heap, (self._bound.timed(entry.shape, entry.least_cost), number))
+        return math.inf
+
+
+def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
+    """A candidate in all its placements, timed."""
+    pipelines = placements(request.cluster, as_pipeline(request, candidate))
+    return [Timed(quick_seconds(request.profile, request.cluster, p), p, candidate) for p in pipelines]
+
+
+def as_pipeline(request: Request, candidate: Candidate) -> Pipeline:
+    """A candidate as what is predicted."""
+    return Pipeline(
+        schedule=candidate.shape.schedule,
+        stages=candidate.stages,
+        global_batch=request.global_batch,
+        microbatch=candidate.shape.microbatch,
+        interleave=candidate.shape.interleave,
+        order=candidate.order,
+    )
