@@ -5,11 +5,17 @@ The runs are on NVIDIA L4s: fp16 with fp32 master copies, AdamW whose states are
 head are two matrices and nothing is dropped out. A MB of the table is 2²⁰ bytes: with 10⁶, the parameters, states and
 saved activations of two first stages would alone exceed what was allocated there.
 
-Parameters, states and saved activations follow from shapes; nothing is fitted to them. One number is fitted to what
-PyTorch's allocator reserves beyond its tensors. That does not grow with the micro-batches in flight, because what one
-leaves behind the next one uses; it does grow with the size of tensors, because that is the size of the holes. The
-number is in the middle of those that keep every stage between 0 and 5 % above what was reserved, and the one found
-without any one of the runs keeps that run's stages there too: the test of this module finds it.
+Parameters, states and saved activations follow from shapes; nothing is fitted to them. Most of what PyTorch's allocator
+reserves beyond its tensors follows from shapes too: the engine of these runs widens gradients module by module (one is
+the embedding, a layer, or the head), and holds two copies in fp32 of a module's shard while it does (its published
+source, ``ModuleOptimizerHandle``). No block that activations have left is as large, and what is allocated on one stream
+serves no other. So the largest such pair of each of two streams is never given back: that of the first two modules,
+widened where the layers compute, and that of all others, widened where states are copied.
+
+What is still missing is holes. They do not grow with the micro-batches in flight, because what one leaves behind the
+next one uses; they do grow with the size of tensors (``docs/adr/008-what-the-allocator-holds.md``). Their number has a
+margin that comes from the residuals of the published stages: it is the upper limit, with 95 % confidence, of the
+residual of a stage that was not seen. ``memory_unseen_*`` says how runs are predicted by the limit of the others.
 Seconds have one calibration of the device's efficiency for the whole table; ``time_unseen_error`` says what such a
 calibration is worth for runs that were left out of it.
 """
@@ -21,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, stdev
 
 from benchmarks.validation.table import Row, Table, read_rows
 from parallax.errors import DataError
@@ -44,6 +51,14 @@ DEVICES_PER_NODE = 8
 NETWORK = "ethernet-100g"
 SIZES = {"1.3b": (24, 2048, 16), "2.7b": (32, 2560, 32), "7b": (32, 4096, 32)}
 """Layers, hidden, heads by the size in a model's name."""
+WIDENED_BYTES = 2 * 4
+"""Bytes per parameter of a module whose gradients are widened: an empty fp32 tensor, and the one that replaces it."""
+COMPUTE_MODULES = 2
+"""So many first modules are stepped on the stream that computes; the others on the one that copies states."""
+GAP_TENSORS = 27.2
+"""Holes, in tensors between layers: :func:`gap_limit` of the eight published stages."""
+STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+"""95 % quantiles of Student's t for 1, 2, … degrees of freedom; of more than these it is no larger."""
 FITTED = ("matmul", "bandwidth")
 FOLDS = 3
 """Of so many parts of the runs, each is predicted by a calibration to the others."""
@@ -88,7 +103,11 @@ class Case:
         """The machines. What ran is known to fit, so their memory is no limit to what may be predicted; and what a
         rank steps on the host is its shard of the states."""
         nodes = CatalogClusterConfig(
-            device=DEVICE, devices=self.devices, devices_per_node=DEVICES_PER_NODE, remote=NETWORK
+            device=DEVICE,
+            devices=self.devices,
+            devices_per_node=DEVICES_PER_NODE,
+            remote=NETWORK,
+            gap_tensors=GAP_TENSORS,
         ).build(dtype="fp16", tier="host", weight_bytes=2)
         device = nodes.devices[0]
         device = replace(
@@ -135,7 +154,8 @@ class Case:
         return tuple(found)
 
     def memory(self) -> list[dict[str, int]]:
-        """Bytes by term at the peak of every stage, without the driver's context, which PyTorch does not count."""
+        """Bytes by term at the peak of every stage, without the driver's context, which PyTorch does not count;
+        ``widened`` and ``reserve`` are held by the allocator and used by no tensor at that moment."""
         found = []
         device = replace(self.cluster.devices[0], reserve_bytes=ALLOCATOR_BYTES)
         for index, replicas in enumerate(self.replicas):
@@ -150,7 +170,28 @@ class Case:
                 below=Below(stage.optimizer_offload),
             )
             flight = in_flight(SCHEDULE, len(self.partition), index, self.micro_batches)
-            found.append(load.memory(flight, stage.swap_limit_bytes))
+            widened = self.widened(profile, stage.start, stage.stop, replicas)
+            found.append({**load.memory(flight, stage.swap_limit_bytes), "widened": widened})
+        return found
+
+    def widened(self, profile: ModelProfile, start: int, stop: int, replicas: int) -> int:
+        """Bytes that both streams keep of the gradients that they widen."""
+        shards = [block.parameters / replicas for block in profile.blocks[start:stop]]
+        streams = shards[:COMPUTE_MODULES], shards[COMPUTE_MODULES:]
+        return math.ceil(WIDENED_BYTES * sum(max(modules, default=0.0) for modules in streams))
+
+    def tensor(self, stage: int) -> float:
+        """Bytes of a tensor between layers."""
+        return self.work.blocks[1].output.at(self.rows(stage))
+
+    def gaps(self) -> list[float]:
+        """What was reserved of each stage beyond all that is predicted without holes, in tensors between layers; below
+        zero where the predicted is an upper bound that was not reached."""
+        found = []
+        for index, memory in enumerate(self.memory()):
+            tensor = self.tensor(index)
+            rest = sum(memory.values()) - GAP_TENSORS * tensor
+            found.append((self.reserved[index] * MIB - rest) / tensor)
         return found
 
     def step_seconds(self, efficiency: Efficiency) -> float:
@@ -172,8 +213,8 @@ def check(path: Path) -> Table:
     rows: list[Row] = []
     for case in cases:
         for index, memory in enumerate(case.memory()):
-            whole = sum(memory.values())
-            tensors = whole - memory["reserve"]
+            whole = reserved(memory)
+            tensors = sum(memory.values()) - memory["reserve"] - memory["widened"]
             name = f"{case.name}, stage {index}"
             rows.append(Row(name, "reserved", whole / MIB, case.reserved[index], "MiB"))
             rows.append(Row(name, "allocated", tensors / MIB, case.allocated[index], "MiB"))
@@ -183,15 +224,48 @@ def check(path: Path) -> Table:
     for fold in range(min(FOLDS, len(cases))):
         others = _fit([case for index, case in enumerate(cases) if index % FOLDS != fold])
         unseen += [Row(c.name, "step, unseen", c.step_seconds(others), c.seconds, "s") for c in cases[fold::FOLDS]]
-    reserved = [row.error for row in rows if row.quantity == "reserved"]
+    errors = [row.error for row in rows if row.quantity == "reserved"]
+    left_out = unseen_memory(cases)
     summary = {
-        "memory_mean_error": _mean(reserved),
-        "memory_worst_error": max(abs(error) for error in reserved),
-        "memory_underestimates": float(sum(error < 0 for error in reserved)),
+        "memory_mean_error": _mean(errors),
+        "memory_worst_error": max(abs(error) for error in errors),
+        "memory_underestimates": float(sum(error < 0 for error in errors)),
+        "memory_unseen_mean_error": _mean(left_out),
+        "memory_unseen_underestimates": float(sum(error < 0 for error in left_out)),
         "time_mean_error": _mean([row.error for row in rows if row.quantity == "step"]),
         "time_unseen_error": _mean([row.error for row in unseen]),
     }
     return Table("Mist on L4", (*rows, *unseen), summary)
+
+
+def reserved(memory: dict[str, int]) -> int:
+    """Bytes that the allocator reserves for the terms of a stage. It never has more than the device: before it fails,
+    it gives back what is in no use."""
+    whole = sum(memory.values())
+    used = whole - memory["reserve"] - memory["widened"]
+    return max(used, min(whole, device_kind(DEVICE).memory_bytes))
+
+
+def gap_limit(gaps: Sequence[float]) -> float:
+    """What the gap of one stage more stays below with 95 % confidence, from those of two stages or more: Student's
+    prediction limit, mean + t · s · √(1 + 1/n)."""
+    count = len(gaps)
+    quantile = STUDENT[min(count - 1, len(STUDENT)) - 1]
+    return fmean(gaps) + quantile * stdev(gaps) * math.sqrt(1 + 1 / count)
+
+
+def unseen_memory(cases: Sequence[Case]) -> list[float]:
+    """Errors of what is reserved, of every stage, with the limit that the stages of the other runs give; by one run
+    nothing is learned."""
+    gaps = [case.gaps() for case in cases]
+    found: list[float] = []
+    for index, case in enumerate(cases):
+        others = [gap for other, listed in enumerate(gaps) if other != index for gap in listed]
+        limit = gap_limit(others) if len(others) > 1 else GAP_TENSORS
+        found += [
+            (limit - gap) * case.tensor(stage) / (case.reserved[stage] * MIB) for stage, gap in enumerate(gaps[index])
+        ]
+    return found
 
 
 def _fit(cases: Sequence[Case]) -> Efficiency:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from benchmarks.validation import mist
 from benchmarks.validation.table import Table, read_rows
 from parallax.errors import DataError
-from parallax.plan.catalog import GAP_TENSORS
 from parallax.plan.plan import Directive
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "validation" / "mist_l4.csv"
@@ -42,35 +42,72 @@ def test_reserved_memory_of_every_stage_is_met_within_5_percent_and_never_under_
     assert published.summary["memory_underestimates"] == 0
 
 
-def test_the_number_fitted_to_the_allocator_holds_for_a_run_that_it_was_not_found_with() -> None:
+def splits() -> dict[str, list[list[tuple[mist.Case, int]]]]:
+    """Parts of the published stages, each of which is left out in turn: by stage, by run, by family of models."""
+    runs = [mist.parse(line) for line in read_rows(PUBLISHED)]
+    stages = [(run, index) for run in runs for index in range(len(run.partition))]
+    keys: dict[str, Callable[[mist.Case, int], Hashable]] = {
+        "stage": lambda run, index: (run.name, index),
+        "run": lambda run, _: run.name,
+        "family": lambda run, _: run.model.gated,
+    }
+    return {
+        name: [[stage for stage in stages if key(*stage) == part] for part in {key(*stage): 0 for stage in stages}]
+        for name, key in keys.items()
+    }
+
+
+@pytest.mark.parametrize(("part", "most"), [("stage", 0.03), ("run", 0.03), ("family", 0.06)])
+def test_no_stage_is_under_estimated_with_a_limit_that_it_was_not_found_with(part: str, most: float) -> None:
     if not PUBLISHED.exists():
         pytest.skip(f"{PUBLISHED} is not here")
-    runs = [mist.parse(line) for line in read_rows(PUBLISHED)]
-    for left_out in runs:
-        found = middle([stage for run in runs if run is not left_out for stage in stage_sizes(run)])
-        assert found == pytest.approx(GAP_TENSORS, rel=0.2)
-        for rest, tensor, reserved in stage_sizes(left_out):
-            assert 0 <= (rest + found * tensor) / reserved - 1 <= 0.05, (left_out.name, found)
-    assert middle([stage for run in runs for stage in stage_sizes(run)]) == GAP_TENSORS
+    parts, errors = splits()[part], []
+    for left_out in parts:
+        others = [run.gaps()[index] for other in parts if other is not left_out for run, index in other]
+        limit = mist.gap_limit(others)  # of two stages alone, which one family has, it is wide
+        for run, index in left_out:
+            predicted = (limit - run.gaps()[index]) * run.tensor(index) / mist.MIB + run.reserved[index]
+            errors.append(predicted / run.reserved[index] - 1)
+    assert min(errors) >= 0
+    assert sum(errors) / len(errors) <= most
 
 
-def stage_sizes(run: mist.Case) -> list[tuple[float, float, float]]:
-    """Of each stage, bytes: predicted without the gaps, of a tensor between layers, and reserved."""
-    found = []
-    for index, (memory, reserved) in enumerate(zip(run.memory(), run.reserved)):
-        tensor = run.work.blocks[1].output.at(run.rows(index))
-        found.append((sum(memory.values()) - GAP_TENSORS * tensor, tensor, reserved * mist.MIB))
-    return found
+def test_the_number_of_holes_is_the_limit_of_the_published_stages() -> None:
+    if not PUBLISHED.exists():
+        pytest.skip(f"{PUBLISHED} is not here")
+    gaps = [gap for line in read_rows(PUBLISHED) for gap in mist.parse(line).gaps()]
+    assert 0 <= mist.GAP_TENSORS - mist.gap_limit(gaps) < 0.1
 
 
-def middle(stages: list[tuple[float, float, float]]) -> int:
-    """The number of tensors that leaves most room on both sides of 0 to 5 % in all ``stages``."""
+def test_the_limit_of_two_numbers_is_that_of_the_textbook() -> None:
+    assert mist.gap_limit([1.0, 3.0]) == pytest.approx(2 + 6.314 * 2**0.5 * 1.5**0.5, rel=1e-4)
 
-    def room(count: int) -> float:
-        errors = [(rest + count * tensor) / reserved - 1 for rest, tensor, reserved in stages]
-        return min(*errors, *(0.05 - error for error in errors))
 
-    return max(range(500), key=room)
+def test_gradients_are_widened_shard_by_shard_on_two_streams(tmp_path: Path) -> None:
+    """A stage that widens large modules of replicas that are few reserved more than was predicted for it: what is
+    widened was taken for holes, which follow the tensors between layers instead."""
+    line = "gpt2.7b,T,4,2048,64,64,1,8/8/8/8,1/1/1/1,0,0,0,9.0,14000,16000"
+    (alone,) = cases(tmp_path, line)
+    (shared,) = cases(tmp_path, line.replace(",4,2048,64,64,", ",8,2048,64,32,").replace("1/1/1/1", "2/2/2/2"))
+    layer, embedding, head = (12 * 2560**2, (50304 + 2048) * 2560, 50304 * 2560)
+    first, middle, _, last = (memory["widened"] for memory in alone.memory())
+    assert first == pytest.approx(8 * (embedding + layer), rel=1e-3)
+    assert middle == pytest.approx(8 * (layer + layer), rel=1e-3)
+    assert last == pytest.approx(8 * (layer + head), rel=1e-3)
+    assert shared.memory()[0]["widened"] == pytest.approx(first / 2, rel=1e-6)
+    for memory, index in zip(alone.memory(), range(4)):
+        assert memory["widened"] + mist.GAP_TENSORS * alone.tensor(index) > 113 * alone.tensor(index)
+
+
+def test_the_allocator_holds_no_more_than_the_device_has_unless_tensors_do(tmp_path: Path) -> None:
+    (case,) = cases(tmp_path, WHOLE)
+    (memory,) = case.memory()
+    most = 22 * 2**30
+    loose = memory["reserve"] + memory["widened"]
+    used = sum(memory.values()) - loose
+    assert mist.reserved(memory) == used + loose < most
+    assert mist.reserved({**memory, "activations": memory["activations"] + most - used - loose // 2}) == most
+    assert mist.reserved({**memory, "activations": memory["activations"] + most}) == used + most
 
 
 def test_tensors_never_take_more_than_predicted_for_them(published: Table) -> None:
