@@ -21,6 +21,7 @@ RANKS_PER_GPU = 8
 CPU_RESERVE = 13 * 2**19  # small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured
 THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
 EXACT_GAPS = 0.015  # whole pages for each tensor: up to 1 % measured
+COPYING_THREADS = 2  # as many as a rank has where nobody says (swap.threads)
 HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to 41 % measured
 
 
@@ -83,19 +84,23 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
 
 
 def build_cluster(
-    config: ClusterConfig, choice: DeviceChoice, *, tier: str, probes: Probes, speeds: tuple[float, ...] = ()
+    config: ClusterConfig,
+    choice: DeviceChoice,
+    *,
+    tier: str,
+    probes: Probes,
+    speeds: tuple[float, ...] = (),
+    copying_threads: int = COPYING_THREADS,
 ) -> Cluster:
     """This machine as a cluster of one node. ``tier``: auto, host, disk or none (``swap.tier``). ``speeds``: of each of
-    1, 2, … of its devices that compute at once, from :func:`probe_speeds`.
+    1, 2, … of its devices that compute at once, from :func:`probe_speeds`. ``copying_threads``: those of a rank that
+    copy one way at the same time (``swap.threads``).
 
     A budget left at auto keeps a margin for what no plan counts: the CUDA context and the allocator's gaps (a
     tenth of the device), the interpreter and torch itself (a fifth of the available RAM).
     """
-    check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
-    if tier == "host" and choice.kind == "cpu":
-        raise ConfigError("swap.tier=host: on a CPU the RAM is the device itself; use swap.tier=disk")
-    tier = tier if tier != AUTO else "host" if choice.kind == "cuda" else "disk"
-    copying = _copying_share(choice)
+    tier = tier_below(choice, tier)
+    copying, computing = _copying_share(choice), _computing_share(choice, copying_threads)
     disk = (probes.disk_write * copying, probes.disk_read * copying)
     write, read = {"host": (probes.host_write, probes.host_read)}.get(tier, disk)
     tier_bytes = _tier_bytes(config, tier, probes) // choice.count
@@ -109,7 +114,7 @@ def build_cluster(
             read=Link(bytes_per_second=read),
             reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE if choice.kind == "cpu" else 0,
             gap_share=_gap_share(choice),
-            overlap_loss=1 - copying if tier == "disk" else 0.0,
+            overlap_loss=1 - computing if tier == "disk" else 0.0,
             host_update_seconds=_host_update_seconds(tier, probes, write, read),
         )
         for memory in _device_memory(config, choice)
@@ -119,6 +124,14 @@ def build_cluster(
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
     node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent, speeds=speeds)
     return Cluster(nodes=(node,), local=local, remote=local)
+
+
+def tier_below(choice: DeviceChoice, tier: str) -> str:
+    """The tier that takes what is offloaded, where ``tier`` (``swap.tier``) may be auto."""
+    check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
+    if tier == "host" and choice.kind == "cpu":
+        raise ConfigError("swap.tier=host: on a CPU the RAM is the device itself; use swap.tier=disk")
+    return tier if tier != AUTO else "host" if choice.kind == "cuda" else "disk"
 
 
 def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, ...]:
@@ -134,6 +147,14 @@ def _copying_share(choice: DeviceChoice) -> float:
     its rank, which computes as much more slowly."""
     spare = usable_cores() - choice.count * choice.threads
     return 1.0 if choice.kind == "cuda" or spare >= choice.count else 0.5
+
+
+def _computing_share(choice: DeviceChoice, copying: int) -> float:
+    """What a rank computes with while threads of its own copy to and from the disk: where all of them have more work
+    than there are cores, each thread gets its share."""
+    if _copying_share(choice) < 1 or choice.kind == "cuda":
+        return _copying_share(choice)
+    return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
 
 def _host_update_seconds(tier: str, probes: Probes, write: float, read: float) -> float:

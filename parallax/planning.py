@@ -17,9 +17,9 @@ from torch import Tensor
 from parallax.errors import ParallaxError
 from parallax.files import existing_parent
 from parallax.host import return_freed_memory, usable_cores
-from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices, probe_speeds
+from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices, probe_speeds, tier_below
 from parallax.model.describe import Chain
-from parallax.model.measure import measure, profile_path, remember
+from parallax.model.measure import Offloader, measure, profile_path, remember
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
@@ -33,6 +33,7 @@ from parallax.probes import measure_probes
 from parallax.runtime.batch import Rows
 from parallax.runtime.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
+from parallax.swap.trial import Trials
 
 MEASURED_ROWS = 4
 ADAMW_STATES = 2
@@ -94,7 +95,7 @@ def plan_model(
     folder = Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
     progress("measuring the machine")
     probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
-    found = build_cluster(cluster, choice, tier=swap.tier, probes=probes, speeds=speeds)
+    found = build_cluster(cluster, choice, tier=swap.tier, probes=probes, speeds=speeds, copying_threads=swap.threads)
     progress(f"searching plans for {len(found.devices)} device(s)")
     profile = stepped_by(profile, optimizer or OptimizerConfig())
     best, forecast = search(
@@ -168,7 +169,15 @@ def _conditions(
         "precision": precision or PrecisionConfig(),
         "minimum_bytes": (swap or SwapConfig()).minimum_bytes,
         "allocator": "exact" if choice.exact else "default",
+        "offloader": _offloader(choice, swap or SwapConfig()),
     }
+
+
+def _offloader(choice: DeviceChoice, swap: SwapConfig) -> Offloader | None:
+    """How the ranks of a run would offload; a run's own folder is not there yet."""
+    tier = tier_below(choice, swap.tier)
+    folder = Path(tempfile.gettempdir() if swap.directory == "auto" else swap.directory)
+    return None if tier == "none" else Trials(tier, swap, folder)
 
 
 def plan_catalog(

@@ -31,6 +31,23 @@ class Clock:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def elapsed(self) -> float:
+        """Seconds since some moment, waits for other threads of the process included, those for a core excluded where
+        the system tells them: when threads work together, but whoever else uses the machine should not count."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return time.perf_counter()
+        return time.perf_counter() - _queued_seconds()
+
     def cool(self) -> None:
         """Drive what was used before out of a core's own caches."""
         self._other.add_(1)
+
+
+def _queued_seconds() -> float:
+    """How long this thread could have run and had no core; 0 where the system does not count it."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

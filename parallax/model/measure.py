@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,38 @@ from parallax.model.saved import Saved
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 from parallax.plan.recipe import recipe
 
-EDITION = 2  # of what is measured: profiles of another one are measured again
+EDITION = 3  # of what is measured: profiles of another one are measured again
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
+_DIFFERENCES = 9  # of two readings each: a difference is less certain than either
 _CHEAP_SECONDS = 0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
 _OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
+
+
+class Offloads(Protocol):
+    """One block's saved activations, offloaded and brought back."""
+
+    def saving(self) -> contextlib.AbstractContextManager[object]:
+        """The context of a forward."""
+
+    def bring_back(self) -> None:
+        """Wait until all has left, then begin to bring it back for the backward."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long anyone has waited for transfers so far."""
+
+
+class Offloader(Protocol):
+    """Offloads as a run would."""
+
+    @property
+    def tier(self) -> str:
+        """host or disk."""
+
+    def of(self, block: nn.Module, moved: int, device: torch.device) -> contextlib.AbstractContextManager[Offloads]:
+        """Offloading of what ``block`` saves, ``moved`` bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,7 @@ class _Measured:
     backward_seconds: float
     weight_seconds: float
     split_seconds: float
+    offload_seconds: float
     moved: int
     stays: int
     by_loss: int
@@ -75,6 +102,7 @@ def measure(
     minimum_bytes: int,
     name: str = "model",
     allocator: str = "default",
+    offloader: Offloader | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The two
@@ -82,7 +110,8 @@ def measure(
     give the fixed and the per-row part of every cost.
 
     The loss is measured with the last block. ``allocator`` names the setting under which tensors are allocated: times
-    under one say nothing about another. Raises :class:`DescribeError` where blocks do not fit together.
+    under one say nothing about another; ``offloader`` is how a run would offload, if it may. Raises
+    :class:`DescribeError` where blocks do not fit together.
     """
     path = profile_path(
         chain,
@@ -93,6 +122,7 @@ def measure(
         precision=precision,
         minimum_bytes=minimum_bytes,
         allocator=allocator,
+        offloader=offloader,
     )
     if path.is_file():
         with contextlib.suppress(PlanError):  # a damaged file is measured again
@@ -100,7 +130,7 @@ def measure(
             progress(f"profile of {name} from {path}")
             return profile
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        bench = _Bench(chain, loss, device, precision, minimum_bytes, progress)
+        bench = _Bench(chain, loss, device, precision, minimum_bytes, offloader, progress)
         low = high = bench.run(min(rows), *sample(min(rows)))
         for count, n in enumerate(sorted(set(rows))[1:]):
             if count and sum(block.forward_seconds + block.backward_seconds for block in high) > _CHEAP_SECONDS:
@@ -133,6 +163,7 @@ def profile_path(
     precision: PrecisionConfig,
     minimum_bytes: int,
     allocator: str = "default",
+    offloader: Offloader | None = None,
 ) -> Path:
     """Where :func:`measure`, called with the same arguments, looks for the profile before it measures."""
     inputs, _ = sample(1)
@@ -146,6 +177,7 @@ def profile_path(
         minimum_bytes,
         torch.get_num_threads(),
         allocator,
+        offloader.tier if offloader else "none",
         _loss_name(loss),
     ]
     key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
@@ -168,9 +200,10 @@ class _Bench:
         device: torch.device,
         precision: PrecisionConfig,
         minimum_bytes: int,
+        offloader: Offloader | None,
         progress: Callable[[str], None],
     ) -> None:
-        self._chain, self._loss, self._device = chain, loss, device
+        self._chain, self._loss, self._device, self._offloader = chain, loss, device, offloader
         self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
         self._clock = Clock(device)
 
@@ -234,6 +267,7 @@ class _Bench:
             backward_seconds=backward_seconds,
             weight_seconds=min(weight_seconds, backward_seconds) if apart else 0.0,
             split_seconds=max(0.0, sum(halved) + weight_seconds - whole),
+            offload_seconds=self._offload_seconds(block, moved, entering, targets, backward),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -245,6 +279,44 @@ class _Bench:
             split_work=max(0, first_peak - arriving, second_peak),
             outputs=tuple(tensor.detach() for tensor in outputs),
         )
+
+    def _offload_seconds(
+        self,
+        block: nn.Module,
+        moved: int,
+        inputs: tuple[Tensor, ...],
+        targets: Tensor | None,
+        backward: Callable[[tuple[Tensor, ...]], None],
+    ) -> float:
+        """What a forward and a backward take longer where what is saved leaves and comes back, without the time in
+        which they wait for it: the median of turns with and without, one after the other."""
+        if not moved or self._offloader is None:
+            return 0.0
+        clock = self._clock
+        with self._offloader.of(block, moved, self._device) as trial:
+
+            def plain() -> float:
+                clock.cool()
+                start = clock.elapsed()
+                backward(self._forward(block, inputs, targets))
+                return clock.elapsed() - start
+
+            def offloaded() -> float:
+                clock.cool()
+                start, stalled = clock.elapsed(), trial.stall_seconds
+                with trial.saving():
+                    results = self._forward(block, inputs, None)
+                if targets is not None:
+                    results = self._add_loss(results, targets)
+                seconds = clock.elapsed() - start
+                trial.bring_back()
+                clock.cool()
+                start = clock.elapsed()
+                backward(results)
+                return seconds + clock.elapsed() - start - (trial.stall_seconds - stalled)
+
+            differences = [-plain() + offloaded() for _ in range(1 + _DIFFERENCES)][1:]
+        return max(0.0, statistics.median(differences))
 
     def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
         """Whether any gradient of a parameter is put off."""
@@ -378,6 +450,7 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
         backward_seconds=line("backward_seconds"),
         weight_seconds=line("weight_seconds"),
         split_seconds=line("split_seconds"),
+        offload_seconds=line("offload_seconds"),
         moved=line("moved"),
         stays=line("stays"),
         by_loss=line("by_loss"),

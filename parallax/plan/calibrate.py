@@ -109,6 +109,7 @@ def _corrected(profile: ModelProfile, before: Sequence[Span], after: Sequence[Sp
                 backward_seconds=scaled(block.backward_seconds, backward),
                 weight_seconds=scaled(block.weight_seconds, backward),
                 split_seconds=scaled(block.split_seconds, backward),
+                offload_seconds=scaled(block.offload_seconds, backward),
             )
     update = _ratio(_update(after), _update(before), (0, "update"))
     return replace(profile, blocks=tuple(blocks), optimizer_seconds=profile.optimizer_seconds * update)

@@ -188,6 +188,8 @@ def load_block(
         # What has been written is free only when the block's own variables let go of it, at the block's end.
         kept, moved = stays, saved
         forward_work += saved
+        slower = cost.offload_seconds.at(rows) / speed / 2
+        forward, backward = forward + slower, backward + slower
     elif directive is Directive.RECOMPUTE:
         kept = math.ceil(cost.input.at(rows))
         forward_work += saved + stays

@@ -49,6 +49,8 @@ class BlockCost:
     ``largest_bytes`` those of its largest parameter; 0 where nobody looked: then it may be all of them
     ``weight_seconds`` is the part of ``backward_seconds`` that computes gradients of parameters; zero-bubble schedules
     run it apart from the part that computes the gradient of the input. Running it apart takes ``split_seconds`` more
+    ``offload_seconds`` are what forward and backward together take longer where saved activations are offloaded, beside
+    waiting for them
     ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
     ``stays``   bytes saved for backward that are never moved: small tensors, casts of parameters
     ``by_loss`` bytes that the loss saves after the last block: they stay under every directive
@@ -68,6 +70,7 @@ class BlockCost:
     backward_seconds: Affine
     weight_seconds: Affine = NOTHING
     split_seconds: Affine = NOTHING
+    offload_seconds: Affine = NOTHING
     moved: Affine
     stays: Affine = NOTHING
     by_loss: Affine = NOTHING

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from parallax import host
+from parallax import host, machine
 from parallax import probes as module
 from parallax.errors import ConfigError
 from parallax.files import disk_free_bytes, existing_parent, replacing
@@ -259,7 +259,31 @@ def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
     share = 1.0 if usable_cores() >= 8 else 0.5  # a thread that copies has a core for itself, or its rank's half
     assert first.write.bytes_per_second == probes.disk_write * share
     assert first.read.bytes_per_second == probes.disk_read * share
-    assert first.overlap_loss == 1 - share
+    # Its rank shares a core with it, or all cores with the two that each rank has.
+    assert first.overlap_loss == 1 - (0.5 if share < 1 else min(1.0, usable_cores() / 12))
+
+
+@no_cuda
+@pytest.mark.parametrize(
+    ("cores", "devices", "copying", "loss"),
+    [
+        (2, 1, 2, 1 / 3),
+        (2, 1, 1, 0.0),
+        (3, 1, 2, 0.0),
+        (2, 2, 2, 0.5),
+        (4, 2, 2, 1 / 3),
+        (8, 2, 2, 0.0),
+        (4, 2, 1, 0.0),
+    ],
+)
+def test_a_rank_shares_the_cores_with_the_threads_that_copy_for_it(
+    monkeypatch: pytest.MonkeyPatch, probes: Probes, cores: int, devices: int, copying: int, loss: float
+) -> None:
+    """A rank on two cores has two threads that write: all three cannot run at once."""
+    monkeypatch.setattr(machine, "usable_cores", lambda: float(cores))
+    choice = choose_devices(ClusterConfig(kind="cpu", devices=devices, threads=1))
+    cluster = build_cluster(ClusterConfig(devices=devices), choice, tier="disk", probes=probes, copying_threads=copying)
+    assert cluster.devices[0].overlap_loss == pytest.approx(loss)
     assert cluster.local.bytes_per_second == probes.local
 
 

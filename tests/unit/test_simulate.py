@@ -504,3 +504,14 @@ def test_replicas_hold_one_copy_of_the_states_below() -> None:
         kept.append(run(parts, below, rows=4, micro=1, machines=nodes(replicas)).ranks[0].tier_peak_bytes)
     states = [25600, 25600 // 2 + 128, 25600 // 4 + 192]
     assert kept == [size + size // 128 for size in states]
+
+
+def test_what_offloading_takes_the_computing_is_in_both_passes_of_blocks_that_offload() -> None:
+    """Blocks were said to compute as fast with hooks and copies beside them as without."""
+    blocks = [block(forward=1, backward=2, moved=1.0, offload_seconds=0.5)] * 2
+    part = replace(stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), swap_limit_bytes=10)
+    result = run(blocks, [part], rows=1, micro=1)
+    assert times(result, "forward")[0, 0] == (0, 2.25)
+    assert times(result, "backward")[0, 0] == (2.25, 6.5)
+    again = replace(part, directives=(Directive.RECOMPUTE, Directive.KEEP))
+    assert times(run(blocks, [again], rows=1, micro=1), "backward")[0, 0] == (2, 7)
