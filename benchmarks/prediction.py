@@ -1,14 +1,17 @@
 """Does a run take the time and the memory that its plan said?  ``python -m benchmarks.prediction [--json] [--quick]
-[--output FILE.md]``
+[--only TEXT] [--rounds N] [--output FILE.md]``
 
 Every configuration is planned and trained for a few steps as a user would: ``parallax train`` with the choice of
 stages, replicas, activations and micro-batches forced, in processes of its own. The plan's step is compared with the
-median step after the warm-up; the predicted peak with the measured one, on the rank that came closest to its
-prediction or went furthest beyond it. An evaluation and a checkpoint stand between the steps, as in any training. All
-configurations have a budget: only then does a process give freed memory back, and only then is its peak promised.
+lower quartile of the steps after the warm-up, because what else the machine does only ever makes a step longer; the
+predicted peak with the measured one, on the rank that came closest to its prediction or went furthest beyond it. An
+evaluation and a checkpoint stand between the steps, as in any training. All configurations have a budget: only then
+does a process give freed memory back, and only then is its peak promised.
 
 The first run of a model measures it, as it does for a user; the others read that profile. Times are those of a
-machine that does nothing else; peaks do not depend on it.
+machine that does nothing else; peaks do not depend on it. Where a machine's speed changes from minute to minute,
+``--rounds`` go through all configurations several times, measure models and machine anew in each, and compare the
+median prediction with the lower quartile of the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from parallax.train.loop import WARM_UP
 from parallax.units import format_bytes
 
 STEPS = 8
@@ -142,41 +146,63 @@ class Outcome:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def run(cases: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """Plan and train each, one after another."""
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one run gave: seconds of each step after the warm-up, and of all ranks predicted and measured peaks."""
+
+    predicted_seconds: float
+    steps: tuple[float, ...]
+    peaks: tuple[tuple[int, int], ...]
+
+
+def run(cases: Sequence[Case], rounds: int, progress: Callable[[str], None]) -> list[Outcome]:
+    """Plan and train each, one after another, ``rounds`` times."""
+    readings: list[list[Reading]] = [[] for _ in cases]
     with tempfile.TemporaryDirectory(prefix="parallax-prediction-") as folder:
-        for number, case in enumerate(cases, 1):
-            begun = time.monotonic()
-            outcome = _outcome(case, _train(case, Path(folder), f"case-{number}"))
-            progress(
-                f"{number}/{len(cases)}  {case}: step {outcome.predicted_seconds:.3f} s predicted, "
-                f"{outcome.measured_seconds:.3f} s measured ({outcome.seconds_error:+.1%}); peak "
-                f"{format_bytes(outcome.predicted_bytes)} and {format_bytes(outcome.measured_bytes)} "
-                f"({outcome.bytes_error:+.1%}); {time.monotonic() - begun:.0f} s"
-            )
-            yield outcome
+        for turn in range(rounds):
+            for number, (case, found) in enumerate(zip(cases, readings), 1):
+                begun = time.monotonic()
+                found.append(_train(case, Path(folder) / f"round-{turn + 1}", f"case-{number}"))
+                outcome = _outcome(case, found[-1:])
+                progress(
+                    f"{number}/{len(cases)}  {case}: step {outcome.predicted_seconds:.3f} s predicted, "
+                    f"{outcome.measured_seconds:.3f} s measured ({outcome.seconds_error:+.1%}); peak "
+                    f"{format_bytes(outcome.predicted_bytes)} and {format_bytes(outcome.measured_bytes)} "
+                    f"({outcome.bytes_error:+.1%}); {time.monotonic() - begun:.0f} s"
+                )
+    return [_outcome(case, found) for case, found in zip(cases, readings)]
 
 
-def _train(case: Case, folder: Path, name: str) -> dict[str, Any]:
-    """The run's summary."""
+def _train(case: Case, folder: Path, name: str) -> Reading:
+    """One run. What is measured of model and machine is kept in ``folder``."""
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "parallax", "train", f"name={name}", *case.overrides()]
     path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "XDG_CACHE_HOME": str(folder / "cache")}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         raise SystemExit(f"{case}: {' '.join(command)} ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
-    summary: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text(encoding="utf-8"))
-    return summary
+    directory = folder / "runs" / name
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line["step_seconds"] for line in map(json.loads, lines) if "step_seconds" in line]
+    return Reading(
+        predicted_seconds=summary["predicted_step_seconds"],
+        steps=tuple(steps[WARM_UP:]),
+        peaks=tuple((rank["predicted_peak_bytes"], rank["measured_peak_bytes"]) for rank in summary["ranks"]),
+    )
 
 
-def _outcome(case: Case, summary: dict[str, Any]) -> Outcome:
-    worst = max(summary["ranks"], key=lambda rank: rank["measured_peak_bytes"] / rank["predicted_peak_bytes"])
+def _outcome(case: Case, readings: Sequence[Reading]) -> Outcome:
+    peaks = [peak for reading in readings for peak in reading.peaks]
+    predicted, measured = max(peaks, key=lambda peak: peak[1] / peak[0])
+    steps = [seconds for reading in readings for seconds in reading.steps]
     return Outcome(
         case=str(case),
-        predicted_seconds=summary["predicted_step_seconds"],
-        measured_seconds=summary["step_seconds_median"],
-        predicted_bytes=worst["predicted_peak_bytes"],
-        measured_bytes=worst["measured_peak_bytes"],
+        predicted_seconds=statistics.median(reading.predicted_seconds for reading in readings),
+        measured_seconds=statistics.quantiles(steps, n=4, method="inclusive")[0],
+        predicted_bytes=predicted,
+        measured_bytes=measured,
     )
 
 
@@ -185,6 +211,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "configurations": len(outcomes),
         "median_seconds_error": statistics.median(abs(outcome.seconds_error) for outcome in outcomes),
+        "worst_seconds_error": max(abs(outcome.seconds_error) for outcome in outcomes),
         "median_bytes_error": statistics.median(abs(outcome.bytes_error) for outcome in outcomes),
         "bytes_underestimated": sum(outcome.bytes_error < 0 for outcome in outcomes),
     }
@@ -208,7 +235,8 @@ def _cells(outcome: Outcome) -> list[str]:
 def _verdict(found: dict[str, Any]) -> str:
     return (
         f"{found['configurations']} configurations: median error of the step's time "
-        f"{found['median_seconds_error']:.1%}, of the peak {found['median_bytes_error']:.1%}; "
+        f"{found['median_seconds_error']:.1%}, worst {found['worst_seconds_error']:.1%}; of the peak "
+        f"{found['median_bytes_error']:.1%}; "
         f"{found['bytes_underestimated']} peaks under-estimated."
     )
 
@@ -219,8 +247,9 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return (
         "# Predicted and measured\n\n"
-        "Each line is a training run of its own: what the planner said before it began, and what was measured. The "
-        "pipeline is written as the replicas of its stages; the peak is that of the rank nearest to its prediction or "
+        "Each line is a training run of its own: what the planner said before it began, and what was measured: the "
+        "lower quartile of its steps, after two to warm up. The pipeline is written as the replicas of its stages; "
+        "the peak is that of the rank nearest to its prediction or "
         f"furthest beyond it. Written by `python -m benchmarks.prediction --output`.\n\n{_verdict(totals(outcomes))}"
         f"\n\n{table}\n"
     )
@@ -242,13 +271,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="a few configurations only")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose line contains TEXT")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="go through the configurations N times")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the table to this file")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if (case.quick or not options.quick) and options.only in str(case)]
     if not cases:
         parser.error(f"--only {options.only!r}: no configuration's line contains it")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: must be 1 or more")
     console = Console(soft_wrap=True)
-    outcomes = list(run(cases, lambda text: console.print(text, highlight=False)))
+    outcomes = run(cases, options.rounds, lambda text: console.print(text, highlight=False))
     _print(console, outcomes)
     if options.output is not None:
         options.output.write_text(markdown(outcomes), encoding="utf-8")
