@@ -90,9 +90,9 @@ def plan_model(
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     choice = settled(cluster, plan)
     profile = profile or measure_model(
-        chain, loss, batch, choice, precision=precision, swap=swap, name=name, progress=progress
+        chain, loss, batch, choice, precision=precision, swap=swap, name=name, scratch=scratch, progress=progress
     )
-    folder = Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
+    folder = _swap_folder(swap, scratch)
     progress("measuring the machine")
     probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
     found = build_cluster(cluster, choice, tier=swap.tier, probes=probes, speeds=speeds, copying_threads=swap.threads)
@@ -131,10 +131,13 @@ def measure_model(
     precision: PrecisionConfig | None = None,
     swap: SwapConfig | None = None,
     name: str = "model",
+    scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``."""
-    return measure(chain, loss, **_conditions(chain, batch, choice, precision, swap), name=name, progress=progress)
+    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``. ``scratch`` is where
+    swap files would go."""
+    conditions = _conditions(chain, batch, choice, precision, swap, scratch)
+    return measure(chain, loss, **conditions, name=name, progress=progress)
 
 
 def remember_profile(
@@ -154,7 +157,12 @@ def remember_profile(
 
 
 def _conditions(
-    chain: Chain, batch: Rows, choice: DeviceChoice, precision: PrecisionConfig | None, swap: SwapConfig | None
+    chain: Chain,
+    batch: Rows,
+    choice: DeviceChoice,
+    precision: PrecisionConfig | None,
+    swap: SwapConfig | None,
+    scratch: Path | None = None,
 ) -> dict[str, Any]:
     """What a measurement depends on besides model and loss: arguments of :func:`~parallax.model.measure.measure`."""
     measured = min(MEASURED_ROWS, len(batch))
@@ -169,15 +177,19 @@ def _conditions(
         "precision": precision or PrecisionConfig(),
         "minimum_bytes": (swap or SwapConfig()).minimum_bytes,
         "allocator": "exact" if choice.exact else "default",
-        "offloader": _offloader(choice, swap or SwapConfig()),
+        "offloader": _offloader(choice, swap or SwapConfig(), scratch),
     }
 
 
-def _offloader(choice: DeviceChoice, swap: SwapConfig) -> Offloader | None:
-    """How the ranks of a run would offload; a run's own folder is not there yet."""
+def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
+    """How the ranks of a run would offload."""
     tier = tier_below(choice, swap.tier)
-    folder = Path(tempfile.gettempdir() if swap.directory == "auto" else swap.directory)
-    return None if tier == "none" else Trials(tier, swap, folder)
+    return None if tier == "none" else Trials(tier, swap, _swap_folder(swap, scratch))
+
+
+def _swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
+    """Where swap files would be, or something there already above it."""
+    return Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
 
 
 def plan_catalog(

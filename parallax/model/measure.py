@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError, PlanError
+from parallax.errors import DescribeError, PlanError, SwapError
 from parallax.files import cache_directory, replacing
 from parallax.host import cpu_model
 from parallax.model.clock import Clock
@@ -38,7 +38,7 @@ from parallax.plan.recipe import recipe
 EDITION = 3  # of what is measured: profiles of another one are measured again
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
-_DIFFERENCES = 9  # of two readings each: a difference is less certain than either
+_DIFFERENCES = (3, 9)  # of two readings each, in thrice the time: a difference is less certain than either
 _CHEAP_SECONDS = 0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
 _OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
@@ -267,7 +267,7 @@ class _Bench:
             backward_seconds=backward_seconds,
             weight_seconds=min(weight_seconds, backward_seconds) if apart else 0.0,
             split_seconds=max(0.0, sum(halved) + weight_seconds - whole),
-            offload_seconds=self._offload_seconds(block, moved, entering, targets, backward),
+            offload_seconds=self._tried(lambda: self._offload_seconds(block, moved, entering, targets, backward)),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -279,6 +279,14 @@ class _Bench:
             split_work=max(0, first_peak - arriving, second_peak),
             outputs=tuple(tensor.detach() for tensor in outputs),
         )
+
+    def _tried(self, offload: Callable[[], float]) -> float:
+        """The seconds that ``offload`` finds. A tier that cannot take a block is no reason not to measure it."""
+        try:
+            return offload()
+        except SwapError as error:
+            self._progress(f"what offloading takes was not measured: {error}")
+            return 0.0
 
     def _offload_seconds(
         self,
@@ -315,8 +323,13 @@ class _Bench:
                 backward(results)
                 return seconds + clock.elapsed() - start - (trial.stall_seconds - stalled)
 
-            differences = [-plain() + offloaded() for _ in range(1 + _DIFFERENCES)][1:]
-        return max(0.0, statistics.median(differences))
+            differences: list[float] = []
+            begun = time.perf_counter()
+            while len(differences) <= _DIFFERENCES[0] or (
+                len(differences) <= _DIFFERENCES[1] and time.perf_counter() - begun < 3 * SECONDS_PER_BLOCK
+            ):
+                differences.append(-plain() + offloaded())
+        return max(0.0, statistics.median(differences[1:]))
 
     def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
         """Whether any gradient of a parameter is put off."""

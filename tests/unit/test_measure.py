@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -423,6 +424,20 @@ def test_offloading_is_tried_for_each_kind_of_block_that_may_offload(tmp_path: P
     assert high == [2 * moved for moved in low]
     assert ModelProfile.from_json(found.to_json()) == found
     assert list(tmp_path.glob("parallax-trial-*")) == []
+
+
+def test_a_tier_that_cannot_take_a_block_is_said_and_the_block_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("parallax.swap.store.os.pwrite", full)
+    said: list[str] = []
+    found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=said.append)
+    assert found.blocks[0].forward_seconds.at(4) > 0
+    assert found.blocks[0].offload_seconds.at(4) == 0
+    assert any("what offloading takes was not measured: cannot write" in text for text in said)
 
 
 def test_where_nothing_may_be_offloaded_nothing_is_tried() -> None:
