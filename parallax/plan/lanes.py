@@ -66,9 +66,9 @@ class Lane:
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """Of one position's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation. Arrays
-    by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the bytes ``moved``
-    per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what is needed besides
-    workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``)."""
+    by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the seconds, the
+    bytes ``moved`` per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what is
+    needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``)."""
 
     flight: int
     order: NDArray[np.int64]
@@ -76,6 +76,7 @@ class _Sums:
     compute: float
     recompute_freed: Floats
     recompute_seconds: Floats
+    offload_seconds: Floats
     moved: Floats
     gone: Floats
     largest: Floats
@@ -145,6 +146,8 @@ class Lanes:
         }
         self.seconds = self._column(Directive.KEEP, lambda load: load.forward_seconds + load.backward_seconds)
         self._again = self._column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
+        offloading = self._column(Directive.OFFLOAD, lambda load: load.forward_seconds + load.backward_seconds)
+        self._slower = offloading - self.seconds
         self._moved = self._column(Directive.OFFLOAD, lambda load: load.moved_bytes)
         self._kept = {d: self._column(d, lambda load: load.held_bytes) for d in OFFERED}
         self._work = {d: self._column(d, lambda load: max(load.forward_work, load.backward_work)) for d in OFFERED}
@@ -269,6 +272,7 @@ class Lanes:
             compute=float(self.seconds[blocks].sum()),
             recompute_freed=_prefixes(freed[order]),
             recompute_seconds=_prefixes(again[order]),
+            offload_seconds=_prefixes(self._slower[blocks][order][::-1]),
             moved=_prefixes(moved[order][::-1]),
             gone=gone,
             largest=np.where(offloaded > 0, moved.max(), 0.0),
@@ -297,7 +301,7 @@ class Lanes:
             free = room - (sums.base - sums.recompute_freed[first] + work)
             leaving = leaving_bytes(sums.moved, sums.flight, free)
             copying = streaming + copying_seconds(self._device, leaving)
-            computing = sums.compute + sums.recompute_seconds[first] + waiting
+            computing = sums.compute + sums.recompute_seconds[first] + sums.offload_seconds + waiting
             seconds = np.where(possible, np.maximum(computing, copying), np.inf)
             chosen = int(seconds.argmin())
             if seconds[chosen] < best:

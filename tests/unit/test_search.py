@@ -44,6 +44,7 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
                 backward,
                 weight_seconds=r.choice([0, backward / 2]),
                 split_seconds=r.choice([0, backward / 10]),
+                offload_seconds=r.choice([0, 0, backward / 5]),
                 deferred=line(600),
                 split_work=line(100),
                 parameter_bytes=size,
