@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -62,25 +62,26 @@ class Store(Protocol):
 
 
 class _EventPending:
-    """A device-to-host or host-to-device copy."""
+    """A device-to-host or host-to-device copy, one for each stretch of the place."""
 
-    def __init__(self, event: Event, *, up: bool) -> None:
-        self._event, self._up = event, up
+    def __init__(self, copies: Iterable[Event], *, up: bool) -> None:
+        self._copies, self._up = list(copies), up
 
     def done(self) -> bool:
-        return self._event.done()
+        return all(copy.done() for copy in self._copies)
 
     def wait(self) -> None:
-        if self._up:
-            self._event.wait_stream()
-        else:
-            self._event.wait_host()
+        for copy in self._copies:
+            if self._up:
+                copy.wait_stream()
+            else:
+                copy.wait_host()
 
     def cancel(self) -> bool:
         return False
 
     def seconds(self) -> float:
-        return self._event.seconds()
+        return sum(copy.seconds() for copy in self._copies)
 
 
 class HostStore:
@@ -97,11 +98,11 @@ class HostStore:
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
         """Copy down on the side stream."""
         slot = self.slots.take(data.numel())
-        return slot, _EventPending(self._copies.copy(data, self._view(slot)), up=False)
+        return slot, _EventPending((self._copies.copy(part, view) for part, view in self._pairs(slot, data)), up=False)
 
     def read(self, slot: Slot, target: Tensor) -> Pending:
         """Copy up on the side stream."""
-        return _EventPending(self._copies.copy(self._view(slot), target), up=True)
+        return _EventPending((self._copies.copy(view, part) for part, view in self._pairs(slot, target)), up=True)
 
     def free(self, slot: Slot) -> None:
         """The caller has waited for the transfers of this place."""
@@ -112,8 +113,12 @@ class HostStore:
         self._copies.synchronize()
         self._arena.close()
 
-    def _view(self, slot: Slot) -> Tensor:
-        return self._arena.data[slot.offset : slot.offset + slot.size]
+    def _pairs(self, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of ``data`` and where in the arena each has its place."""
+        at = 0
+        for offset, size in slot.parts(0, slot.size):
+            yield data[at : at + size], self._arena.data[offset : offset + size]
+            at += size
 
 
 class _FilePending:
@@ -220,7 +225,7 @@ class DiskStore:
 
     def _save(self, slot: Slot, data: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
-        total, at = 0, slot.offset
+        total = at = 0
         for piece in self._bounce.down(data, ready):
             total += _sum(piece)
             self._each(slot, at, piece, lambda view, at: os.pwrite(self._file, view, at), "write")
@@ -229,7 +234,7 @@ class DiskStore:
 
     def _fill(self, slot: Slot, target: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
-        total, at = 0, slot.offset
+        total = at = 0
         for piece in self._bounce.up(target, ready):
             self._each(slot, at, piece, lambda view, at: os.preadv(self._file, [view], at), "read")
             total += _sum(piece)
@@ -244,8 +249,9 @@ class DiskStore:
         view = memoryview(piece.numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):
+            offset, size = next(slot.parts(at + done, len(view) - done))
             try:
-                count = call(view[done:], at + done)
+                count = call(view[done : done + size], offset)
             except OSError as error:
                 raise SwapError(
                     f"cannot {verb} {format_bytes(slot.size)} of swapped data in {self.directory}: "
@@ -253,7 +259,7 @@ class DiskStore:
                     "free space or set swap.directory"
                 ) from error
             if count == 0:
-                missing = format_bytes(slot.offset + slot.size - at - done)
+                missing = format_bytes(slot.size - at - done)
                 raise SwapError(f"swap file in {self.directory} ends {missing} too early; something else truncated it")
             done += count
 
