@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
@@ -74,8 +75,9 @@ class Selector:
         return not has_history and tensor.nbytes * _SMALL_PART < tensor.untyped_storage().nbytes()
 
     def _from_leaf(self, tensor: Tensor) -> bool:
-        """A tensor that collects a gradient, a view of one, or a copy made from a parameter alone."""
-        if tensor.requires_grad and tensor.is_leaf:
+        """A tensor that collects a gradient, a view of one or of any parameter, or a copy made from a parameter alone.
+        FSDP gathers parameters into memory that it empties between uses, frozen ones too: its address is not known."""
+        if (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor._base, Parameter):
             return True
         node, storage = tensor.grad_fn, tensor.untyped_storage()
         for _ in range(_CHAIN_LENGTH):

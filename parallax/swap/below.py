@@ -12,14 +12,23 @@ from torch.nn import Parameter
 
 from parallax.errors import SwapError
 from parallax.swap.store import Store
+from parallax.swap.wrapped import parts, take_apart, wraps
 
 _SMALLEST = 4096  # bytes: what a place in a store is rounded up to
 
 
 def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
-    """Keys of the tensors worth moving that nothing else holds."""
-    held = {t.untyped_storage().data_ptr() for t in (parameter, parameter.grad) if t is not None and _dense(t)}
+    """Keys of the tensors worth moving that share no memory with the parameter or with each other."""
+    held: set[int] = set()
+    for tensor in (parameter, parameter.grad):
+        if tensor is not None and _dense(tensor):
+            held |= {part.untyped_storage().data_ptr() for part in parts(tensor)}
     return [key for key, value in _tensors(state) if value.device == parameter.device and _alone(value, held)]
+
+
+def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
+    """Bytes of what is movable."""
+    return sum(part.nbytes for key in movable(parameter, state) for part in parts(state[key]) if _large(part))
 
 
 # Tensors like the parameter that its first step makes, by the settings of its group. A subclass may make others.
@@ -40,9 +49,9 @@ _MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
 def yet_to_be_made(optimizer: optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int | None:
     """Bytes worth moving among the states that the first step of ``parameter`` will make; None: nobody can say."""
     made, gradient = _MADE.get(type(optimizer)), parameter.grad
-    if made is None or type(parameter) not in (Tensor, Parameter) or gradient is None or not _dense(gradient):
+    if made is None or not _known(parameter) or gradient is None or not _dense(gradient):
         return None
-    return made(group) * parameter.nbytes if parameter.nbytes >= _SMALLEST else 0
+    return made(group) * sum(part.nbytes for part in parts(parameter) if _large(part))
 
 
 class Below(dict[Any, Any]):
@@ -51,19 +60,20 @@ class Below(dict[Any, Any]):
 
     def __init__(self, parameter: Tensor, state: dict[Any, Any], keys: Sequence[Any], store: Store) -> None:
         super().__init__({key: value for key, value in state.items() if key not in keys})
-        self.parameter, self._order = parameter, list(state)
+        self.parameter, self._order, self._store = parameter, list(state), store
         self._written = False
-        self._places: dict[Any, _Place] = {}
+        self._places: list[_Place] = []
+        self._values: dict[Any, _Value] = {}
         try:
             for key in keys:
-                self._places[key] = _Place(state[key], store)
+                self._values[key] = _Value(state[key], self._put)
         except SwapError:
-            self.free(store)
+            self.free()
             raise
-        self.size = sum(place.nbytes for place in self._places.values())
+        self.size = sum(place.nbytes for place in self._places)
 
     def __missing__(self, key: Any) -> Any:
-        if key not in self._places:
+        if key not in self._values:
             raise KeyError(key)
         raise SwapError(f"optimizer state {key!r} is below the device between steps: read it from state_dict()")
 
@@ -73,56 +83,60 @@ class Below(dict[Any, Any]):
     @property
     def on_device(self) -> bool:
         """Whether the device's memory holds them: still, already, or for a transfer under way."""
-        return any(place.flat is not None for place in self._places.values())
+        return any(place.flat is not None for place in self._places)
 
     def landed(self) -> bool:
         """Whether no write is under way; :meth:`land` tells of one that failed."""
         with suppress(SwapError):
-            return all(place.pending.done() for place in self._places.values())
+            return all(place.pending.done() for place in self._places)
         return True
 
     def land(self) -> None:
         """Wait until all is written, then let go of the device's copy."""
-        for place in self._places.values():
+        for place in self._places:
             place.pending.wait()
-        for place in self._places.values():
+        for place in self._places:
             place.flat = None
         self._written = True
 
-    def call(self, store: Store) -> None:
+    def call(self) -> None:
         """Begin to read."""
-        for place in self._places.values():
-            place.call(store)
+        for place in self._places:
+            place.call(self._store)
 
     def full(self) -> dict[Any, Any]:
         """The state as the optimizer made it; waits for reads, and for writes that began."""
-        found = {}
-        for key, place in self._places.items():
+        for place in self._places:
             if self._written or not place.pending.cancel():
                 self._wait(place)
-            assert place.flat is not None
-            found[key] = place.tensor(place.flat)
-        return {key: found[key] if key in found else self[key] for key in self._order}
+        return self._with(lambda place: place.tensor(place.held))
 
-    def on_host(self, store: Store) -> dict[Any, Any]:
+    def on_host(self) -> dict[Any, Any]:
         """The state, its large tensors as copies on the host."""
-        found = {}
-        for key, place in self._places.items():
-            if place.flat is not None:
-                self._wait(place)
-                found[key] = place.tensor(place.flat.cpu().clone())
-            else:
-                host = torch.empty(place.nbytes, dtype=torch.uint8)
-                store.read(place.slot, host).wait()
-                found[key] = place.tensor(host)
-        return {key: found[key] if key in found else self[key] for key in self._order}
+        return self._with(self._host_copy)
 
-    def free(self, store: Store) -> None:
+    def free(self) -> None:
         """Give the places back, when nothing runs on them."""
-        for place in self._places.values():
+        for place in self._places:
             if not place.pending.cancel():
                 self._wait(place)
-            store.free(place.slot)
+            self._store.free(place.slot)
+
+    def _put(self, tensor: Tensor) -> _Place:
+        self._places.append(_Place(tensor, self._store))
+        return self._places[-1]
+
+    def _with(self, fill: Callable[[_Place], Tensor]) -> dict[Any, Any]:
+        """The state, its large tensors made by ``fill``."""
+        return {key: self._values[key].made(fill) if key in self._values else self[key] for key in self._order}
+
+    def _host_copy(self, place: _Place) -> Tensor:
+        if place.flat is not None:
+            self._wait(place)
+            return place.tensor(place.flat.cpu().clone())
+        host = torch.empty(place.nbytes, dtype=torch.uint8)
+        self._store.read(place.slot, host).wait()
+        return place.tensor(host)
 
     def _wait(self, place: _Place) -> None:
         """A write that failed is no loss while the device has the bytes."""
@@ -133,8 +147,20 @@ class Below(dict[Any, Any]):
                 raise
 
 
+class _Value:
+    """A state tensor, of whose parts the large ones have a place."""
+
+    def __init__(self, tensor: Tensor, put: Callable[[Tensor], _Place]) -> None:
+        found, self._rebuild = take_apart(tensor)
+        self._parts = [put(part) if _large(part) else part for part in found]
+
+    def made(self, fill: Callable[[_Place], Tensor]) -> Tensor:
+        """It, each part that has a place made by ``fill``."""
+        return self._rebuild(fill(part) if isinstance(part, _Place) else part for part in self._parts)
+
+
 class _Place:
-    """A state tensor in the store, or on its way there or back (``flat`` holds its bytes on the device then)."""
+    """A plain tensor in the store, or on its way there or back (``flat`` holds its bytes on the device then)."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -144,8 +170,14 @@ class _Place:
         self.flat: Tensor | None = _flat(tensor.untyped_storage(), tensor.device)
         self.slot, self.pending = store.write(self.flat)
 
-    def call(self, store: Store, device: torch.device | None = None) -> None:
-        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device or self._device)
+    @property
+    def held(self) -> Tensor:
+        """Its bytes, where the device has them."""
+        assert self.flat is not None
+        return self.flat
+
+    def call(self, store: Store) -> None:
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         self.pending = store.read(self.slot, self.flat)
 
     def tensor(self, flat: Tensor) -> Tensor:
@@ -155,8 +187,22 @@ class _Place:
 
 def _tensors(state: dict[Any, Any]) -> Iterator[tuple[Any, Tensor]]:
     for key, value in state.items():
-        if type(value) is Tensor and _dense(value) and value.nbytes >= _SMALLEST and not value.requires_grad:
+        if isinstance(value, Tensor) and _whole(value) and any(_large(part) for part in parts(value)):
             yield key, value
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether it can be made again of its bytes."""
+    plain = type(tensor) is Tensor or wraps(tensor)
+    return plain and not tensor.requires_grad and all(type(p) is Tensor and _dense(p) for p in parts(tensor))
+
+
+def _large(part: Tensor) -> bool:
+    return part.nbytes >= _SMALLEST
+
+
+def _known(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, Parameter) or wraps(parameter)
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -164,9 +210,9 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _alone(tensor: Tensor, held: set[int]) -> bool:
-    address = tensor.untyped_storage().data_ptr()
-    new = address not in held
-    held.add(address)
+    addresses = [part.untyped_storage().data_ptr() for part in parts(tensor)]
+    new = held.isdisjoint(addresses)
+    held.update(addresses)
     return new
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from parallax.host import available_memory
 from parallax.model.saved import address
+from parallax.swap.wrapped import local_bytes, parts
 from parallax.units import format_bytes
 
 
@@ -37,7 +38,7 @@ def divide(model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None,
     """The division of ``limit`` bytes of ``device``; None: of what the model has there and what is free."""
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
-    weights, gradients = _storage_bytes(tensors), sum(t.nbytes for t in trained)
+    weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)
     if limit is None:
         made = _storage_bytes(t.grad for t in trained if t.grad is not None)
         made += _storage_bytes(value for each in optimizers for value in _state_tensors(each))
@@ -53,7 +54,8 @@ def held_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tens
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    return [v for state in optimizer.state.values() if isinstance(state, dict) for v in state.values() if is_plain(v)]
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return [v for state in states for v in state.values() if isinstance(v, Tensor)]
 
 
 def is_plain(value: Any) -> bool:
@@ -63,7 +65,8 @@ def is_plain(value: Any) -> bool:
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind ``tensors``, each counted once."""
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    plain = [part for tensor in tensors for part in parts(tensor)]
+    storages = [part.untyped_storage() for part in plain if part.layout is torch.strided]
     return sum({address(storage): storage.nbytes() for storage in storages}.values())
 
 

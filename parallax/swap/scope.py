@@ -45,6 +45,7 @@ from parallax.swap.states import PIECE_BYTES, OptimizerStates
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
+from parallax.swap.wrapped import parts
 from parallax.units import format_bytes, format_seconds, parse_bytes
 
 AUTO = "auto"
@@ -173,7 +174,7 @@ class Swapping:
                 room = _Room(self, len(self._states))
                 self._states.append(OptimizerStates(optimizer, store, room, piece_bytes=options.piece_bytes))
                 stack.callback(self._states[-1].close)
-            held = [t for scope in _TAKEN for t in held_tensors(scope._model, scope._optimizers)]
+            held = [p for scope in _TAKEN for t in held_tensors(scope._model, scope._optimizers) for p in parts(t)]
             selector = Selector(held, options.minimum_bytes)
             stack.enter_context(_saving(manager, selector, share, self._states))
             self._exit = stack.pop_all()

@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.errors import BudgetExceeded, ParallaxError, SwapError
-from parallax.swap.below import Below, movable, yet_to_be_made
+from parallax.swap.below import Below, movable, moved_bytes, yet_to_be_made
 from parallax.swap.stand_in import Arguments, Piece, PieceByPiece, check_per_parameter, evaluated, raw_step
 from parallax.swap.store import Store
+from parallax.swap.wrapped import local_bytes
 from parallax.units import format_bytes, format_seconds
 
 PIECE_BYTES = 64 * 2**20
@@ -97,7 +98,7 @@ class OptimizerStates:
         for parameter in [p for p, below in self._below.items() if state.get(p) is not below]:
             self._drop(self._below.pop(parameter))
         held = {p: s for p, s in state.items() if isinstance(p, Tensor) and s and p not in self._below}
-        self._here = {p: sum(s[key].nbytes for key in movable(p, s)) for p, s in held.items()}
+        self._here = {p: moved_bytes(p, s) for p, s in held.items()}
         self.device_bytes = sum(self._here.values()) + sum(b.size for b in self._below.values() if b.on_device)
 
     def give_room(self, size: int) -> None:
@@ -169,7 +170,7 @@ class OptimizerStates:
         for group, packed in zip(optimizer.param_groups, found["param_groups"]):
             for parameter, index in zip(group["params"], packed["params"]):
                 if parameter in self._below and found["state"].get(index) is self._below[parameter]:
-                    found["state"][index] = self._below[parameter].on_host(self._store)
+                    found["state"][index] = self._below[parameter].on_host()
         return found
 
     def _loaded(self, optimizer: Optimizer) -> None:  # noqa: ARG002
@@ -197,7 +198,7 @@ class OptimizerStates:
 
     def _size(self, index: int, parameter: Tensor) -> int:
         known = self._known_size(index, parameter)
-        return _GUESS * parameter.nbytes if known is None else known
+        return _GUESS * local_bytes(parameter) if known is None else known
 
     def _known_size(self, index: int, parameter: Tensor) -> int | None:
         """Bytes of its states, also of those that its first step will make; None where only that step shows them."""
@@ -270,7 +271,7 @@ class OptimizerStates:
         """Stepped states stay as far as they fit beside the activations; the others begin to leave."""
         for _, parameter in piece:
             made = self._optimizer.state.get(parameter)
-            size = sum(made[key].nbytes for key in movable(parameter, made)) if made else 0
+            size = moved_bytes(parameter, made) if made else 0
             self.device_bytes += size - self._here.get(parameter, 0)
             self._here[parameter] = size
             if kept + size <= self._spare:
@@ -336,7 +337,7 @@ class OptimizerStates:
             self._land()
 
     def _call(self, below: Below) -> None:
-        below.call(self._store)
+        below.call()
         self.device_bytes += below.size
         self.bytes_in += below.size
 
@@ -352,4 +353,4 @@ class OptimizerStates:
 
     def _drop(self, below: Below) -> None:
         self._leaving = deque(other for other in self._leaving if other is not below)
-        below.free(self._store)
+        below.free()
