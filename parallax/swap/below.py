@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -55,12 +57,20 @@ def yet_to_be_made(optimizer: optim.Optimizer, group: dict[str, Any], parameter:
 
 
 class Below(dict[Any, Any]):
-    """What the optimizer holds as the state of a parameter whose large tensors are below: the small ones, and a clear
-    word for whoever reaches for the others."""
+    """What the optimizer holds as the state of a parameter whose large tensors are below: the small ones, while
+    ``recall`` brings the others up for whoever reaches for them, and returns the state that is in its place then. A
+    copy is an ordinary state."""
 
-    def __init__(self, parameter: Tensor, state: dict[Any, Any], keys: Sequence[Any], store: Store) -> None:
+    def __init__(
+        self,
+        parameter: Tensor,
+        state: dict[Any, Any],
+        keys: Sequence[Any],
+        store: Store,
+        recall: Callable[[Tensor], dict[Any, Any]],
+    ) -> None:
         super().__init__({key: value for key, value in state.items() if key not in keys})
-        self.parameter, self._order, self._store = parameter, list(state), store
+        self.parameter, self._order, self._store, self._recall = parameter, list(state), store, recall
         self._written = False
         self._places: list[_Place] = []
         self._values: dict[Any, _Value] = {}
@@ -73,12 +83,96 @@ class Below(dict[Any, Any]):
         self.size = sum(place.nbytes for place in self._places)
 
     def __missing__(self, key: Any) -> Any:
-        if key not in self._values:
-            raise KeyError(key)
-        raise SwapError(f"optimizer state {key!r} is below the device between steps: read it from state_dict()")
+        return self._live()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order if self._values else self._live())
+
+    def __len__(self) -> int:
+        return len(self._order if self._values else self._live())
+
+    def __contains__(self, key: Any) -> bool:
+        return key in (self._order if self._values else self._live())
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed([*self])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._live()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._live()[key]
+
+    def __eq__(self, other: object) -> bool:
+        return self._live() == other
+
+    def __or__(self, other: Any) -> Any:
+        return self._live() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._live()
+
+    def __ior__(self, other: Any) -> Any:
+        state = self._live()
+        state |= other
+        return state
+
+    def __repr__(self) -> str:
+        return repr(self._live())
+
+    def keys(self) -> Any:
+        """Of all, without bringing them up."""
+        return dict.fromkeys(self).keys()
+
+    def values(self) -> Any:
+        """All, brought up."""
+        return self._live().values()
+
+    def items(self) -> Any:
+        """All, brought up."""
+        return self._live().items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """One, brought up with the others if it is below."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Of all, brought up."""
+        return self._live().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Of all, brought up."""
+        return self._live().popitem()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """In all, brought up."""
+        return self._live().setdefault(key, default)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """All, brought up."""
+        self._live().update(*others, **more)
+
+    def clear(self) -> None:
+        """All, brought up."""
+        self._live().clear()
+
+    def copy(self) -> dict[Any, Any]:
+        """The same tensors, brought up."""
+        return self._live().copy()
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        found = memo[id(self)] = {k: deepcopy(v, memo) for k, v in self._with(self._device_copy).items()}
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise SwapError("optimizer states are below the device between steps: copy state_dict() instead")
+        return dict, (self._with(self._device_copy),)
+
+    def _live(self) -> dict[Any, Any]:
+        return self._recall(self.parameter)
 
     @property
     def on_device(self) -> bool:
@@ -91,18 +185,22 @@ class Below(dict[Any, Any]):
             return all(place.pending.done() for place in self._places)
         return True
 
-    def land(self) -> None:
-        """Wait until all is written, then let go of the device's copy."""
+    def land(self) -> bool:
+        """Wait until all is written, then let go of the device's copy; whether nobody else holds that. Somebody who
+        does may change it: then it stays what it was."""
         for place in self._places:
             place.pending.wait()
-        for place in self._places:
-            place.flat = None
         self._written = True
+        gone = [place.let_go() for place in self._places]
+        if not all(gone):
+            self.call()
+        return all(gone)
 
     def call(self) -> None:
-        """Begin to read."""
+        """Begin to read what the device does not have."""
         for place in self._places:
-            place.call(self._store)
+            if place.flat is None:
+                place.call(self._store)
 
     def full(self) -> dict[Any, Any]:
         """The state as the optimizer made it; waits for reads, and for writes that began."""
@@ -116,11 +214,13 @@ class Below(dict[Any, Any]):
         return self._with(self._host_copy)
 
     def free(self) -> None:
-        """Give the places back, when nothing runs on them."""
+        """Give the places back, when nothing runs on them. Who still has this finds what is in its place."""
         for place in self._places:
             if not place.pending.cancel():
                 self._wait(place)
             self._store.free(place.slot)
+        super().clear()
+        self._values, self._places = {}, []
 
     def _put(self, tensor: Tensor) -> _Place:
         self._places.append(_Place(tensor, self._store))
@@ -131,12 +231,18 @@ class Below(dict[Any, Any]):
         return {key: self._values[key].made(fill) if key in self._values else self[key] for key in self._order}
 
     def _host_copy(self, place: _Place) -> Tensor:
+        return self._copy(place, torch.device("cpu"))
+
+    def _device_copy(self, place: _Place) -> Tensor:
+        return self._copy(place, place.device)
+
+    def _copy(self, place: _Place, device: torch.device) -> Tensor:
         if place.flat is not None:
             self._wait(place)
-            return place.tensor(place.flat.cpu().clone())
-        host = torch.empty(place.nbytes, dtype=torch.uint8)
-        self._store.read(place.slot, host).wait()
-        return place.tensor(host)
+            return place.tensor(place.flat.to(device, copy=True))
+        found = torch.empty(place.nbytes, dtype=torch.uint8, device=device)
+        self._store.read(place.slot, found).wait()
+        return place.tensor(found)
 
     def _wait(self, place: _Place) -> None:
         """A write that failed is no loss while the device has the bytes."""
@@ -166,8 +272,11 @@ class _Place:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
-        self._device, self.nbytes = tensor.device, tensor.nbytes
-        self.flat: Tensor | None = _flat(tensor.untyped_storage(), tensor.device)
+        self.device, self.nbytes = tensor.device, tensor.nbytes
+        storage = tensor.untyped_storage()
+        self.flat: Tensor | None = _flat(storage, tensor.device)
+        self._watch, self._alias = weakref.ref(storage), None if tensor.is_inference() else tensor.detach()
+        self._version = 0 if self._alias is None else self._alias._version
         self.slot, self.pending = store.write(self.flat)
 
     @property
@@ -176,8 +285,19 @@ class _Place:
         assert self.flat is not None
         return self.flat
 
+    def let_go(self) -> bool:
+        """Drop the device's copy unless somebody else holds it, or has changed it since the write began."""
+        alias, self._alias = self._alias, None
+        if alias is not None and alias._version != self._version:
+            return False
+        self.flat = alias = None
+        storage = self._watch()
+        if storage is not None:
+            self.flat = _flat(storage, self.device)
+        return storage is None
+
     def call(self, store: Store) -> None:
-        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self.pending = store.read(self.slot, self.flat)
 
     def tensor(self, flat: Tensor) -> Tensor:

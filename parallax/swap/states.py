@@ -37,6 +37,8 @@ from parallax.swap.wrapped import local_bytes
 from parallax.units import format_bytes, format_seconds
 
 PIECE_BYTES = 64 * 2**20
+_STEPPING = ("a step", "raise limit")
+_READING = ("reading a state", "raise limit, or read state_dict()")
 _GUESS = 2  # states per parameter where only the first step shows how many
 
 
@@ -65,6 +67,7 @@ class OptimizerStates:
         self._leaving: deque[Below] = deque()
         self._here: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
+        self._shared: set[Tensor] = set()  # somebody else holds their states: not asked again before the next step
         self.device_bytes = self.bytes_out = self.bytes_in = 0
         self.stall_seconds = 0.0
         self._closed_bytes = 0
@@ -97,7 +100,8 @@ class OptimizerStates:
         state = self._optimizer.state
         for parameter in [p for p, below in self._below.items() if state.get(p) is not below]:
             self._drop(self._below.pop(parameter))
-        held = {p: s for p, s in state.items() if isinstance(p, Tensor) and s and p not in self._below}
+        self._shared.clear()
+        held = {p: s for p, s in state.items() if isinstance(p, Tensor) and p not in self._below and s}
         self._here = {p: moved_bytes(p, s) for p, s in held.items()}
         self.device_bytes = sum(self._here.values()) + sum(b.size for b in self._below.values() if b.on_device)
 
@@ -206,6 +210,8 @@ class OptimizerStates:
             return self._below[parameter].size
         if parameter in self._here:
             return self._here[parameter]
+        if parameter in self._shared:
+            return 0
         made = yet_to_be_made(self._optimizer, self._optimizer.param_groups[index], parameter)
         return 0 if made is None and parameter in self._stepped else made
 
@@ -253,7 +259,7 @@ class OptimizerStates:
         for index, parameter in piece:
             if parameter in self._below:
                 self._return(parameter, self._below[parameter])
-            elif parameter not in self._here:
+            elif parameter not in self._here and parameter not in self._shared:
                 self._make_room(self._size(index, parameter), parameters, strict=False)
         self._make_room(0, parameters, strict=False)  # on entry, or of optimizers not known, there may be too much
 
@@ -289,7 +295,9 @@ class OptimizerStates:
             self._leave(parameter)
             excess -= size
 
-    def _make_room(self, size: int, needed: set[Tensor], *, strict: bool = True) -> None:
+    def _make_room(
+        self, size: int, needed: set[Tensor], what: tuple[str, str] = _STEPPING, *, strict: bool = True
+    ) -> None:
         while self.device_bytes + size > self._room.now():
             other = next((p for p, held in self._here.items() if held and p not in needed), None)
             if self._leaving:
@@ -298,9 +306,9 @@ class OptimizerStates:
                 self._leave(other)
             elif strict:
                 raise BudgetExceeded(
-                    f"a step of {type(self._optimizer).__name__} needs {format_bytes(size)} of states on the device "
-                    f"beside {format_bytes(self.device_bytes)}, where {format_bytes(self._room.now())} are left for "
-                    "states by parameters, gradients and saved activations: raise limit"
+                    f"{what[0]} of {type(self._optimizer).__name__} needs {format_bytes(size)} on the device beside "
+                    f"{format_bytes(self.device_bytes)}, where {format_bytes(max(0, self._room.now()))} are left for "
+                    f"states by parameters, gradients and saved activations: {what[1]}"
                 )
             else:
                 return
@@ -312,7 +320,7 @@ class OptimizerStates:
         if not size:
             return
         state = self._optimizer.state[parameter]
-        below = Below(parameter, state, movable(parameter, state), self._store)
+        below = Below(parameter, state, movable(parameter, state), self._store, self._recall)
         self._optimizer.state[parameter] = self._below[parameter] = below
         self._leaving.append(below)
 
@@ -323,14 +331,18 @@ class OptimizerStates:
             return
         start = time.perf_counter()
         try:
-            below.land()
+            gone = below.land()
         except SwapError:
             self._return(below.parameter, below)
             raise
         finally:
             self.stall_seconds += time.perf_counter() - start
-        self.device_bytes -= below.size
         self.bytes_out += below.size
+        if not gone:
+            self._return(below.parameter, below)
+            self._shared.add(below.parameter)
+            del self._here[below.parameter]
+        self.device_bytes -= below.size
 
     def _land_written(self) -> None:
         while self._leaving and self._leaving[0].landed():
@@ -340,6 +352,17 @@ class OptimizerStates:
         below.call()
         self.device_bytes += below.size
         self.bytes_in += below.size
+
+    def _recall(self, parameter: Tensor) -> dict[Any, Any]:
+        """The states of a parameter, brought up because somebody reads them."""
+        below = self._below.get(parameter)
+        if below is not None:
+            if not below.on_device:
+                self._make_room(below.size, {parameter}, _READING)
+                self._call(below)
+            self._return(parameter, below)
+        found: dict[Any, Any] = self._optimizer.state.get(parameter, {})
+        return found
 
     def _return(self, parameter: Tensor, below: Below) -> None:
         if not below.on_device:

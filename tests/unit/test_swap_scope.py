@@ -618,19 +618,17 @@ def test_hooks_of_the_optimizer_run_once_and_see_all(tight: Callable[..., Swappi
         handle.remove()
 
 
-def test_states_below_say_so(tight: Callable[..., Swapping]) -> None:
+def test_states_below_come_up_for_who_reads_them(tight: Callable[..., Swapping]) -> None:
     model = build()
     optimizer = adamw(model)
     with tight(model, optimizer):
         plain_loop(model, optimizer)
         state = optimizer.state[model.layers[3][0].weight]
         assert state["step"] == STEPS
-        with pytest.raises(SwapError, match=r"'exp_avg' is below the device.*state_dict"):
-            state["exp_avg"]
+        assert isinstance(state["exp_avg"], Tensor)
         with pytest.raises(KeyError):
             state["no such state"]
-        with pytest.raises(SwapError, match="copy state_dict"):
-            copy.deepcopy(optimizer)
+        copy.deepcopy(optimizer)
     assert isinstance(optimizer.state[model.layers[3][0].weight]["exp_avg"], Tensor)
     copy.deepcopy(optimizer)
 
