@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
 from parallax import __version__
 from parallax.errors import ParallaxError
+from parallax.signals import exit_code, stopped_by
 
 COMMANDS = {
     "train": "plan and train; under torchrun, one rank of it",
@@ -40,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if under_torchrun():
             leave(error)
         if isinstance(error, KeyboardInterrupt):
-            return 130
+            number = getattr(error, "number", signal.SIGINT)
+            print(f"parallax: {stopped_by(number)}", file=sys.stderr)
+            return exit_code(number)
         if not isinstance(error, ParallaxError):
             raise
         print(f"parallax: {error}", file=sys.stderr)

@@ -11,12 +11,15 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -46,9 +49,10 @@ from parallax.plan.request import AUTO
 from parallax.planning import Planned, settle
 from parallax.report import plan_table, summary_table
 from parallax.runtime.engine import Engine
-from parallax.runtime.leaving import LAST_WORDS, follows, leave, read_words, say, verdict_on
+from parallax.runtime.leaving import LAST_WORDS, depart, follows, leave, read_words, say, verdict_on
 from parallax.runtime.verdict import How, Verdict
-from parallax.runtime.watch import TERMINATED, Watch
+from parallax.runtime.watch import Watch
+from parallax.signals import Requests, Stopped, exit_code, heeding, interrupt, stopped_by
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, train
 from parallax.units import format_seconds
 
@@ -137,9 +141,10 @@ def launch(run: Run) -> int:
     """Train on this machine; the exit code. With ``plan.replan=auto`` a run whose steps are not as predicted stops at
     a checkpoint, once, and goes on under a plan that is made with what it measured."""
     replans = run.config.plan.replan == AUTO
-    code = _start(run, OnDrift.STOP if replans else OnDrift.IGNORE)
-    if code == 0 and replans and (reason := _drifted(run.directory)):
-        code = _start(_replanned(run, reason, Console()), OnDrift.NOTE)
+    with heeding(interrupt):
+        code = _start(run, OnDrift.STOP if replans else OnDrift.IGNORE)
+        if code == 0 and replans and (reason := _drifted(run.directory)):
+            code = _start(_replanned(run, reason, Console()), OnDrift.NOTE)
     return code
 
 
@@ -192,6 +197,7 @@ def _start(run: Run, on_drift: OnDrift) -> int:
             monitor_interval=0.1,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
+            signals_to_handle="SIGQUIT",  # of torch's own; requests to end are relayed
         )
         words = Path(folder) / "last-words"
         told = {
@@ -200,16 +206,68 @@ def _start(run: Run, on_drift: OnDrift) -> int:
             LAST_WORDS: str(words),
         }
         command = ["-m", "parallax", "train", "--run-dir", str(run.directory)]
-        with _environment(rank_environment(run) | told), _no_logging():
+        relay, begun = _Relay(), time.time()
+        with _environment(rank_environment(run) | told), _no_logging(), heeding(relay):
             try:
                 elastic_launch(settings, sys.executable)(*command)
             except ChildFailedError as failed:
-                return _explain(failed, words)
+                ended = {failure.exitcode for failure in failed.failures.values()}
+                if not _was_stopped(read_words(words)) and not (relay.first and ended == {-signal.SIGTERM}):
+                    return _explain(failed, words)
+                return _say_stopped(run, relay.first, read_words(words))
             except SignalException as stopped:
-                name, again = signal.Signals(stopped.sigval).name, f"parallax train name={run.config.name}"
-                print(f"parallax: stopped by {name}; `{again}` continues", file=sys.stderr)
-                return 128 + int(stopped.sigval)
-    return 0
+                return _say_stopped(run, int(stopped.sigval), read_words(words))
+            except Stopped as stopped:
+                if _has_ended(run, since=begun):  # the last of the ranks had just gone
+                    return 0
+                what = "at once: what came after the last checkpoint is lost" if relay.impatient else ""
+                return _say_stopped(run, stopped.number, Verdict(0, How.STOPPED, "", what) if what else None)
+            verdict = read_words(words)
+            return _say_stopped(run, relay.first, verdict) if _was_stopped(verdict) else 0
+
+
+class _Relay(Requests):
+    """Hands a request to end on to the ranks, which serve it; where there are none yet, and at the second Ctrl-C, there
+    is nothing to wait for."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        repeated = bool(self.first)
+        self.add(number)
+        ranks = psutil.Process().children()
+        for rank in ranks if self.impatient or not repeated else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Whatever was sent: a Python that is still importing dies of it without a traceback.
+                rank.send_signal(signal.SIGKILL if self.impatient else signal.SIGTERM)
+        if self.impatient or not ranks:
+            raise Stopped(number)
+
+
+def _has_ended(run: Run, since: float) -> bool:
+    """Whether the ranks have come to the run's end."""
+    summary = run.directory / "summary.json"
+    try:
+        return summary.stat().st_mtime >= since and json.loads(summary.read_text(encoding="utf-8"))["ended"] == "steps"
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _was_stopped(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.how is How.STOPPED
+
+
+def _say_stopped(run: Run, number: int, verdict: Verdict | None) -> int:
+    """Say how far a run came that was asked to end, by signal ``number`` to the launcher or by one to its ranks, which
+    told; the exit code."""
+    verdict = verdict or Verdict(0, How.STOPPED, "", "before the first step")
+    if number:
+        verdict = replace(verdict, who=stopped_by(number), code=exit_code(number))
+    print(f"parallax: {verdict.text}; {_again(run)}", file=sys.stderr)
+    return verdict.code
+
+
+def _again(run: Run) -> str:
+    return f"`parallax train name={run.config.name}` continues"
 
 
 def _explain(failed: ChildFailedError, words: Path) -> int:
@@ -230,7 +288,7 @@ def _explain(failed: ChildFailedError, words: Path) -> int:
         print(f"parallax: {verdict.text}", file=sys.stderr)
         return verdict.code
     rank, code = next(iter(ended.items()))
-    if code in (-signal.SIGTERM, TERMINATED):
+    if code == -signal.SIGTERM:
         raise ParallaxError(f"rank {rank} was stopped by SIGTERM; run again to continue from the last checkpoint")
     return code if code == UserError.exit_code else 1
 
@@ -264,8 +322,9 @@ def rank_environment(run: Run) -> dict[str, str]:
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
 
-def work(overrides: Sequence[str], directory: Path | None) -> int:
-    """What one rank under torchrun does. Without a prepared directory, rank 0 prepares one for all.
+def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
+    """What one rank under torchrun does, with which its process ends. Without a prepared directory, rank 0 prepares one
+    for all.
 
     After an exception the process ends without more ado: leaving the world in order would wait for the others.
     """
@@ -279,12 +338,12 @@ def work(overrides: Sequence[str], directory: Path | None) -> int:
         watch = Watch.start(say)
         run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
         _compare(run)
-        _train(run, watch)
+        stopped = _train(run, watch)
         watch.close()
         stop_processes()
     except (Exception, KeyboardInterrupt) as error:
         leave(error, watch)
-    return 0
+    depart(exit_code(stopped) if stopped and LAST_WORDS not in os.environ else 0)  # our launcher knows
 
 
 def _prepare_for_all(overrides: Sequence[str]) -> Run:
@@ -316,7 +375,8 @@ def _compare(run: Run) -> None:
             raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
 
 
-def _train(run: Run, watch: Watch) -> None:
+def _train(run: Run, watch: Watch) -> int:
+    """Build, train, report; the signal that ended it early, or 0."""
     choice = choose_devices(local_cluster(run.config))
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -341,6 +401,7 @@ def _train(run: Run, watch: Watch) -> None:
         trainer.watchdog_seconds, _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
     )
     watch.attend(engine, run.plan, run.directory, limit)
+    watch.serve()
     try:
         tokens = tokens_per_row(run.config)
         summary = train(
@@ -352,6 +413,7 @@ def _train(run: Run, watch: Watch) -> None:
             tokens_per_row=tokens,
             on_drift=_on_drift(run.config),
             debug=run.config.debug,
+            asked=watch.asked,
         )
     except Exception as error:
         if not follows(error):
@@ -359,9 +421,25 @@ def _train(run: Run, watch: Watch) -> None:
         raise
     finally:
         engine.close()
+    stopped = int(summary["stopped"])
     if dist.get_rank() == 0:
-        Console().print(summary_table(summary))
-        Console().print(f"results: {run.directory}", soft_wrap=True)
+        if stopped:
+            _tell_stopped(run, summary)
+        else:
+            Console().print(summary_table(summary))
+            Console().print(f"results: {run.directory}", soft_wrap=True)
+    if stopped:
+        dist.barrier()  # a rank that leaves with an error code ends the others
+    return stopped
+
+
+def _tell_stopped(run: Run, summary: Mapping[str, Any]) -> None:
+    """Where no launcher of ours goes on, this is the last line."""
+    number, step = int(summary["stopped"]), summary["steps"]
+    ours = LAST_WORDS in os.environ
+    remark = "" if ours else f"; the same command with name={run.config.name} continues"
+    what = f"after step {step} of {run.config.trainer.steps}, which is saved"
+    say(Verdict(0, How.STOPPED, stopped_by(number), what, remark, exit_code(number)))
 
 
 def _on_drift(config: RunConfig) -> OnDrift:

@@ -10,6 +10,7 @@ from rich.console import Console
 from parallax import launch
 from parallax.commands.options import add_overrides
 from parallax.errors import ConfigError
+from parallax.signals import heeding, interrupt
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -36,4 +37,6 @@ def run(parsed: argparse.Namespace) -> int:
         return launch.work(parsed.overrides, parsed.run_dir)
     if parsed.run_dir is not None:
         return launch.launch(launch.Run.read(parsed.run_dir))
-    return launch.launch(launch.prepare(parsed.overrides, Console()))
+    with heeding(interrupt):
+        run = launch.prepare(parsed.overrides, Console())
+    return launch.launch(run)

@@ -7,10 +7,12 @@ one is ours, instead of the terminal.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -19,7 +21,8 @@ from typing import NoReturn
 
 from parallax.errors import ParallaxError, TransportError, UserError, printable
 from parallax.runtime.verdict import How, Verdict
-from parallax.runtime.watch import INTERRUPTED, PATIENCE_SECONDS, Watch
+from parallax.runtime.watch import PATIENCE_SECONDS, Watch
+from parallax.signals import exit_code
 
 LAST_WORDS = "PARALLAX_LAST_WORDS"  # names the file in which ranks tell their launcher why the run ended
 _BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up")
@@ -31,11 +34,12 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
     A connection that broke is no cause: whoever broke it is known to the others soon, and this process ends meanwhile.
     Before there is a watch, the first rank of a host speaks for the host.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):  # of the model's own, or before there was a watch, which heeds Ctrl-C
+        code = exit_code(signal.SIGINT)
         if watch is not None:
-            watch.claim(Verdict(watch.rank, How.STOPPED, "", "", code=INTERRUPTED))
+            watch.claim(Verdict(watch.rank, How.STOPPED, "", "", code=code))
             time.sleep(PATIENCE_SECONDS)
-        os._exit(INTERRUPTED)
+        os._exit(code)
     if follows(error):
         time.sleep(PATIENCE_SECONDS)
     verdict = verdict_on(error, watch)
@@ -51,6 +55,18 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(verdict.code)
+
+
+def depart(code: int) -> NoReturn:
+    """End the process of a rank that has closed what it had open.
+
+    Threads of libraries may still wait for Python's lock; an interpreter that takes itself apart ends them inside of
+    C++, which calls that an abort, now and then.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def say(verdict: Verdict) -> None:

@@ -34,10 +34,9 @@ from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
 from parallax.runtime.links import Meeting, meet
 from parallax.runtime.verdict import How, Seen, Verdict, complaint, culprit, name
+from parallax.signals import Requests, exit_code, heeded, stopped_by
 
 PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
-INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
 _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
 _LOOK_SECONDS = 0.1  # between two looks at the engine
 _HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
@@ -67,7 +66,9 @@ class Watch:
         self._seen = [Seen()] * size
         self._looked = self._told = time.monotonic()
         self._heard = [self._looked] * size
-        self._interrupted = float("inf")
+        self._requests = Requests()
+        self._serving = False
+        self._leaving = float("inf")
         self._claim: Verdict | None = None
         self._verdict: Verdict | None = None
         self._judged = threading.Event()
@@ -79,7 +80,8 @@ class Watch:
         for peer, link in self._links.items():
             self._selector.register(link.socket, selectors.EVENT_READ, peer)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._signals = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(self._wake.fileno())
+        self._wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._run, name="parallax-watch", daemon=True)
 
@@ -95,6 +97,15 @@ class Watch:
         """Look at ``engine`` from now on. More than ``limit_seconds`` in one action or without an answer are a hang; 0
         sets no limit. The stacks of a rank that hangs are left in ``directory``."""
         self._attended, self._limit_seconds = (engine, plan, directory), limit_seconds
+
+    def serve(self) -> None:
+        """From now on requests to end are the caller's to serve, who asks for them with :meth:`asked`. Before that,
+        there is nothing to save: they end all ranks."""
+        self._serving = True
+
+    def asked(self) -> int:
+        """The signal that asked this rank to end; 0 where none has."""
+        return self._requests.first
 
     def failed(self, how: How, cause: str, code: int) -> Verdict:
         """The verdict on this rank, by what it is in the middle of."""
@@ -123,8 +134,7 @@ class Watch:
         self._closing = True
         self._rouse()
         self._thread.join()
-        signal.set_wakeup_fd(self._signals[1])
-        signal.signal(signal.SIGTERM, self._signals[0])
+        self._restore_signals(self._wakeup)
         self._close_sockets()
 
     # ---- the thread
@@ -164,16 +174,18 @@ class Watch:
 
     def _heed(self, signals: bytes) -> None:
         """What the main thread wants to be looked at, and signals, which it cannot heed while it waits in a call."""
-        if signal.SIGINT in signals:
-            self._interrupted = time.monotonic() + PATIENCE_SECONDS
-        if signal.SIGTERM in signals and self._claim is None:
-            self._claim = Verdict(self.rank, How.STOPPED, "", "", code=TERMINATED)
+        for number in self._handlers:
+            if number in signals:
+                self._requests.add(number)
+            if number in signals and self._claim is None and (self._requests.impatient or not self._serving):
+                where = str(self._seen[self.rank])
+                self._claim = Verdict(self.rank, How.STOPPED, stopped_by(number), where, code=exit_code(number))
         if self._claim is None or self._verdict is not None:
             return
         if self.rank != 0 and 0 in self._links:
             self._links[0].send({"verdict": self._claim.to_dict()})  # comes back, or another one does
             if self._claim.how is How.STOPPED:
-                os._exit(self._claim.code)
+                self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
         else:
             self._decide(self._claim)
 
@@ -194,8 +206,8 @@ class Watch:
             self._told = now
             for link in self._links.values():
                 link.send({"seen": self._seen[self.rank].to_list()})
-        if now > self._interrupted:
-            os._exit(INTERRUPTED)
+        if now > self._leaving and self._claim is not None:
+            os._exit(self._claim.code)
         if self._limit_seconds and self._verdict is None:
             self._judge(now)
 
@@ -266,9 +278,13 @@ class Watch:
         """A forked child is no rank: it holds no connection that should end with its parent, and minds its signals."""
         if self._closing:
             return
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._restore_signals(-1)
         self._close_sockets()
+
+    def _restore_signals(self, wakeup: int) -> None:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _close_sockets(self) -> None:
         for link in self._links.values():

@@ -6,7 +6,7 @@ import contextlib
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -86,13 +86,18 @@ def train(
     tokens_per_row: int,
     on_drift: OnDrift = OnDrift.IGNORE,
     debug: DebugConfig | None = None,
+    asked: Callable[[], int] = int,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
 
-    Its ``ended`` is "steps", or "drift" where the loop ended early at a checkpoint; ``drift`` then says why.
+    ``asked`` gives the number of the signal that asked this rank to end, or 0. Where any rank has been asked, all end
+    after the same step, with a checkpoint.
+
+    The summary's ``ended`` is "steps"; "drift" where the loop ended early at a checkpoint, and ``drift`` says why;
+    "stopped" where it was asked to, and ``stopped`` is the signal's number.
     """
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
-    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift, recording)
+    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift, recording, asked)
     return run.run()
 
 
@@ -120,8 +125,10 @@ class _Run:
         tokens_per_row: int,
         on_drift: OnDrift,
         recording: Recorder,
+        asked: Callable[[], int],
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
+        self._asked, self._signal, self._unfinished = asked, 0, False
         self._on_drift, self._drift, self._recording = on_drift, "", recording
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
@@ -148,7 +155,7 @@ class _Run:
                 voice.note(f"skipped: {refused}")
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
-            while self._engine.completed_steps < total and not self._stopped:
+            while self._engine.completed_steps < total and not self._ends_early:
                 batch = self._source.batch(self._trainer.global_batch)
                 with self._recording.step():
                     result = self._engine.step(batch)
@@ -167,8 +174,12 @@ class _Run:
         return summary
 
     @property
-    def _stopped(self) -> bool:
+    def _drifted(self) -> bool:
         return self._on_drift is OnDrift.STOP and bool(self._drift)
+
+    @property
+    def _ends_early(self) -> bool:
+        return bool(self._signal) or self._drifted
 
     def _resume(self) -> Path | None:
         """Load the last good checkpoint of the run directory; the one loaded."""
@@ -209,10 +220,13 @@ class _Run:
             swap.bytes_out,
             swap.bytes_in,
             swap.limit_bytes,
+            self._asked(),
         )
         table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
-        peaks, stalls, transfers, out, back, limits = (c.tolist() for c in self._mesh.sum(table).unbind(1))
+        columns = [column.tolist() for column in self._mesh.sum(table).unbind(1)]
+        peaks, stalls, transfers, out, back, limits, signals = columns
+        self._signal = int(max(signals))  # the same on every rank, so all end after this step
         swapping = sum(limits) + sum(out) + sum(back) > 0
         overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=sum(transfers))
         fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
@@ -244,25 +258,43 @@ class _Run:
         )
 
     def _evaluate_and_save(self, voice: _Voice, step: int, total: int) -> None:
-        if step == total or _due(self._trainer.eval_every, step):
-            batches = range(self._trainer.eval_batches)
-            losses = [self._engine.evaluate(self._source.validation(i, self._trainer.global_batch)) for i in batches]
-            self._validation = statistics.fmean(losses)
-            voice.evaluation(step, self._validation)
-        if step == total or _due(self._trainer.checkpoint_every, step):
+        last = step == total
+        if last or _due(self._trainer.eval_every, step):
+            self._evaluate(voice, step)
+        if last or self._signal or _due(self._trainer.checkpoint_every, step):
             path = self._engine.save(self._checkpoints, {"source": self._source.state_dict()})
             if self._rank == 0:
                 remove_old(self._checkpoints, self._trainer.keep_checkpoints)
             voice.note(f"step {step}: checkpoint {path}")
-            if step < total and self._on_drift is not OnDrift.IGNORE and not self._drift:
+            self._agree()
+            if not last and self._on_drift is not OnDrift.IGNORE and not self._drift:
                 self._judge(voice, step)
+
+    def _evaluate(self, voice: _Voice, step: int) -> None:
+        """The validation loss; where a rank has been asked to end, it stays unknown."""
+        losses: list[float] = []
+        while not self._signal and len(losses) < self._trainer.eval_batches:
+            batch = self._source.validation(len(losses), self._trainer.global_batch)
+            losses.append(self._engine.evaluate(batch))
+            self._agree()
+        self._unfinished = bool(self._signal)
+        if not self._unfinished:
+            self._validation = statistics.fmean(losses)
+            voice.evaluation(step, self._validation)
+
+    def _agree(self) -> None:
+        """Whether any rank has been asked to end, where no step is there to carry the question along."""
+        if not self._signal:
+            signals = torch.zeros(self._engine.plan.world_size, dtype=torch.int64)
+            signals[self._rank] = self._asked()
+            self._signal = int(self._mesh.sum(signals).max())
 
     def _judge(self, voice: _Voice, step: int) -> None:
         """Hold the prediction against the steps so far; rank 0's clock decides for all."""
         mine = drift(self._seconds, self._engine.plan.prediction.step_seconds)
         self._drift = str(self._mesh.gather_objects(mine)[0])
         if self._drift:
-            ending = "; another plan continues from here" if self._stopped else ""
+            ending = "; another plan continues from here" if self._drifted else ""
             voice.note(f"step {step}: {self._drift}{ending}")
 
     def _summary(self) -> dict[str, Any]:
@@ -297,8 +329,9 @@ class _Run:
         median = statistics.median(timed) if timed else None
         return {
             "steps": self._engine.completed_steps,
-            "ended": "drift" if self._stopped else "steps",
+            "ended": self._ending,
             "drift": self._drift,
+            "stopped": self._signal if self._ending == "stopped" else 0,
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
             "validation_loss": self._validation,
@@ -310,6 +343,12 @@ class _Run:
             "tokens_per_second": self._trainer.global_batch * self._tokens / median if median else None,
             "ranks": ranks,
         }
+
+    @property
+    def _ending(self) -> str:
+        if self._signal and (self._unfinished or self._engine.completed_steps < self._trainer.steps):
+            return "stopped"
+        return "drift" if self._drifted else "steps"
 
     def _predicted_spans(self) -> list[Span]:
         """What the plan said of each action; none where there is no such file."""
@@ -349,7 +388,7 @@ class _Run:
         (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
         with EventLog(self._directory / MEASURED_EVENTS) as events:
             events.extend(self._measured)
-        if predicted := self._predicted_spans():
+        if not self._signal and (predicted := self._predicted_spans()):  # a picture takes longer than saving did
             timeline_png(predicted, self._measured, self._directory / "timeline.png")
 
 

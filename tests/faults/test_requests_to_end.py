@@ -1,0 +1,220 @@
+"""SIGTERM, Ctrl-C, SIGHUP, SIGUSR1: all ranks end after the same step, with a checkpoint that goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from parallax.monitor import read_metrics
+from parallax.runtime.checkpoint import list_checkpoints
+from tests.faults.test_cli import (
+    MODULE,
+    TINY,
+    TORCHRUN,
+    finish,
+    here,
+    one_line,
+    prepared,
+    ranks,
+    running,
+    start,
+    temporary,
+    wait_for,
+    weights,
+)
+
+__all__ = ["here"]
+
+LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
+ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]
+
+# Asks its own process to end, once, when something is called for the n-th time.
+ASKING = """
+import os, pathlib, signal, time, torch
+from torch import nn
+from parallax import TensorRows
+
+def ask(where):
+    if os.environ.get("RANK", "") == "1" and os.environ.get("ASK") == where and not pathlib.Path("asked").exists():
+        pathlib.Path("asked").touch()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)  # until it is heard
+
+class Rows:
+    def batch(self, rows):
+        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+    def validation(self, index, rows):
+        ask(f"evaluation {index}")
+        return self.batch(rows)
+    def state_dict(self):
+        ask("checkpoint")
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+class Slow(nn.Module):
+    def forward(self, x):
+        if self.training:
+            ask("step")
+        return x.clone()
+
+def build():
+    if "RANK" in os.environ:
+        ask("building")
+    return nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(32, 8), Slow())
+"""
+
+
+def stepping(run: Path, *command: str, **added: str) -> subprocess.Popen[str]:
+    """A run that has taken two more steps."""
+    metrics = run / "metrics.jsonl"
+
+    def lines() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    before = lines()
+    process = start([*(command or MODULE), "train", "--run-dir", str(run)], **added)
+    wait_for(lambda: lines() > before + 1 or process.poll() is not None, "steps")
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def last_step(run: Path) -> int:
+    """Of the metrics; there is a checkpoint of it, and no other."""
+    step = int(read_metrics(run / "metrics.jsonl")[-1]["step"])
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
+    return step
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "to"),
+    [
+        (signal.SIGTERM, 143, "launcher"),
+        (signal.SIGINT, 130, "all"),
+        (signal.SIGTERM, 143, "rank"),
+        pytest.param(signal.SIGHUP, 129, "launcher", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, 0, "launcher", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, 0, "all", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_request_is_served_after_a_step(here: Path, number: signal.Signals, code: int, to: str) -> None:
+    run = prepared(*ENDLESS)
+    process = stepping(run)
+    asked = {"launcher": [process], "rank": ranks(process)[1:], "all": [process, *ranks(process)]}[to]
+    for each in asked:
+        os.kill(each.pid, number)
+    found, out, err = finish(process)
+    assert found == code, err
+    step = last_step(run)
+    assert one_line(err) == (
+        f"parallax: stopped by {number.name} after step {step} of 1000000, which is saved; "
+        "`parallax train name=run` continues"
+    )
+    assert out.splitlines()[-1].startswith(f"step {step}: checkpoint ")
+    assert running(here) == []
+    assert temporary() == []
+
+
+def test_what_was_stopped_goes_on_bit_for_bit(here: Path) -> None:
+    settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]
+    whole, cut = prepared(*settings, name="whole"), prepared(*settings, name="cut")
+    process = stepping(cut)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 143
+    assert last_step(cut) < 60
+    for run in (cut, whole):
+        assert finish(start([*MODULE, "train", "--run-dir", str(run)]))[0] == 0
+    first, second = weights(whole), weights(cut)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    losses = [
+        [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record] for run in (whole, cut)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_under_torchrun(here: Path) -> None:
+    """Ranks that were told by Slurm beforehand end well, so that nothing is started again."""
+    run = prepared(*ENDLESS)
+    process = stepping(run, *TORCHRUN, "-m", "parallax")
+    for child in psutil.Process(process.pid).children():
+        child.send_signal(signal.SIGUSR1)
+    code, _, err = finish(process)
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
+    assert line == (
+        f"parallax: stopped by SIGUSR1 after step {last_step(run)} of 1000000, which is saved; the same command with "
+        "name=run continues"
+    )
+    assert running(here) == []
+
+
+OWN = ["model=custom", "model.target=asking:build", "+model.kwargs={}", "data=custom", "data.target=asking:Rows"]
+OWN += ["trainer.global_batch=4", "trainer.microbatch=2", "logger.tensorboard=false", "trainer.steps=6"]
+OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batches=2"]
+
+
+@pytest.mark.parametrize(
+    ("where", "ends"),
+    [
+        pytest.param("building", r"stopped by SIGUSR1 .*", marks=pytest.mark.thorough),
+        ("step", r"stopped by SIGUSR1 after step 1 of 6, which is saved"),
+        ("evaluation 0", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
+        pytest.param("checkpoint", r"stopped by SIGUSR1 after step 2 of 6, which is saved", marks=pytest.mark.thorough),
+    ],
+)
+def test_whatever_the_run_is_doing(here: Path, where: str, ends: str) -> None:
+    (here / "asking.py").write_text(ASKING)
+    run = prepared(*OWN)
+    code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)], ASK=where))
+    assert code == 0
+    assert re.fullmatch(f"parallax: {ends}; `parallax train name=run` continues", one_line(err)), err
+    assert ("validation loss" in out) == (where == "checkpoint")
+    code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)]))
+    assert (code, err) == (0, "")
+    assert ("continuing after step" in out) == (where != "building")
+
+
+def test_a_second_ctrl_c_ends_at_once(here: Path) -> None:
+    (here / "asking.py").write_text(ASKING.replace('ask("step")', "time.sleep(5)"))
+    run = prepared(*OWN, "trainer.steps=1000")
+    process = start([*MODULE, "train", "--run-dir", str(run)])
+    wait_for(lambda: (run / "metrics.jsonl").exists(), "the loop")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.8)  # sooner, it is the same one
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert "stopped by SIGINT at once: what came after the last checkpoint is lost" in one_line(err)
+    assert list_checkpoints(run / "checkpoints") == []
+    assert running(here) == []
+    assert temporary() == []
+
+
+def test_planning_ends_in_one_line(here: Path) -> None:
+    (here / "asking.py").write_text("import pathlib, time\ndef build():\n pathlib.Path('here').touch(); time.sleep(60)")
+    process = start([*MODULE, "train", *OWN, "cluster.devices=2"])
+    wait_for(lambda: (here / "here").exists(), "planning")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, one_line(err)) == (143, "parallax: stopped by SIGTERM")
+    assert not (here / "runs").exists()
+    assert temporary() == []
+
+
+@pytest.mark.thorough
+def test_a_terminal_that_goes_is_none_under_nohup(here: Path) -> None:
+    run = prepared(*LONG, "trainer.steps=40", "trainer.checkpoint_every=0")
+    process = stepping(run, "nohup", *MODULE)
+    process.send_signal(signal.SIGHUP)
+    code, _, err = finish(process)
+    assert code == 0, err
