@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import json
-import logging
 import os
 import signal
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-import psutil
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallax import config as configuration
+from parallax.agent import Agent
 from parallax.config import RunConfig
 from parallax.device import select_device
-from parallax.errors import ConfigError, ParallaxError, PlanError, UserError
+from parallax.errors import ConfigError, ParallaxError, PlanError
 from parallax.events import EventLog
 from parallax.feedback import correct
 from parallax.job import (
@@ -49,10 +41,10 @@ from parallax.plan.request import AUTO
 from parallax.planning import Planned, settle
 from parallax.report import plan_table, summary_table
 from parallax.runtime.engine import Engine
-from parallax.runtime.leaving import LAST_WORDS, depart, follows, leave, read_words, say, verdict_on
+from parallax.runtime.leaving import LAST_WORDS, depart, follows, leave, say, verdict_on
 from parallax.runtime.verdict import How, Verdict
 from parallax.runtime.watch import Watch
-from parallax.signals import Requests, Stopped, exit_code, heeding, interrupt, stopped_by
+from parallax.signals import exit_code, heeding, interrupt, stopped_by
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, train
 from parallax.units import format_seconds
 
@@ -180,139 +172,9 @@ def _replanned(run: Run, reason: str, console: Console) -> Run:
 
 
 def _start(run: Run, on_drift: OnDrift) -> int:
-    """Start torchrun's agent with the processes that the plan needs; the exit code.
-
-    One host: the rendezvous is a file, so no port is opened that others could reach. A rank that fails says why
-    itself; the agent's own account of it is left out.
-    """
-    with tempfile.TemporaryDirectory(prefix="parallax-") as folder:
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=run.plan.world_size,
-            run_id=run.config.name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder) / "rendezvous"),
-            rdzv_configs={"store_type": "file"},
-            monitor_interval=0.1,
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
-            signals_to_handle="SIGQUIT",  # of torch's own; requests to end are relayed
-        )
-        words = Path(folder) / "last-words"
-        told = {
-            "PARALLAX_RENDEZVOUS": str(Path(folder) / "ranks"),
-            "PARALLAX_ON_DRIFT": on_drift.value,
-            LAST_WORDS: str(words),
-        }
-        command = ["-m", "parallax", "train", "--run-dir", str(run.directory)]
-        relay, begun = _Relay(), time.time()
-        with _environment(rank_environment(run) | told), _no_logging(), heeding(relay):
-            try:
-                elastic_launch(settings, sys.executable)(*command)
-            except ChildFailedError as failed:
-                ended = {failure.exitcode for failure in failed.failures.values()}
-                if not _was_stopped(read_words(words)) and not (relay.first and ended == {-signal.SIGTERM}):
-                    return _explain(failed, words)
-                return _say_stopped(run, relay.first, read_words(words))
-            except SignalException as stopped:
-                return _say_stopped(run, int(stopped.sigval), read_words(words))
-            except Stopped as stopped:
-                if _has_ended(run, since=begun):  # the last of the ranks had just gone
-                    return 0
-                what = "at once: what came after the last checkpoint is lost" if relay.impatient else ""
-                return _say_stopped(run, stopped.number, Verdict(0, How.STOPPED, "", what) if what else None)
-            verdict = read_words(words)
-            return _say_stopped(run, relay.first, verdict) if _was_stopped(verdict) else 0
-
-
-class _Relay(Requests):
-    """Hands a request to end on to the ranks, which serve it; where there are none yet, and at the second Ctrl-C, there
-    is nothing to wait for."""
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        repeated = bool(self.first)
-        self.add(number)
-        ranks = psutil.Process().children()
-        for rank in ranks if self.impatient or not repeated else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # Whatever was sent: a Python that is still importing dies of it without a traceback.
-                rank.send_signal(signal.SIGKILL if self.impatient else signal.SIGTERM)
-        if self.impatient or not ranks:
-            raise Stopped(number)
-
-
-def _has_ended(run: Run, since: float) -> bool:
-    """Whether the ranks have come to the run's end."""
-    summary = run.directory / "summary.json"
-    try:
-        return summary.stat().st_mtime >= since and json.loads(summary.read_text(encoding="utf-8"))["ended"] == "steps"
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _was_stopped(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.how is How.STOPPED
-
-
-def _say_stopped(run: Run, number: int, verdict: Verdict | None) -> int:
-    """Say how far a run came that was asked to end, by signal ``number`` to the launcher or by one to its ranks, which
-    told; the exit code."""
-    verdict = verdict or Verdict(0, How.STOPPED, "", "before the first step")
-    if number:
-        verdict = replace(verdict, who=stopped_by(number), code=exit_code(number))
-    print(f"parallax: {verdict.text}; {_again(run)}", file=sys.stderr)
-    return verdict.code
-
-
-def _again(run: Run) -> str:
-    return f"`parallax train name={run.config.name}` continues"
-
-
-def _explain(failed: ChildFailedError, words: Path) -> int:
-    """Say why the run failed, as the ranks told; the exit code. Which signal ended a rank only its parent knows, and
-    nobody else knows anything where no other rank was left."""
-    ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    verdict = read_words(words)
-    killed = {rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM}
-    if killed and (verdict is None or verdict.how is How.LOST):
-        rank, code = next(iter(killed.items()))
-        if verdict is not None and verdict.rank in killed:
-            rank, code = verdict.rank, killed[verdict.rank]
-        hint = " (no memory left?)" if code == -signal.SIGKILL else ""
-        what = f"was killed by {signal.Signals(-code).name}{hint}"
-        known = verdict if verdict is not None and verdict.rank == rank else Verdict(rank, How.LOST, f"rank {rank}", "")
-        verdict = replace(known, what=what, remark=f"{known.remark}; run again to continue from the last checkpoint")
-    if verdict is not None:
-        print(f"parallax: {verdict.text}", file=sys.stderr)
-        return verdict.code
-    rank, code = next(iter(ended.items()))
-    if code == -signal.SIGTERM:
-        raise ParallaxError(f"rank {rank} was stopped by SIGTERM; run again to continue from the last checkpoint")
-    return code if code == UserError.exit_code else 1
-
-
-@contextlib.contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Variables that processes started inside inherit; afterwards all is as before."""
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _no_logging() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    """Start the processes that the plan needs; the exit code."""
+    told = rank_environment(run) | {"PARALLAX_ON_DRIFT": on_drift.value}
+    return Agent(run.config.name, run.directory, run.plan.world_size).start(told)
 
 
 def rank_environment(run: Run) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from parallax.errors import ConfigError
+from parallax.files import temporary_folder
 from parallax.units import format_bytes
 
 
@@ -67,8 +67,8 @@ def load_curves(logger: LoggerConfig) -> None:
     """Load what a :class:`MetricsLog` will need and use it once: its code and tables belong to the process, not to the
     stage whose memory is watched from then on."""
     if logger.tensorboard:
-        with tempfile.TemporaryDirectory() as folder:
-            curves = _tensorboard(Path(folder))
+        with temporary_folder() as folder:
+            curves = _tensorboard(folder)
             curves.add_scalar("nothing", 0.0, 0)
             curves.close()
 

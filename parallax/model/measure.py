@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, PlanError, SwapError
-from parallax.files import cache_directory, replacing
+from parallax.files import cache_directory, replacing, temporary_folder
 from parallax.host import cpu_model
 from parallax.model.clock import Clock
 from parallax.model.describe import Chain, as_tuple, block_by_block, materialise, tie_costs
@@ -418,8 +417,8 @@ def _allocations(device: torch.device, call: Callable[[], object]) -> tuple[int,
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
     ):
         call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+    with temporary_folder() as folder:
+        path = folder / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     steps = [event for event in events if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0]

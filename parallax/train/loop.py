@@ -6,17 +6,17 @@ import contextlib
 import json
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
 from parallax.events import EventLog, Span, bubble_fraction, read_events
-from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
+from parallax.monitor import LoggerConfig, StepLine
 from parallax.plan.calibrate import seconds_by_term
 from parallax.plan.plan import Plan
 from parallax.report import timeline_png
@@ -27,6 +27,7 @@ from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
+from parallax.train.voice import Voice, open_voice
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
 MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
@@ -148,7 +149,7 @@ class _Run:
         total = self._trainer.steps
         with (
             EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
-            _voice(self._rank, self._directory, self._logger, total, self._engine.completed_steps) as voice,
+            open_voice(self._rank, self._directory, self._logger, total, self._engine.completed_steps) as voice,
             contextlib.closing(self._recording),
         ):
             for refused in self._refused:
@@ -209,7 +210,7 @@ class _Run:
         self._swap.add(result.swap)
         self._last = result
 
-    def _report(self, voice: _Voice, result: StepResult) -> None:
+    def _report(self, voice: Voice, result: StepResult) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
         budgets = [rank.budget_bytes for rank in self._engine.plan.prediction.ranks]
         swap = result.swap
@@ -257,7 +258,7 @@ class _Run:
             },
         )
 
-    def _evaluate_and_save(self, voice: _Voice, step: int, total: int) -> None:
+    def _evaluate_and_save(self, voice: Voice, step: int, total: int) -> None:
         last = step == total
         if last or _due(self._trainer.eval_every, step):
             self._evaluate(voice, step)
@@ -270,7 +271,7 @@ class _Run:
             if not last and self._on_drift is not OnDrift.IGNORE and not self._drift:
                 self._judge(voice, step)
 
-    def _evaluate(self, voice: _Voice, step: int) -> None:
+    def _evaluate(self, voice: Voice, step: int) -> None:
         """The validation loss; where a rank has been asked to end, it stays unknown."""
         losses: list[float] = []
         while not self._signal and len(losses) < self._trainer.eval_batches:
@@ -289,7 +290,7 @@ class _Run:
             signals[self._rank] = self._asked()
             self._signal = int(self._mesh.sum(signals).max())
 
-    def _judge(self, voice: _Voice, step: int) -> None:
+    def _judge(self, voice: Voice, step: int) -> None:
         """Hold the prediction against the steps so far; rank 0's clock decides for all."""
         mine = drift(self._seconds, self._engine.plan.prediction.step_seconds)
         self._drift = str(self._mesh.gather_objects(mine)[0])
@@ -396,62 +397,6 @@ def _terms(plan: Plan, stage: int) -> dict[str, int]:
     """Predicted bytes by term of the fullest rank of a stage; none where the plan does not say."""
     found = plan.prediction.stages
     return dict(found[stage].memory) if stage < len(found) else {}
-
-
-class _Voice(Protocol):
-    """What the loop says while it runs."""
-
-    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
-        """One step has ended."""
-
-    def evaluation(self, step: int, loss: float) -> None:
-        """An evaluation has ended."""
-
-    def note(self, text: str) -> None:
-        """Anything else worth a line."""
-
-
-class _Speaker:
-    """Rank 0: the progress line and the metrics file."""
-
-    def __init__(self, metrics: MetricsLog, progress: Progress) -> None:
-        self._metrics, self._progress = metrics, progress
-
-    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
-        """Show and write it."""
-        self._metrics.write(metrics)
-        self._progress.show(line)
-
-    def evaluation(self, step: int, loss: float) -> None:
-        """Show and write it."""
-        self._metrics.write({"step": step, "validation_loss": loss})
-        self._progress.note(f"step {step}: validation loss {loss:.4f}")
-
-    def note(self, text: str) -> None:
-        """Show it."""
-        self._progress.note(text)
-
-
-class _Silence:
-    """Every other rank."""
-
-    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
-        """Rank 0 says it."""
-
-    def evaluation(self, step: int, loss: float) -> None:
-        """Rank 0 says it."""
-
-    def note(self, text: str) -> None:
-        """Rank 0 says it."""
-
-
-@contextlib.contextmanager
-def _voice(rank: int, directory: Path, logger: LoggerConfig, total: int, done: int) -> Iterator[_Voice]:
-    if rank > 0:
-        yield _Silence()
-        return
-    with MetricsLog(directory, logger) as metrics, Progress(total, done + 1) as progress:
-        yield _Speaker(metrics, progress)
 
 
 def _due(every: int, step: int) -> bool:

@@ -1,0 +1,67 @@
+"""What a training loop says: rank 0 for all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
+
+
+class Voice(Protocol):
+    """What the loop says while it runs."""
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """One step has ended."""
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """An evaluation has ended."""
+
+    def note(self, text: str) -> None:
+        """Anything else worth a line."""
+
+
+class _Speaker:
+    """Rank 0: the progress line and the metrics file."""
+
+    def __init__(self, metrics: MetricsLog, progress: Progress) -> None:
+        self._metrics, self._progress = metrics, progress
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """Show and write it."""
+        self._metrics.write(metrics)
+        self._progress.show(line)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Show and write it."""
+        self._metrics.write({"step": step, "validation_loss": loss})
+        self._progress.note(f"step {step}: validation loss {loss:.4f}")
+
+    def note(self, text: str) -> None:
+        """Show it."""
+        self._progress.note(text)
+
+
+class _Silence:
+    """Every other rank."""
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """Rank 0 says it."""
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Rank 0 says it."""
+
+    def note(self, text: str) -> None:
+        """Rank 0 says it."""
+
+
+@contextlib.contextmanager
+def open_voice(rank: int, directory: Path, logger: LoggerConfig, total: int, done: int) -> Iterator[Voice]:
+    """The voice of ``rank`` in a run of ``total`` steps, ``done`` of which are behind it."""
+    if rank > 0:
+        yield _Silence()
+        return
+    with MetricsLog(directory, logger) as metrics, Progress(total, done + 1) as progress:
+        yield _Speaker(metrics, progress)

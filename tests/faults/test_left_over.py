@@ -1,0 +1,79 @@
+"""What processes that were killed leave behind, and that the next ones clean it up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from parallax.files import replacing, temporary_folder
+from tests.faults.test_cli import here, prepared, ranks, running, temporary, wait_for
+from tests.faults.test_requests_to_end import ENDLESS, stepping
+
+__all__ = ["here"]
+
+SWAPPING = ["swap.tier=disk", "swap.minimum_bytes=1"]
+
+
+@pytest.mark.parametrize("whom", ["launcher", "all"])
+def test_what_a_killed_launcher_leaves_goes_with_the_next(
+    here: Path, monkeypatch: pytest.MonkeyPatch, whom: str
+) -> None:
+    run = prepared(*ENDLESS, *SWAPPING)
+    process = stepping(run)
+    for each in (*(ranks(process) if whom == "all" else []), process):
+        os.kill(each.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not running(here), "the end of the ranks")
+    assert len(temporary()) == 1
+    assert not list(run.rglob("parallax-swap-*"))
+    monkeypatch.setattr(tempfile, "tempdir", str(here.parent / "tmp"))
+    with temporary_folder() as folder:
+        assert temporary() == [folder]
+    assert temporary() == []
+
+
+HOLDS = """
+import pathlib, sys, time
+from parallax.files import replacing, temporary_folder
+with replacing(pathlib.Path(sys.argv[1])) as file, temporary_folder():
+    file.write(b"half")
+    file.flush()
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two at the same time one is killed: only what that one left is removed, and nothing that has another name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    target = tmp_path / "plan.yaml"
+    for name in ("plan.yaml.original", ".plan.yaml.backup", "parallax-own"):
+        (tmp_path / name).write_text("mine")
+    others = {path.name for path in tmp_path.iterdir()}
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", HOLDS, str(target)]
+    holders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        for each in holders:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "held\n"
+        assert len({path.name for path in tmp_path.iterdir()} - others) == 4
+        holders[0].kill()
+        holders[0].wait()
+        with replacing(target) as file, temporary_folder():
+            file.write(b"whole")
+        assert len({path.name for path in tmp_path.iterdir()} - others) == 3
+    finally:
+        for each in holders:
+            each.kill()
+            each.communicate()
+    with replacing(target) as file, temporary_folder():
+        file.write(b"new")
+    assert {path.name for path in tmp_path.iterdir()} == others | {"plan.yaml"}
+    assert target.read_bytes() == b"new"
