@@ -13,6 +13,7 @@
     ├── BudgetExceeded                the swap manager has nothing left to move
     ├── SwapError                     a tier failed to write or read (path and bytes)
     ├── TransportError                a channel between stages broke its contract
+    │   └── AbsentError               ranks that never came
     ├── DeadlockError                 action lists that can never finish
     └── NonFiniteError                the loss or a gradient is NaN or infinite
 """
@@ -27,12 +28,14 @@ class ParallaxError(Exception):
     """Root of everything that Parallax raises on purpose."""
 
     exit_code = 1
+    common = False  # every rank raises the same: it does not matter which one says it
 
 
 class UserError(ParallaxError):
     """Wrong input: reported as one line, exit code 2."""
 
     exit_code = 2
+    common = True
 
 
 class ConfigError(UserError):
@@ -69,6 +72,12 @@ class SwapError(ParallaxError):
 
 class TransportError(ParallaxError):
     """A channel between two stages broke its contract."""
+
+
+class AbsentError(TransportError):
+    """Ranks that never came."""
+
+    common = True
 
 
 class DeadlockError(ParallaxError):

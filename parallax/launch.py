@@ -45,11 +45,12 @@ from parallax.runtime.leaving import LAST_WORDS, depart, follows, leave, say, ve
 from parallax.runtime.verdict import How, Verdict
 from parallax.runtime.watch import Watch
 from parallax.signals import exit_code, heeding, interrupt, stopped_by
-from parallax.train.loop import PREDICTED_EVENTS, OnDrift, train
+from parallax.train.loop import PREDICTED_EVENTS, OnDrift, TrainerConfig, train
 from parallax.units import format_seconds
 
 RUNS = Path("runs")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_COMPILING = 2  # steps that may compile: training, and another after an evaluation
 _STEPS_IN_ONE_ACTION = 2  # no action takes longer than its step; predictions are not better than that
 
 
@@ -198,8 +199,12 @@ def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
             faulthandler.enable(all_threads=False)  # a crash in compiled code says where it was called from
         start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
         watch = Watch.start(say)
-        run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
-        _compare(run)
+        usual = TrainerConfig()  # until the run says otherwise
+        watch.limit(usual.watchdog_seconds, usual.phase_seconds)
+        with watch.phase("planning"):
+            run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
+            watch.limit(*_limits(run), run.directory)
+            _compare(run)
         stopped = _train(run, watch)
         watch.close()
         stop_processes()
@@ -242,27 +247,28 @@ def _train(run: Run, watch: Watch) -> int:
     choice = choose_devices(local_cluster(run.config))
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
-    source = open_source(run.config)
+    with watch.phase("loading data"):
+        source = open_source(run.config)
     if dist.get_rank() == 0:
         load_curves(run.config.logger)
-    engine = Engine.build(
-        build_chain(run.config),
-        run.plan,
-        loss=build_loss(run.config),
-        steps=run.config.trainer.steps,
-        device=device,
-        optimizer=run.config.optimizer,
-        precision=run.config.precision,
-        swap=run.config.swap,
-        replicas=run.config.replicas,
-        compile=run.config.compile,
-        scratch=run.directory / "swap",
-    )
+    with watch.phase("building the model"):
+        chain, loss = build_chain(run.config), build_loss(run.config)
+    with watch.phase("building the engine"):
+        engine = Engine.build(
+            chain,
+            run.plan,
+            loss=loss,
+            steps=run.config.trainer.steps,
+            device=device,
+            optimizer=run.config.optimizer,
+            precision=run.config.precision,
+            swap=run.config.swap,
+            replicas=run.config.replicas,
+            compile=run.config.compile,
+            scratch=run.directory / "swap",
+        )
     trainer, logger = run.config.trainer, run.config.logger
-    limit = trainer.watchdog_seconds and max(
-        trainer.watchdog_seconds, _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
-    )
-    watch.attend(engine, run.plan, run.directory, limit)
+    watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
     watch.serve()
     try:
         tokens = tokens_per_row(run.config)
@@ -275,14 +281,15 @@ def _train(run: Run, watch: Watch) -> int:
             tokens_per_row=tokens,
             on_drift=_on_drift(run.config),
             debug=run.config.debug,
-            asked=watch.asked,
+            onlooker=watch,
         )
     except Exception as error:
         if not follows(error):
             watch.claim(verdict_on(error, watch))  # the others need not wait for this rank to tidy up
         raise
     finally:
-        engine.close()
+        with watch.phase("closing the engine"):
+            engine.close()
     stopped = int(summary["stopped"])
     if dist.get_rank() == 0:
         if stopped:
@@ -302,6 +309,13 @@ def _tell_stopped(run: Run, summary: Mapping[str, Any]) -> None:
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     what = f"after step {step} of {run.config.trainer.steps}, which is saved"
     say(Verdict(0, How.STOPPED, stopped_by(number), what, remark, exit_code(number)))
+
+
+def _limits(run: Run) -> tuple[float, float]:
+    """Seconds that an action, and that anything else may take."""
+    trainer = run.config.trainer
+    slow = _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
+    return trainer.watchdog_seconds and max(trainer.watchdog_seconds, slow), trainer.phase_seconds
 
 
 def _on_drift(config: RunConfig) -> OnDrift:

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from parallax.errors import ParallaxError, TransportError, UserError, printable
+from parallax.errors import ParallaxError, TransportError, printable
 from parallax.runtime.verdict import How, Verdict
 from parallax.runtime.watch import PATIENCE_SECONDS, Watch
 from parallax.signals import exit_code
@@ -98,9 +98,9 @@ def follows(error: BaseException) -> bool:
 
 
 def verdict_on(error: BaseException, watch: Watch | None) -> Verdict:
-    """What is said of an exception. Wrong input is the same for every rank: it does not matter which one read it."""
+    """What is said of an exception. Wrong input, for one, is the same for every rank: no one is named."""
     rank, text = int(os.environ.get("RANK", "0")), printable(str(error))
-    if isinstance(error, UserError):
+    if isinstance(error, ParallaxError) and error.common:
         return Verdict(rank, How.RAISED, "", text, code=error.exit_code)
     code = error.exit_code if isinstance(error, ParallaxError) else 1
     cause = text if isinstance(error, ParallaxError) else f"{type(error).__name__}: {text}"

@@ -17,6 +17,8 @@ from parallax.plan.schedule import Action, Kind
 ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OFFLOAD, Kind.FETCH})
 """Actions in which a rank waits for no other rank."""
 
+_BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: what is loaded may keep Python's lock
+
 
 class How(StrEnum):
     """How a rank came to its end: it raised, its process ended without a word, it stays in one action, it does not
@@ -31,35 +33,43 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a rank was last seen doing: its action (None: outside of a step), in which step, for how many seconds as it
-    said itself, and how many seconds ago it said anything."""
+    """What a rank was last seen doing: its action, in which step, for how many seconds as it said itself, and how many
+    seconds ago it said anything.
+
+    Outside of a step ``action`` is None and ``phase`` says what it does instead; ``idle_seconds`` is for how long it
+    has shown no sign of life, and ``waits`` whether it waits for other ranks."""
 
     action: Action | None = None
     step: int = -1
     seconds: float = 0.0
     silent_seconds: float = 0.0
+    phase: str = ""
+    idle_seconds: float = 0.0
+    waits: bool = False
 
     def to_list(self) -> list[Any]:
         """As plain data; how long ago that was is the hearer's to say."""
         action = [str(self.action.kind), self.action.stage, self.action.micro] if self.action else None
-        return [action, self.step, self.seconds]
+        return [action, self.step, self.seconds, self.phase, self.idle_seconds, self.waits]
 
     @classmethod
     def from_list(cls, plain: Sequence[Any]) -> Seen:
         """What :meth:`to_list` gave."""
-        action, step, seconds = plain
-        return cls(Action(Kind(action[0]), int(action[1]), int(action[2])) if action else None, int(step), seconds)
+        action, step, seconds, phase, idle, waits = plain
+        done = Action(Kind(action[0]), int(action[1]), int(action[2])) if action else None
+        return cls(done, int(step), seconds, phase=str(phase), idle_seconds=idle, waits=bool(waits))
 
     @property
     def last(self) -> str:
         """How to go on after having said that a rank says nothing any more."""
         if self.action is not None:
             return f", last seen in {self}"
-        return f", last seen after step {self.step}" if self.step >= 0 else ""
+        after = f" after step {self.step}" if self.step >= 0 else ""
+        return f", last seen{f' {self.phase}' if self.phase else ''}{after}" if self.phase or after else ""
 
     def __str__(self) -> str:
         if self.action is None:
-            return "outside of a step" if self.step < 0 else f"outside of a step, after step {self.step}"
+            return f"{self.phase or 'outside of a step'}{f', after step {self.step}' if self.step >= 0 else ''}"
         micro = f" of micro-batch {self.action.micro}" if self.action.micro >= 0 else ""
         return f"{self.action.kind}{micro}, step {self.step}"
 
@@ -99,41 +109,64 @@ def name(rank: int, place: tuple[int, int] | None, action: Action | None = None)
     return f"rank {rank} (stage {stage}, replica {place[1]})"
 
 
-def culprit(seen: Sequence[Seen], limit_seconds: float) -> tuple[int, How] | None:
+def culprit(seen: Sequence[Seen], limit_seconds: float, phase_seconds: float = 0.0) -> tuple[int, How] | None:
     """The rank that keeps the others from going on, and how; None as long as somebody goes on.
 
     A rank that is not heard of explains everything else; then comes one that computes for too long. Waiting is never
     wrong in itself: a deep pipeline waits longer than any of its actions takes. Only where every rank has stood still
     for so long and some of them within a step, there is one to be named: one that is not in the step at all, otherwise
     the one that came least far.
+
+    Outside of steps there is no saying how long a phase may take: a rank is to blame where none shows any sign of life,
+    or after ``phase_seconds`` (0: never), but not for waiting for others.
     """
     ranks = range(len(seen))
-    silent = [r for r in ranks if seen[r].silent_seconds > limit_seconds]
+    silent = [r for r in ranks if seen[r].silent_seconds > limit_seconds * (1 if seen[r].step >= 0 else _BEFORE_STEPS)]
     if silent:
         return max(silent, key=lambda r: seen[r].silent_seconds), How.SILENT
     still = [r for r in ranks if seen[r].seconds > limit_seconds]
     alone = [r for r in still if (action := seen[r].action) and action.kind in ALONE]
     if alone:
         return max(alone, key=lambda r: seen[r].seconds), How.HANGS
-    inside = [r for r in still if seen[r].action]
-    if len(still) < len(seen) or not inside:
+    inside = [r for r in ranks if seen[r].action]
+    if not inside:
+        return _culprit_outside(seen, limit_seconds, phase_seconds)
+    if len(still) < len(seen):
         return None
     if len(inside) < len(seen):
         return max((r for r in still if not seen[r].action), key=lambda r: seen[r].seconds), How.HANGS
     return min(inside, key=lambda r: (seen[r].step, -seen[r].seconds)), How.HANGS
 
 
-def complaint(seen: Sequence[Seen], rank: int, how: How, limit_seconds: float) -> tuple[str, str]:
+def _culprit_outside(seen: Sequence[Seen], limit_seconds: float, phase_seconds: float) -> tuple[int, How] | None:
+    idle = all(each.phase and min(each.idle_seconds, each.seconds) > limit_seconds for each in seen)
+    late = [r for r, each in enumerate(seen) if phase_seconds and each.phase and each.seconds > phase_seconds]
+    found = [r for r in (range(len(seen)) if idle else late) if not seen[r].waits]
+    if found:
+        return max(found, key=lambda r: seen[r].seconds), How.HANGS
+    if not idle:
+        return None
+    return max(range(len(seen)), key=lambda r: seen[r].seconds), How.HANGS  # each waits: who came least far
+
+
+def complaint(
+    seen: Sequence[Seen], rank: int, how: How, limit_seconds: float, phase_seconds: float = 0.0
+) -> tuple[str, str]:
     """What ``rank`` does wrong and what the others wait in, as ``what`` and ``remark`` of a verdict."""
     found = seen[rank]
     waiting = [f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action]
-    remark = f"{f' while {waiting[0]}' if waiting else ''}; {_remedy(limit_seconds)}"
+    waiting += [f"rank {r} waits, {each}" for r, each in enumerate(seen) if r != rank and each.waits]
+    late = not found.action and bool(phase_seconds) and found.seconds > phase_seconds
+    remark = f"{f' while {waiting[0]}' if waiting else ''}; {_remedy(limit_seconds, phase_seconds if late else 0.0)}"
     if how is How.SILENT:
         what = f"has not answered for {found.silent_seconds:.0f} s (stopped, or its host is gone){found.last}"
         return what, remark
     where = f"in {found}" if found.action else str(found)
-    return f"has been {where}, for {found.seconds:.0f} s", remark
+    still = ", without a sign of life" if found.phase and not late and not found.waits else ""
+    return f"has been {where}, for {found.seconds:.0f} s{still}", remark
 
 
-def _remedy(limit_seconds: float) -> str:
+def _remedy(limit_seconds: float, phase_seconds: float) -> str:
+    if phase_seconds:
+        return f"the limit is {phase_seconds:g} s (trainer.phase_seconds; 0 sets none)"
     return f"the limit is {limit_seconds:g} s (trainer.watchdog_seconds; 0 sets none)"

@@ -25,19 +25,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
+from parallax.runtime.life import Life, waits_for_others, where
 from parallax.runtime.links import Meeting, meet
 from parallax.runtime.verdict import How, Seen, Verdict, complaint, culprit, name
 from parallax.signals import Requests, exit_code, heeded, stopped_by
 
 PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
 _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
+_EXAMINE_SECONDS = 1.0  # between two looks for signs of life
 _LOOK_SECONDS = 0.1  # between two looks at the engine
 _HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
 _PAUSE_SECONDS = 5.0  # without a look: this process itself was stopped, and knows nothing of the others
@@ -60,9 +62,14 @@ class Watch:
         self._links = dict(met.links)
         size = len(met.pids)
         self._pace = max(1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS)  # slower where there are many
-        self._attended: tuple[Watched, Plan, Path] | None = None
-        self._limit_seconds = 0.0
-        self._current: tuple[Action, int, float] | None = None
+        self._attended: tuple[Watched, Plan] | None = None
+        self._directory: Path | None = None
+        self._limit_seconds = self._phase_seconds = 0.0
+        self._patient_steps, self._steps = 0, set[int]()
+        self._phase: tuple[str] = ("",)  # a new object for each, however often it comes
+        self._life = Life()
+        self._examined = time.monotonic()
+        self._current: object = None
         self._seen = [Seen()] * size
         self._looked = self._told = time.monotonic()
         self._heard = [self._looked] * size
@@ -93,10 +100,24 @@ class Watch:
         watch._thread.start()
         return watch
 
-    def attend(self, engine: Watched, plan: Plan, directory: Path, limit_seconds: float) -> None:
-        """Look at ``engine`` from now on. More than ``limit_seconds`` in one action or without an answer are a hang; 0
-        sets no limit. The stacks of a rank that hangs are left in ``directory``."""
-        self._attended, self._limit_seconds = (engine, plan, directory), limit_seconds
+    def limit(self, seconds: float, phase_seconds: float, directory: Path | None = None) -> None:
+        """More than ``seconds`` in one action, without an answer, or outside of steps without a sign of life are a
+        hang, and so are more than ``phase_seconds`` in one phase; 0 sets no limit. The stacks of a rank that hangs are
+        left in ``directory``."""
+        self._limit_seconds, self._phase_seconds, self._directory = seconds, phase_seconds, directory
+
+    def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
+        """Look at ``engine`` from now on. Its first ``patient_steps`` steps, which compile, take as long as a phase."""
+        self._attended, self._patient_steps = (engine, plan), patient_steps
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this rank does outside of steps, to go on after "has been"."""
+        before, self._phase = self._phase, (name,)
+        try:
+            yield
+        finally:
+            self._phase = before
 
     def serve(self) -> None:
         """From now on requests to end are the caller's to serve, who asks for them with :meth:`asked`. Before that,
@@ -178,8 +199,8 @@ class Watch:
             if number in signals:
                 self._requests.add(number)
             if number in signals and self._claim is None and (self._requests.impatient or not self._serving):
-                where = str(self._seen[self.rank])
-                self._claim = Verdict(self.rank, How.STOPPED, stopped_by(number), where, code=exit_code(number))
+                doing = str(self._seen[self.rank])
+                self._claim = Verdict(self.rank, How.STOPPED, stopped_by(number), doing, code=exit_code(number))
         if self._claim is None or self._verdict is not None:
             return
         if self.rank != 0 and 0 in self._links:
@@ -198,9 +219,16 @@ class Watch:
             gap = 0.0
         before = self._seen[self.rank]
         current = self._attended[0].current if self._attended else None
-        seconds = before.seconds + gap if current is self._current else 0.0
-        action, step = (current[0], current[1]) if current else (None, before.step)
-        self._current, self._seen[self.rank] = current, Seen(action, step, seconds)
+        doing = current or self._phase
+        same, self._current = doing is self._current, doing
+        seconds = before.seconds + gap if same else 0.0
+        if current is not None:
+            seen = Seen(current[0], current[1], seconds)
+            self._steps.add(current[1])
+        else:
+            idle, waits = self._examine(before, gap if same else 0.0)
+            seen = Seen(None, before.step, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits)
+        action, step, self._seen[self.rank] = seen.action, seen.step, seen
         news = self.rank != 0 and (before.action, before.step) != (action, step)
         if now - self._told >= (_LOOK_SECONDS if news else _BEAT_SECONDS) * self._pace:
             self._told = now
@@ -211,19 +239,27 @@ class Watch:
         if self._limit_seconds and self._verdict is None:
             self._judge(now)
 
+    def _examine(self, before: Seen, gap: float) -> tuple[float, bool]:
+        """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""
+        idle = before.idle_seconds + gap if gap else 0.0
+        if min(self._looked - self._examined, before.seconds) < _EXAMINE_SECONDS:
+            return idle, before.waits and gap > 0
+        self._examined = self._looked
+        alive, waits = self._life.shows(), waits_for_others()
+        return (idle if waits or not alive else 0.0), waits
+
     def _judge(self, now: float) -> None:
         """Rank 0 judges all, the others rank 0, and that only if it does not answer."""
         heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
-        limit = max(self._limit_seconds, 4 * _BEAT_SECONDS * self._pace)
-        seen = [
-            Seen(each.action, each.step, each.seconds, now - heard.get(rank, now))
-            for rank, each in enumerate(self._seen)
-        ]
-        found = culprit(seen, limit)
+        patient = len(self._steps) <= self._patient_steps
+        given = max(self._limit_seconds, self._phase_seconds or float("inf")) if patient else self._limit_seconds
+        limit = max(given if self._steps else self._limit_seconds, 4 * _BEAT_SECONDS * self._pace)
+        seen = [replace(each, silent_seconds=now - heard.get(rank, now)) for rank, each in enumerate(self._seen)]
+        found = culprit(seen, limit, self._phase_seconds)
         if found is None or (self.rank != 0 and found != (0, How.SILENT)):
             return
         rank, how = found
-        what, remark = complaint(seen, rank, how, self._limit_seconds)
+        what, remark = complaint(seen, rank, how, self._limit_seconds, self._phase_seconds)
         self._decide(Verdict(rank, how, self._name(rank, seen[rank].action), what, remark))
 
     def _decide(self, verdict: Verdict) -> None:
@@ -258,10 +294,11 @@ class Watch:
         return min(others, key=lambda rank: (hosts[rank] != hosts[verdict.rank], rank), default=-1)
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
-        """Leave the stacks of this rank's threads, which tell where the action hangs."""
-        if self._attended is None:
+        """Say where this rank hangs, and leave the stacks of its threads."""
+        verdict = replace(verdict, remark=f"{verdict.remark}; it is in {where()}")
+        if self._directory is None:
             return verdict
-        path = self._attended[2] / f"stacks-rank{self.rank}.txt"
+        path = self._directory / f"stacks-rank{self.rank}.txt"
         with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
             return replace(verdict, remark=f"{verdict.remark}; its stacks: {path}")

@@ -6,11 +6,12 @@ import contextlib
 import json
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,8 +46,10 @@ class TrainerConfig:
     the planner choose. ``eval_every``, ``checkpoint_every``: steps between; 0 is only at the end.
     ``eval_batches``: global batches per evaluation. ``keep_checkpoints``: older ones are deleted; 0 keeps all.
     ``resume``: auto continues from the run directory's last checkpoint, never starts anew. ``watchdog_seconds``: a rank
-    that stays longer in one action, or does not answer for longer, ends the run with its name (never less than two
-    predicted steps); 0 lets it hang. The first steps compile, so with ``compile`` the limit must allow for that.
+    that stays longer in one action, does not answer for longer, or outside of steps shows no sign of life for longer,
+    ends the run with its name (never less than two predicted steps); 0 lets it hang. ``phase_seconds``: the most that
+    anything else may take, such as loading data, building the engine, the first steps with ``compile``, an evaluation,
+    a checkpoint; 0 sets no limit.
     """
 
     steps: int = 60
@@ -58,11 +61,12 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     resume: str = "auto"
     watchdog_seconds: float = 60.0
+    phase_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch", "eval_batches"):
             check_positive(f"trainer.{key}", getattr(self, key))
-        for key in ("eval_every", "checkpoint_every", "keep_checkpoints", "watchdog_seconds"):
+        for key in ("eval_every", "checkpoint_every", "keep_checkpoints", "watchdog_seconds", "phase_seconds"):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_count("trainer.microbatch", self.microbatch)
@@ -77,6 +81,29 @@ class OnDrift(StrEnum):
     STOP = "stop"
 
 
+class Onlooker(Protocol):
+    """Who watches a loop from another thread."""
+
+    def asked(self) -> int:
+        """The number of the signal that asked this rank to end, or 0."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around what this rank does outside of steps."""
+
+
+class Nobody:
+    """No onlooker."""
+
+    def asked(self) -> int:
+        """Nobody asks."""
+        return 0
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Nobody looks."""
+        del name
+        return contextlib.nullcontext()
+
+
 def train(
     engine: Engine,
     source: Source,
@@ -87,18 +114,18 @@ def train(
     tokens_per_row: int,
     on_drift: OnDrift = OnDrift.IGNORE,
     debug: DebugConfig | None = None,
-    asked: Callable[[], int] = int,
+    onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
 
-    ``asked`` gives the number of the signal that asked this rank to end, or 0. Where any rank has been asked, all end
-    after the same step, with a checkpoint.
+    ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where any rank
+    has been, all end after the same step, with a checkpoint.
 
     The summary's ``ended`` is "steps"; "drift" where the loop ended early at a checkpoint, and ``drift`` says why;
     "stopped" where it was asked to, and ``stopped`` is the signal's number.
     """
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
-    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift, recording, asked)
+    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift, recording, onlooker or Nobody())
     return run.run()
 
 
@@ -126,10 +153,10 @@ class _Run:
         tokens_per_row: int,
         on_drift: OnDrift,
         recording: Recorder,
-        asked: Callable[[], int],
+        onlooker: Onlooker,
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
-        self._asked, self._signal, self._unfinished = asked, 0, False
+        self._onlooker, self._signal, self._unfinished = onlooker, 0, False
         self._on_drift, self._drift, self._recording = on_drift, "", recording
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
@@ -145,7 +172,9 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         """The whole training."""
-        resumed = self._resume()
+        phase = self._onlooker.phase
+        with phase("loading a checkpoint"):
+            resumed = self._resume()
         total = self._trainer.steps
         with (
             EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
@@ -157,7 +186,8 @@ class _Run:
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             while self._engine.completed_steps < total and not self._ends_early:
-                batch = self._source.batch(self._trainer.global_batch)
+                with phase("fetching rows"):
+                    batch = self._source.batch(self._trainer.global_batch)
                 with self._recording.step():
                     result = self._engine.step(batch)
                 self._recording.add(result)
@@ -165,8 +195,13 @@ class _Run:
                 if self._logger.events:
                     events.extend(result.spans)
                     events.flush()
-                self._report(voice, result)
+                with phase("reporting a step"):
+                    self._report(voice, result)
                 self._evaluate_and_save(voice, self._engine.completed_steps, total)
+        with phase("writing the report"):
+            return self._end()
+
+    def _end(self) -> dict[str, Any]:
         if self._last is not None:
             self._write_occupancy(self._last)  # before the ranks meet: where there is a summary, there is this
         summary = self._summary()
@@ -221,7 +256,7 @@ class _Run:
             swap.bytes_out,
             swap.bytes_in,
             swap.limit_bytes,
-            self._asked(),
+            self._onlooker.asked(),
         )
         table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
@@ -261,11 +296,13 @@ class _Run:
     def _evaluate_and_save(self, voice: Voice, step: int, total: int) -> None:
         last = step == total
         if last or _due(self._trainer.eval_every, step):
-            self._evaluate(voice, step)
+            with self._onlooker.phase("evaluating"):
+                self._evaluate(voice, step)
         if last or self._signal or _due(self._trainer.checkpoint_every, step):
-            path = self._engine.save(self._checkpoints, {"source": self._source.state_dict()})
-            if self._rank == 0:
-                remove_old(self._checkpoints, self._trainer.keep_checkpoints)
+            with self._onlooker.phase("saving a checkpoint"):
+                path = self._engine.save(self._checkpoints, {"source": self._source.state_dict()})
+                if self._rank == 0:
+                    remove_old(self._checkpoints, self._trainer.keep_checkpoints)
             voice.note(f"step {step}: checkpoint {path}")
             self._agree()
             if not last and self._on_drift is not OnDrift.IGNORE and not self._drift:
@@ -287,7 +324,7 @@ class _Run:
         """Whether any rank has been asked to end, where no step is there to carry the question along."""
         if not self._signal:
             signals = torch.zeros(self._engine.plan.world_size, dtype=torch.int64)
-            signals[self._rank] = self._asked()
+            signals[self._rank] = self._onlooker.asked()
             self._signal = int(self._mesh.sum(signals).max())
 
     def _judge(self, voice: Voice, step: int) -> None:

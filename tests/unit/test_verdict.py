@@ -31,6 +31,25 @@ def test_nobody_is_to_blame(ranks: list[Seen]) -> None:
     assert culprit(ranks, LIMIT) is None
 
 
+def outside(phase: str = "loading data", seconds: float = LONG, idle: float = LONG, *, waits: bool = False) -> Seen:
+    return Seen(seconds=seconds, phase=phase, idle_seconds=idle, waits=waits)
+
+
+OUTSIDE = [
+    ("one works, the others wait", [outside(seconds=900.0, idle=0.0), outside(waits=True)], None),
+    ("one has just begun", [outside(seconds=1.0), outside(waits=True)], None),
+    ("one sleeps, the others wait", [outside(waits=True, seconds=99.0), outside()], 1),
+    ("one has worked for too long", [outside(seconds=3601.0, idle=0.0), outside(seconds=9e9, waits=True)], 0),
+    ("all wait for each other", [outside(waits=True), outside(waits=True, seconds=99.0)], 1),
+    ("before anything is said of phases", [Seen(seconds=9e9), Seen(seconds=9e9)], None),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [case[1:] for case in OUTSIDE], ids=[case[0] for case in OUTSIDE])
+def test_outside_of_steps_who_shows_no_sign_of_life(ranks: list[Seen], rank: int | None) -> None:
+    assert culprit(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, How.HANGS))
+
+
 BLAMED = [
     ("one computes", [seen(Kind.RECEIVE_GRADIENT, seconds=70.0), seen(Kind.BACKWARD), seen(Kind.REDUCE)], 1),
     ("one waits for its swapped data", [seen(Kind.FETCH), seen(Kind.RECEIVE_ACTIVATION, seconds=70.0)], 0),
@@ -66,7 +85,7 @@ def test_what_is_said() -> None:
 
 
 def test_what_travels_comes_back() -> None:
-    for each in (seen(Kind.UPDATE, seconds=2.5), seen(None), Seen()):
+    for each in (seen(Kind.UPDATE, seconds=2.5), seen(None), Seen(), outside(waits=True)):
         assert Seen.from_list(json.loads(json.dumps(each.to_list()))) == each
     verdict = Verdict(1, How.LOST, "rank 1", "ended without a word", ", last seen after step 3")
     assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict

@@ -1,0 +1,74 @@
+"""Whether a process gets anywhere, seen from a thread of its own.
+
+Outside of steps nobody can say how long something may take: text is gathered, weights are read, kernels are compiled.
+But whoever does that computes, reads or writes, or has somebody do it; what hangs sleeps. So a thread asks the kernel
+whether the main thread has run since it last looked, or anything else in the process or below it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+BUSY = 0.02  # of an interval's seconds, by other threads and child processes: less is housekeeping
+_WAITING = ("torch.distributed", "parallax.runtime.shared_channel", "parallax.runtime.group_channel")
+
+
+class Life:
+    """Signs of life of this process. Asked by one thread, which is not the main one."""
+
+    def __init__(self) -> None:
+        self._status, self._stat = Path(f"/proc/self/task/{os.getpid()}/status"), Path("/proc/self/stat")
+        self._own, self._below = self._measure(), 0.0
+
+    def shows(self) -> bool:
+        """Whether there was any since the last call."""
+        (then, switched, before), self._own = self._own, self._measure()
+        now, switches, seconds = self._own
+        busy = BUSY * (now - then)
+        if switches != switched or seconds - before > busy or self._state() == "D":
+            return True
+        below, self._below = self._below, _seconds_below()  # looks at every process of the host: only where it matters
+        return self._below - below > busy
+
+    def _measure(self) -> tuple[float, str, float]:
+        """The time, how often the main thread went to sleep, seconds computed by this process but by this thread."""
+        return time.monotonic(), self._switches(), time.process_time() - time.thread_time()
+
+    def _switches(self) -> str:
+        with contextlib.suppress(OSError):
+            return " ".join(line for line in self._status.read_text().splitlines() if "ctxt_switches" in line)
+        return ""
+
+    def _state(self) -> str:
+        """D: the main thread waits for a disk, which shows in nothing else."""
+        with contextlib.suppress(OSError, IndexError):
+            return self._stat.read_text().rpartition(")")[2].split()[0]
+        return ""
+
+
+def _seconds_below() -> float:
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def waits_for_others() -> bool:
+    """Whether the main thread is in a call in which ranks wait for each other."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING)
+
+
+def where() -> str:
+    """The line that the main thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else ""

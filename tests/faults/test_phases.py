@@ -1,0 +1,138 @@
+"""A hang outside of steps: named by rank, phase, seconds and place, wherever it is. Work that takes long is none."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallax.errors import AbsentError
+from parallax.mesh import wait_for_all
+from tests.faults.test_cli import MODULE, finish, here, one_line, prepared, running, start, temporary
+
+__all__ = ["here"]
+
+# Rank 1 hangs, or is busy for a while, when something is called for the first time.
+MODEL = """
+import os, pathlib, time, torch
+from torch import nn
+from parallax import TensorRows
+
+def stuck_in(what):
+    if os.environ.get("RANK") == "1" and os.environ["WHERE"] == what:
+        how()
+
+def how():
+    if os.environ["HOW"] == "sleeps":
+        time.sleep(600)
+    if os.environ["HOW"] == "spins":
+        while True:
+            pass
+    begun = time.monotonic()
+    while time.monotonic() < begun + 5:  # works
+        sum(range(10000))
+
+class Rows:
+    def __init__(self):
+        stuck_in("loading data")
+    def batch(self, rows):
+        stuck_in("fetching rows")
+        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+    def validation(self, index, rows):
+        stuck_in("evaluating")
+        return self.batch(rows)
+    def state_dict(self):
+        stuck_in("saving a checkpoint")
+        return {}
+    def load_state_dict(self, state):
+        stuck_in("loading a checkpoint")
+    @property
+    def unigram_entropy(self):
+        return 1.0
+
+class Block(nn.Linear):
+    def reset_parameters(self):
+        if not self.weight.is_meta:
+            stuck_in("building the engine")
+        super().reset_parameters()
+
+def build():
+    stuck_in("building the model")
+    return nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(32, 8), Block(8, 8))
+"""
+OWN = ["model=custom", "model.target=stuck:build", "+model.kwargs={}", "data=custom", "data.target=stuck:Rows"]
+OWN += ["trainer.global_batch=4", "trainer.microbatch=2", "logger.tensorboard=false", "trainer.steps=2"]
+OWN += ["trainer.watchdog_seconds=3"]
+
+
+def stuck(where: str, how: str, *overrides: str) -> tuple[Path, int, str]:
+    Path("stuck.py").write_text(MODEL)
+    run = prepared(*OWN, *overrides)
+    code, _, err = finish(start([*MODULE, "train", "--run-dir", str(run)], WHERE=where, HOW=how))
+    return run, code, err
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("building the model", marks=pytest.mark.thorough),
+        "loading data",
+        pytest.param("building the engine", marks=pytest.mark.thorough),
+        pytest.param("evaluating", marks=pytest.mark.thorough),
+        "saving a checkpoint",
+    ],
+)
+def test_a_hang_is_named_wherever_it_is(here: Path, phase: str) -> None:
+    run, code, err = stuck(phase, "sleeps")
+    assert code == 1
+    line = one_line(err)
+    assert re.fullmatch(
+        rf"parallax: rank 1( \(stage 1, replica 0\))? has been {phase}(, after step 1)?, for \d+ s, without a sign of "
+        r"life( while rank 0 waits, .*)?; the limit is 3 s \(trainer.watchdog_seconds; 0 sets none\); it is in how "
+        rf"\(\S*stuck.py:\d+\); its stacks: runs/run/stacks-rank1.txt",
+        line,
+    ), line
+    assert "in stuck_in" in (run / "stacks-rank1.txt").read_text()
+    assert running(here) == []
+    assert temporary() == []
+
+
+def test_work_is_no_hang(here: Path) -> None:
+    run, code, err = stuck("building the model", "works")
+    assert (code, err) == (0, "")
+    assert (run / "summary.json").exists()
+
+
+def test_what_spins_has_a_limit_of_its_own(here: Path) -> None:
+    _, code, err = stuck("building the model", "spins", "trainer.phase_seconds=6")
+    assert code == 1
+    assert "rank 1 has been building the model, for " in one_line(err)
+    assert "the limit is 6 s (trainer.phase_seconds; 0 sets none)" in one_line(err)
+
+
+# ---- before there is a watch
+
+
+def test_ranks_that_never_come_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def come(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 4)
+        wait_for_all(store, rank, 4, join_seconds=1.0, note_seconds=0.3)
+
+    with ThreadPoolExecutor(2) as threads:
+        ended = [threads.submit(come, rank) for rank in (1, 3)]
+    for each in ended:
+        with pytest.raises(AbsentError, match=r"^ranks 0, 2 of 4 have not come within 1 s: "):
+            each.result()
+    assert capfd.readouterr().err == "parallax: ranks 0, 2 of 4 have not come within 0.3 s; waiting up to 1 s\n"
+
+
+def test_ranks_that_come_are_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def come(rank: int) -> None:
+        wait_for_all(dist.FileStore(str(tmp_path / "store"), 3), rank, 3, note_seconds=20.0)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(come, range(3))) == [None] * 3
+    assert capfd.readouterr().err == ""
