@@ -24,6 +24,7 @@ from parallax.plan.work import ModelWork
 from parallax.planning import (
     Loss,
     Planned,
+    check_model,
     measure_model,
     plan_catalog,
     plan_model,
@@ -122,7 +123,16 @@ def plan_run(
             microbatch=config.trainer.microbatch,
             progress=progress,
         )
-    chain, source = build_chain(config), open_source(config, quiet=False)
+    chain = build_chain(config)
+    check_model(
+        chain,
+        config.trainer.global_batch,
+        cluster=config.cluster,
+        plan=config.plan,
+        swap=config.swap,
+        microbatch=config.trainer.microbatch,
+    )
+    source = open_source(config, quiet=False)
     return plan_model(
         chain,
         build_loss(config),

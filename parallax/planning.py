@@ -23,10 +23,11 @@ from parallax.model.measure import Offloader, measure, profile_path, remember
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
+from parallax.plan.contradiction import Question, check_question
 from parallax.plan.plan import Plan
 from parallax.plan.predict import Forecast
 from parallax.plan.profile import ModelProfile
-from parallax.plan.request import PlanConfig
+from parallax.plan.request import AUTO, PlanConfig
 from parallax.plan.search import search
 from parallax.plan.work import ModelWork
 from parallax.probes import measure_probes
@@ -61,9 +62,13 @@ def settle(choice: DeviceChoice) -> None:
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
     """The devices that ``plan`` asks for, with this process computing as their ranks will."""
-    choice = choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
+    choice = _choose(cluster, plan)
     settle(choice)
     return choice
+
+
+def _choose(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
+    return choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
 
 
 def plan_model(
@@ -89,6 +94,7 @@ def plan_model(
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     choice = settled(cluster, plan)
+    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, microbatch=microbatch)
     profile = profile or measure_model(
         chain, loss, batch, choice, precision=precision, swap=swap, name=name, scratch=scratch, progress=progress
     )
@@ -109,6 +115,24 @@ def plan_model(
         progress=progress,
     )
     return Planned(best, forecast, profile, found)
+
+
+def check_model(
+    chain: Chain, rows: int, *, cluster: ClusterConfig, plan: PlanConfig, swap: SwapConfig, microbatch: int | str
+) -> None:
+    """Refuse settings that no plan of ``chain`` for batches of ``rows`` rows can follow, before anything is measured;
+    see :func:`~parallax.plan.contradiction.check_question`."""
+    check_question(
+        Question(
+            config=plan,
+            blocks=len(chain.blocks),
+            devices=_choose(cluster, plan).count,
+            rows=rows,
+            microbatch=microbatch,
+            swap=swap.tier != "none",
+            chosen=cluster.devices != AUTO,
+        )
+    )
 
 
 def stepped_by(costs: _Costs, optimizer: OptimizerConfig) -> _Costs:
@@ -208,6 +232,16 @@ def plan_catalog(
     parameters = sum(block.parameters for block in profile.blocks)
     weight_bytes = round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
     found = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
+    check_question(
+        Question(
+            config=plan,
+            blocks=len(profile.blocks),
+            devices=len(found.devices),
+            rows=global_batch,
+            microbatch=microbatch,
+            swap=swap.tier != "none",
+        )
+    )
     progress(f"searching plans for {len(found.devices)} device(s)")
     best, forecast = search(
         profile,

@@ -1,0 +1,101 @@
+"""Settings that exclude each other are refused from their numbers alone, before anything is measured."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallax import cli, planning
+from parallax.errors import ConfigError, InfeasiblePlan
+from parallax.plan.contradiction import Question, check_question
+from parallax.plan.request import PlanConfig, Request
+from tests.unit.plan_fakes import block, cluster, profile
+
+
+def question(devices: int, blocks: int = 4, rows: int = 8, microbatch: int | str = "auto", **settings: Any) -> Question:
+    return Question(config=PlanConfig(**settings), blocks=blocks, devices=devices, rows=rows, microbatch=microbatch)
+
+
+REFUSED = [
+    (question(32, stages=100), "100 stages for 4 block(s) of the model, and every stage needs one; use plan.stages=4"),
+    (question(2, stages=3), "plan.stages=3 with 2 device(s): every stage needs one; use plan.stages=2"),
+    (question(3, stages=2, replicas=[1, 2, 3]), "one number for each stage; use plan.stages=3 cluster.devices=6"),
+    (question(3, replicas=[1, 1]), "does not use 3 device(s) but 2; use cluster.devices=2, or plan.replicas=auto"),
+    (question(5, replicas=[1, 1, 1, 1, 1]), "plan.replicas=[1,1,1,1,1]: 5 stages for 4 block(s)"),
+    (question(5, stages=3, replicas=2), "does not use 5 device(s) but 6; use cluster.devices=6"),
+    (question(5, replicas=2), "plan.replicas=2 does not use 5 device(s)"),
+    (question(10, replicas=2), "at most 4 stage(s), one for each block of the model"),
+    (question(2, stages=2, schedule="interleaved", interleave=4), "4 to each of 2 makes 8 stages, more than the 4"),
+    (question(3, stages=1, interleave=2), "several stages to a device need two devices in a row"),
+    (question(3, stages=2, schedule="interleaved"), "3 cannot be dealt to 2; use cluster.devices=2"),
+    (question(2, microbatch=8, schedule="interleaved"), "2 positions do not divide the 1 micro-batch(es)"),
+    (question(9, stages=1, replicas=9), "9 replicas share the 8 row(s) of a batch"),
+    (question(9, rows=2), "cluster.devices=9 with trainer.global_batch=2"),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED])
+def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=re.escape(expected)):
+        check_question(asked)
+
+
+def test_settings_that_exclude_each_other() -> None:
+    for asked, expected in (
+        (question(2, microbatch=9), "trainer.microbatch=9: it is more than the 8 row(s) of a batch"),
+        (question(2, schedule="interleaved", activations="offload"), "one swap limit together"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            check_question(asked)
+    nowhere = Question(config=PlanConfig(activations="offload"), blocks=4, devices=2, rows=8, swap=False)
+    with pytest.raises(ConfigError, match=r"swap\.tier is none"):
+        check_question(nowhere)
+
+
+def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
+    """Stages, replicas, schedules and micro-batches of small pipelines: what is refused early is what the search finds
+    no shape for. Too few rows are left out: a replica without rows has a shape."""
+    replicas: list[Any] = ["auto", 1, 2, 3, [1], [2, 1], [2, 2], [1, 1, 1]]
+    kinds = [("auto", "auto"), ("1f1b", "auto"), ("interleaved", "auto"), ("interleaved", 2), ("auto", 4)]
+    for devices, blocks, stages in itertools.product((1, 2, 3, 4, 6), (1, 4, 9), ("auto", 1, 2, 3, 5)):
+        model, machine = profile([block()] * blocks), cluster(devices)
+        for asked, (schedule, interleave), microbatch in itertools.product(replicas, kinds, ("auto", 1, 3, 8)):
+            config = PlanConfig(stages=stages, replicas=asked, schedule=schedule, interleave=interleave)
+            request = Request(model, machine, config, global_batch=8, microbatch=microbatch)
+            shapes = [s for s in request.shapes() if request.config.replicas != "auto" or _even(s, devices)]
+            found = Question(config=config, blocks=blocks, devices=devices, rows=8, microbatch=microbatch)
+            assert bool(shapes) == _accepted(found), found
+
+
+def _accepted(asked: Question) -> bool:
+    try:
+        check_question(asked)
+    except InfeasiblePlan:
+        return False
+    return True
+
+
+def _even(shape: Any, devices: int) -> bool:
+    """Every position of an interleaved pipeline has the same number of devices."""
+    return shape.interleave == 1 or devices % shape.positions == 0
+
+
+def test_nothing_is_measured_for_what_has_no_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("something was measured")
+
+    for name in ("measure_model", "measure_probes", "probe_speeds"):
+        monkeypatch.setattr(planning, name, measured)
+    monkeypatch.chdir(tmp_path)
+    for settings in (["plan.stages=100"], ["plan.replicas=[1,2,3]"], ["trainer.microbatch=9"]):
+        assert cli.main(["train", "experiment=tiny", "data.max_bytes=64KiB", *settings]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert settings[0] in line
+        assert "; use " in line
+    assert list(tmp_path.iterdir()) == []
