@@ -101,8 +101,8 @@ def brute_force(request: Request, *, always: bool = False) -> float:
     known: dict[Any, Any] = {}
     least = math.inf
     schedules = [schedule for schedule in request.schedules if schedule != "interleaved"]
-    for schedule, micro in itertools.product(schedules, request.microbatches):
-        for parts in range(1, min(blocks, devices) + 1):
+    for schedule, parts in itertools.product(schedules, range(1, min(blocks, devices) + 1)):
+        for micro in request.sizes(parts, schedule):
             shape = Shape(schedule, micro, parts)
             if parts == 1 and request.config.schedule == "auto" and schedule != "1f1b":
                 continue  # all would be the same
