@@ -14,10 +14,12 @@ from torch.nn import Parameter
 
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 NOT_PLAIN = "not plain strided memory"
 # Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
 # are such): one of them may change while a copy of the others, and so of it, is already under way.
 PART = "part of a memory that it is no view of"
+_LEAF = "view or cast of a parameter"
 _LOOKUPS = ("Embedding", "Index", "Gather", "Take")  # read a parameter at places that the data chose
 
 
@@ -41,7 +43,9 @@ class Selector:
         plain: type[Tensor] = Tensor,
         streams: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
+        held = list(held)
         self._streams = streams
+        self._largest = max((tensor.numel() for tensor in held), default=0)
         self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}  # 0: no bytes at all
         self._plain = plain
         self._minimum = max(1, minimum_bytes)
@@ -52,9 +56,15 @@ class Selector:
 
     def why_kept(self, tensor: Tensor) -> str | None:
         """Why the storage of a saved ``tensor`` may not be moved; None: it may."""
+        reason = self.why_kept_itself(tensor)
+        return _LEAF if reason is None and tensor.requires_grad and self._copied_from_leaf(tensor) else reason
+
+    def why_kept_itself(self, tensor: Tensor) -> str | None:
+        """The same without a look at its history, for very many tensors: a node of the graph that Python has seen is
+        freed not in a loop but inside the call that freed the node before, so of 100,000 the stack overflows."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN
-        if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or is_wrapped(tensor):
             return NOT_PLAIN
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._minimum:
@@ -65,8 +75,8 @@ class Selector:
             return PART
         if self._slice_of_input(tensor):
             return "small part of a batch"
-        if self._from_leaf(tensor):
-            return "view or cast of a parameter"
+        if _of_leaf(tensor):
+            return _LEAF
         return None
 
     def _slice_of_input(self, tensor: Tensor) -> bool:
@@ -74,12 +84,12 @@ class Selector:
         has_history = tensor.requires_grad or tensor.grad_fn is not None
         return not has_history and tensor.nbytes * _SMALL_PART < tensor.untyped_storage().nbytes()
 
-    def _from_leaf(self, tensor: Tensor) -> bool:
-        """A tensor that collects a gradient, a view of one or of any parameter, or a copy made from a parameter alone.
-        FSDP gathers parameters into memory that it empties between uses, frozen ones too: its address is not known."""
-        if (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor._base, Parameter):
-            return True
-        node, storage = tensor.grad_fn, tensor.untyped_storage()
+    def _copied_from_leaf(self, tensor: Tensor) -> bool:
+        """A view of a tensor that collects a gradient, or a copy made from a parameter alone."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() // tensor.element_size() > self._largest:
+            return False
+        node = tensor.grad_fn
         for _ in range(_CHAIN_LENGTH):
             if node is None or node.name().startswith(_LOOKUPS):
                 return False
@@ -93,6 +103,15 @@ class Selector:
                 return False
             node = parents[0][0]
         return False
+
+
+def _of_leaf(tensor: Tensor) -> bool:
+    """A tensor that collects a gradient, or a view of one or of any parameter. FSDP gathers parameters into memory that
+    it empties between uses, frozen ones too: its address is not known."""
+    base = tensor._base
+    if isinstance(base, Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        return True
+    return base is not None and base.is_leaf and base.requires_grad and tensor.requires_grad
 
 
 class Saved:

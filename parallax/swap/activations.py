@@ -10,71 +10,92 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
 from parallax.model.saved import NOT_PLAIN, Selector
 from parallax.swap.manager import SwapManager
 from parallax.swap.records import Entry
 
+_NOTHING = torch.empty(0)
+_FEW = 2048  # saved tensors alive at one time, up to which the history of each is looked at
+
 
 class _Kept:
     """A saved tensor that stays where it is. Without its history: a saved output whose history holds what was
-    packed would be a cycle that no collector sees."""
+    packed would be a cycle that no collector sees. A leaf has none, and what is put into it later by ``.data`` counts,
+    as it does without hooks."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
-        _check_version(self.tensor, self.version)
+        if self.tensor._version != self.version:
+            raise _changed(self.tensor, self.version, self.tensor)
         return self.tensor
 
 
 class _Moved:
     """A saved tensor whose storage is an entry.
 
-    The entry's alias watches the version while the bytes are still on the device; afterwards a weak reference
-    to the tensor does, because an alias would keep the storage alive.
+    ``_counter`` is a tensor without bytes that shares the version counter of what was saved: so a change is seen
+    wherever the bytes are, whoever is still alive, and through whichever view it was made.
     """
 
-    __slots__ = ("_dtype", "_entry", "_manager", "_original", "_shape", "_version")
+    __slots__ = ("_counter", "_dtype", "_entry", "_leaf", "_manager", "_shape", "_version")
 
     def __init__(self, tensor: Tensor, entry: Entry, manager: SwapManager) -> None:
         self._entry, self._manager = entry, manager
         self._shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self._version = tensor.dtype, tensor._version
-        self._original = weakref.ref(tensor)
+        self._counter = tensor.detach()
+        self._counter.data = _NOTHING
+        self._leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def unpack(self) -> Tensor:
-        for watched in (self._entry.record.alias, self._original()):
-            if watched is not None:
-                _check_version(watched, self._version)
+        if self._counter._version != self._version:
+            raise _changed(self._counter, self._version, torch.empty(self._shape[1], dtype=self._dtype, device="meta"))
         storage = self._manager.load(self._entry)
+        leaf = self._leaf() if self._leaf is not None else None
+        if leaf is not None and leaf.untyped_storage() is not self._entry.record.origin():
+            return leaf  # its ``.data`` are others now, and it is these that autograd would find
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._shape)
+
+
+class _Offloading(torch.autograd.graph.saved_tensors_hooks):
+    def __init__(self, manager: SwapManager, selector: Selector, micro: int) -> None:
+        def pack(tensor: Tensor) -> _Kept | _Moved:
+            reason = (selector.why_kept if manager.saved < _FEW else selector.why_kept_itself)(tensor)
+            if reason is not None:
+                manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
+                return _Kept(tensor)
+            return _Moved(tensor, manager.add(tensor, micro, operation=_get_sequence_nr()), manager)
+
+        super().__init__(pack, _unpack)
+        self._manager = manager
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._manager.settle()
 
 
 def offloading(manager: SwapManager, selector: Selector, micro: int) -> torch.autograd.graph.saved_tensors_hooks:
     """The context in which a block runs forward so that its saved activations belong to ``micro`` and may
     leave."""
-
-    def pack(tensor: Tensor) -> _Kept | _Moved:
-        reason = selector.why_kept(tensor)
-        if reason is not None:
-            manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
-            return _Kept(tensor)
-        return _Moved(tensor, manager.add(tensor, micro), manager)
-
-    def unpack(packed: _Kept | _Moved) -> Tensor:
-        return packed.unpack()
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return _Offloading(manager, selector, micro)
 
 
-def _check_version(tensor: Tensor, expected: int) -> None:
-    if tensor._version != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
-            f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
-            "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-        )
+def _unpack(packed: _Kept | _Moved) -> Tensor:
+    return packed.unpack()
+
+
+def _changed(counter: Tensor, expected: int, saved: Tensor) -> RuntimeError:
+    """What torch says."""
+    shape = "" if saved.is_nested else f" {list(saved.shape)}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{saved.type().replace('.meta', '')}{shape}] is at version {counter._version}; expected version "
+        f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
+        "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )

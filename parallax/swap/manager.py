@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from parallax.swap.store import Store
 from parallax.swap.verify import NoChecks, SumChecks
 from parallax.units import format_bytes
 
+_Book = OrderedDict[Record, None]  # of a dict, to find the first costs as much as was deleted before it
 _DEFAULT_POLICY = Policy()
 _LEAD = 8  # once room is needed, this part of the limit leaves ahead of need, beside the computing
 
@@ -59,13 +60,17 @@ class SwapManager:
         self._unclaimed: deque[Record] = deque()  # filled without the lock, by claims that end
         self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
         self._lingering: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # given up while in use
-        self._kept: dict[Record, None] = {}  # until room is needed, oldest first
-        self._preferred: dict[Record, None] = {}  # by the policy, while there is room, oldest first
-        self._early: dict[Record, None] = {}  # to be used next and not used yet, in the order of need
-        self._used: dict[Record, None] = {}  # loaded and used, the longest ago first
+        self._kept: _Book = OrderedDict()  # until room is needed, oldest first
+        self._preferred: _Book = OrderedDict()  # by the policy, while there is room, oldest first
+        self._fresh: _Book = OrderedDict()  # saved by an operator that may still run
+        self._operation: int | None = None  # that operator's place among those of its thread
+        self._early: _Book = OrderedDict()  # to be used next and not used yet, in the order of need
+        self._used: _Book = OrderedDict()  # loaded and used, the longest ago first
         self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
         self._returning: list[Batch] = []  # on their way back, in the order of need
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Record]] = {}
+        self._known: dict[int, Record] = {}
+        self._leaving = 0  # bytes that are being written and not wanted again
+        self.saved = 0  # records that are alive
 
     @property
     def stall_seconds(self) -> float:
@@ -88,35 +93,58 @@ class SwapManager:
                 self._reap()
             return self._store.slots.used_bytes
 
-    def add(self, tensor: Tensor, micro: int) -> Entry:
-        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says."""
+    def add(self, tensor: Tensor, micro: int, operation: int | None = None) -> Entry:
+        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says.
+        ``operation``: which operator saves it. Some write into what they have saved already (the noise of ``rrelu``,
+        running statistics), so while there is room nothing leaves before another operator saves, or :meth:`settle`."""
         with self._lock:
             self._check_open()
             self._reap()
             storage = tensor.untyped_storage()
-            known, record = self._known.get(storage.data_ptr(), (None, None))
-            if known is not None and record is not None and known() is storage:
-                entry = record.claim()
-                if entry is not None and record.version == tensor._version:
+            known = self._known.get(storage.data_ptr())
+            if known is not None and known.origin() is not storage:
+                known = None
+            again = known in self._fresh
+            if known is not None and again:
+                del self._fresh[known]
+            if operation is None or operation != self._operation:
+                self._settle()
+                self._operation = operation
+            if known is not None:
+                if again:
+                    self._fresh[known] = None
+                claim = known.claim()
+                if claim is not None and known.version == tensor._version:
                     self._ledger.decide("shares memory with another", 0)
-                    return entry
+                    return claim
             self._make_room(storage.nbytes(), micro)
             self._clock += 1
             batch = self._open.setdefault(micro, Batch(micro))
             record = Record(tensor, batch, self._clock)
             entry = Entry(record, self._unclaimed)
             self._ledger.resize(record.size)
+            self.saved += 1
             self._checks.saved(record)
             batch.enter(record)
-            self._place(record)
-            self._known[record.address] = (weakref.ref(storage), record)
+            if operation is None:
+                self._place(record)
+            else:
+                self._fresh[record] = None
+            self._known[record.address] = record
             return entry
+
+    def settle(self) -> None:
+        """No operator runs that saved anything: what it saved may leave."""
+        with self._lock:
+            if self._fresh and not self._closed:
+                self._settle()
 
     def fetch(self, micro: int) -> None:
         """Begin to bring back what a micro-batch saved, last saved first, as far as the limit allows."""
         with self._lock:
             self._check_open()
             self._reap()
+            self._settle()
             if micro in self._open:
                 self._begin(self._open[micro])
             self._pump()
@@ -142,7 +170,8 @@ class SwapManager:
             storage = record.storage
             if not self._closed:
                 self._pump()
-            return storage
+            origin = record.origin()
+            return storage if origin is None or origin.nbytes() != record.size else origin
 
     def decide(self, reason: str, size: int) -> None:
         """Count a saved tensor that is not given to :meth:`add`, and why."""
@@ -174,6 +203,13 @@ class SwapManager:
         if self._closed:
             raise SwapError("the swap tier is closed: what was offloaded is gone; run backward before closing it")
 
+    def _settle(self) -> None:
+        """Decide about what was fresh. Where a write fails, the rest stays fresh for the next who asks."""
+        while self._fresh:
+            record = next(iter(self._fresh))
+            self._place(record)
+            del self._fresh[record]
+
     def _place(self, record: Record) -> None:
         """Decide about a new record."""
         if self._preferences.stays(record):
@@ -189,6 +225,8 @@ class SwapManager:
         record.slot, record.transfer = self._store.write(flat)
         record.state, record.wanted = State.QUEUED, False
         self._writing.append(record)
+        self._leaving += 0 if record.leaving else record.size
+        record.leaving = True
         self._decide(record, "moved")
         self._ledger.sample()
 
@@ -197,6 +235,7 @@ class SwapManager:
         if record.state is State.QUEUED:
             assert record.transfer is not None
             record.wanted = True
+            self._stop_leaving(record)
             if not record.transfer.cancel():
                 return
             assert record.slot is not None
@@ -205,10 +244,16 @@ class SwapManager:
             self._ledger.cancelled(record.size)
         self._stay(record)
 
+    def _stop_leaving(self, record: Record) -> None:
+        """It makes no room any more, or did."""
+        if record.leaving:
+            record.leaving = False
+            self._leaving -= record.size
+
     def _stay(self, record: Record) -> None:
         """It is on the device, and will be used soon or was used already."""
-        self._kept.pop(record, None)
-        self._preferred.pop(record, None)
+        for book in (self._fresh, self._kept, self._preferred):
+            book.pop(record, None)
         record.state, record.transfer = State.LOADED, None
         (self._used if record.used else self._early)[record] = None
 
@@ -298,7 +343,12 @@ class SwapManager:
                 self._ledger.stall(writing.transfer, micro)
             elif self._preferred:
                 self._leave_oldest(self._preferred)
-            elif not self._drop_early() and not self._drop_used():
+            elif not (
+                self._leave_fresh(silent=False)
+                or self._drop_early()
+                or self._drop_used()
+                or self._leave_fresh(silent=True)
+            ):
                 raise BudgetExceeded(
                     f"the device may hold {format_bytes(self._ledger.limit)} of offloaded activations; "
                     f"{format_bytes(self._ledger.resident)} are in use by the running backward and "
@@ -310,21 +360,29 @@ class SwapManager:
     def _let_go(self, size: int) -> None:
         """Let the oldest of what was kept leave, until ``size`` more bytes will fit and some beyond, so that the next
         who needs room does not wait for a write from its beginning."""
-        leaving = sum(r.size for r in self._writing if r.state is State.QUEUED and not r.wanted)
         missing = self._ledger.resident + size - self._ledger.limit
-        while self._kept and leaving < missing + self._ledger.limit // _LEAD:
+        while self._kept and self._leaving < missing + self._ledger.limit // _LEAD:
             try:
-                leaving += self._leave_oldest(self._kept)
+                self._leave_oldest(self._kept)
             except SwapError:
-                if leaving < missing:
+                if self._leaving < missing:
                     raise
                 return  # the tier is full, but the lead is no more than a wish
 
-    def _leave_oldest(self, book: dict[Record, None]) -> int:
+    def _leave_oldest(self, book: _Book) -> None:
         record = next(iter(book))
         self._write(record)
         del book[record]
-        return record.size
+
+    def _leave_fresh(self, *, silent: bool) -> bool:
+        """Let something leave that the running operator has saved. ``silent``: what the operator may yet write into
+        without a word; another change counts as one, and autograd refuses it."""
+        record = next((record for record in self._fresh if silent or record.differentiable), None)
+        if record is None:
+            return False
+        self._write(record)
+        del self._fresh[record]
+        return True
 
     def _end(self, record: Record, micro: int) -> None:
         """Wait for the transfer of a record that nobody needs any more; whether it failed does not matter."""
@@ -365,6 +423,7 @@ class SwapManager:
 
     def _release(self, record: Record) -> bool:
         """Let go of the device's copy; whether that made room."""
+        self._stop_leaving(record)
         assert record.storage is not None
         watch = weakref.ref(record.storage)
         record.leave()
@@ -433,7 +492,9 @@ class SwapManager:
 
     def _forget(self, record: Record) -> None:
         self._decide(record, record.undecided)
-        for book in (self._kept, self._preferred, self._early, self._used):
+        self.saved -= 1
+        self._stop_leaving(record)
+        for book in (self._fresh, self._kept, self._preferred, self._early, self._used):
             book.pop(record, None)
         batch = record.batch
         batch.claims.pop(record.ordinal, None)
@@ -444,6 +505,5 @@ class SwapManager:
                 del self._open[batch.micro]
             if batch in self._returning:
                 self._returning.remove(batch)
-        _, known = self._known.get(record.address, (None, None))
-        if known is record:
+        if self._known.get(record.address) is record:
             del self._known[record.address]

@@ -53,29 +53,29 @@ class Batch:
 
 
 class Record:
-    """What the manager knows of one storage. ``alias`` shares the version counter of the tensor that was
-    saved, for as long as that tensor's own storage is the one held."""
+    """What the manager knows of one storage. ``origin`` finds the storage that was saved for as long as anybody, the
+    record or the caller, holds it: what is written there behind autograd's back (``.data``, numpy) is what autograd
+    would find there."""
 
     def __init__(self, tensor: Tensor, batch: Batch, clock: int) -> None:
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
-        self.alias: Tensor | None = tensor.detach()
+        self.origin = weakref.ref(self.storage)
         self.size, self.address = self.storage.nbytes(), self.storage.data_ptr()
         self.device, self.version, self.shape = tensor.device, tensor._version, tuple(tensor.shape)
         self.batch, self.ordinal, self.clock = batch, batch.saved, clock
         self.state = State.KEPT
         self.transfer: Pending | None = None
         self.slot: Slot | None = None
-        self.wanted = self.used = self.returned = False
+        self.wanted = self.leaving = self.used = self.returned = False
+        self.differentiable = tensor.requires_grad
         self.undecided = "kept"  # why it stays, until it leaves, is used or dies
         self.sum: Tensor | None = None
         self.claim: weakref.ref[Entry]
 
     def leave(self) -> None:
-        """Let go of the device's copy; the alias stays only to tell of a change that came too early."""
+        """Let go of the device's copy."""
         self.storage = self.transfer = None
         self.state = State.STORED
-        if self.alias is not None and self.alias._version == self.version:
-            self.alias = None
 
 
 class Entry:

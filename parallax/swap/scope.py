@@ -187,6 +187,11 @@ class Swapping:
             self._take()
         finally:
             self._exit.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise ConfigError(
+                "torch.func.grad, vjp, jacrev and hessian refuse saved-tensor hooks, by which parallax.swap works: use "
+                "torch.autograd.grad or torch.func.jvp and jacfwd here, or call them outside the block"
+            ) from error
 
     @property
     def open(self) -> bool:
@@ -290,9 +295,10 @@ def _saving(
                 each.give_room(excess(size))
 
     def pack(tensor: Tensor) -> Any:
-        size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
-        if excess(size) > 0 and selector.moves(tensor):
-            make_way(size)
+        if any(each.device_bytes for each in states):
+            size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
+            if excess(size) > 0 and selector.moves(tensor):
+                make_way(size)
         try:
             return hooks.pack_hook(tensor)
         except BudgetExceeded as error:

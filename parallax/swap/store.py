@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -246,7 +246,7 @@ class DiskStore:
             )
 
     def _each(self, slot: Slot, at: int, piece: Tensor, call: Callable[[memoryview, int], int], verb: str) -> None:
-        view = memoryview(piece.numpy())  # type: ignore[arg-type]
+        view = memoryview(_array(piece))  # type: ignore[arg-type]
         done = 0
         while done < len(view):
             offset, size = next(slot.parts(at + done, len(view) - done))
@@ -264,8 +264,25 @@ class DiskStore:
             done += count
 
 
+class _Bytes:
+    """The memory of a tensor, for numpy. ``Tensor.numpy`` would forbid its owner to resize the storage."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.__array_interface__ = {
+            "data": (data.data_ptr(), False),
+            "shape": (data.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._data = data
+
+
+def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.asarray(_Bytes(data))
+
+
 def _sum(data: Tensor) -> int:
     """Differs after any one flipped bit, and almost surely for a hole or another tensor's bytes."""
-    view = data.numpy()
+    view = _array(data)
     whole = view.size - view.size % 8
     return int(np.add.reduce(view[:whole].view(np.uint64))) + int(np.add.reduce(view[whole:], dtype=np.uint64))
