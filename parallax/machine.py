@@ -115,6 +115,7 @@ def build_cluster(
             reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE if choice.kind == "cpu" else 0,
             gap_share=_gap_share(choice),
             overlap_loss=1 - computing if tier == "disk" else 0.0,
+            tier_share=copying if tier == "disk" else 1.0,
             host_update_seconds=_host_update_seconds(tier, probes, write, read),
         )
         for memory in _device_memory(config, choice)

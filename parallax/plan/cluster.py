@@ -29,8 +29,9 @@ class Device:
     ``reserve_bytes`` of the memory are taken by what is no tensor of the model (context, libraries); of all bytes that
     come and go, the allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor
     between two blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
-    ``overlap_loss`` of it is lost. ``price_per_hour`` is in any currency. ``host_update_seconds`` is the host
-    optimizer's time for one byte of parameters; 0 where none runs there.
+    ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a disk that the node shares: less than all
+    where it has no core to copy as fast as the disk takes it. ``price_per_hour`` is in any currency.
+    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Device:
     gap_tensors: float = 0.0
     speed: float = 1.0
     overlap_loss: float = 0.0
+    tier_share: float = 1.0
     price_per_hour: float = 0.0
     host_update_seconds: float = 0.0
 
@@ -114,7 +116,7 @@ class Cluster:
         """The device as it is while all of its node's swap: a disk is shared, a way to the host's memory is not."""
         if device.tier != "disk":
             return device
-        sharing = max(len(node.devices) for node in self.nodes)
+        sharing = max(1.0, max(len(node.devices) for node in self.nodes) * device.tier_share)
         write, read = (
             replace(link, bytes_per_second=link.bytes_per_second / sharing) for link in (device.write, device.read)
         )
@@ -138,6 +140,8 @@ def _check_device(name: str, device: Device) -> None:
     for key in ("gap_share", "overlap_loss"):
         if not 0 <= getattr(device, key) < 1:
             raise PlanError(f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1")
+    if not 0 < device.tier_share <= 1:
+        raise PlanError(f"{name}: tier_share={device.tier_share} must be a share above 0 and at most 1")
     if not 0 < device.speed < float("inf"):
         raise PlanError(f"{name}: speed={device.speed} must be above zero and finite")
     _check_link(f"{name} write", device.write)

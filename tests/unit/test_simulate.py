@@ -515,3 +515,22 @@ def test_what_offloading_takes_the_computing_is_in_both_passes_of_blocks_that_of
     assert times(result, "backward")[0, 0] == (2.25, 6.5)
     again = replace(part, directives=(Directive.RECOMPUTE, Directive.KEEP))
     assert times(run(blocks, [again], rows=1, micro=1), "backward")[0, 0] == (2, 7)
+
+
+@pytest.mark.parametrize(("share", "seconds"), [(1.0, 4.0), (0.5, 2.0)])
+def test_ranks_that_copy_slower_than_the_disk_takes_it_do_not_wait_for_each_other(share: float, seconds: float) -> None:
+    """Two ranks without a core for their copies each had half the rate, and then half of that, of the same disk."""
+    slow = Link(bytes_per_second=0.5)
+    part = replace(stages([0, 1], [2])[0], directives=(Directive.OFFLOAD,), swap_limit_bytes=10)
+    machines = nodes(2, write=slow, read=FREE, tier_share=share)
+    result = run([block(forward=0, backward=1, moved=1.0)], [part], rows=2, micro=1, machines=machines)
+    first = min(begin for begin, _ in times(result, "backward").values())
+    last = max(end for _, end in times(result, "backward").values())
+    assert (first, last) == (0, seconds + 1)
+
+
+def test_all_that_swap_share_the_disk_as_far_as_they_use_it() -> None:
+    device = nodes(4, write=Link(bytes_per_second=8.0), tier_share=0.5)
+    assert device.while_all_swap(device.devices[0]).write.bytes_per_second == 4
+    alone = nodes(1, write=Link(bytes_per_second=8.0), tier_share=0.5)
+    assert alone.while_all_swap(alone.devices[0]).write.bytes_per_second == 8
