@@ -39,6 +39,7 @@ SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
 _DIFFERENCES = (3, 9)  # of two readings each, in thrice the time: a difference is less certain than either
 _CHEAP_SECONDS = 0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
+_GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
 _OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
@@ -105,8 +106,8 @@ def measure(
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The two
-    smallest are measured, and larger ones as long as the whole chain takes no time worth speaking of: the last two
-    give the fixed and the per-row part of every cost.
+    smallest are measured, and larger ones as long as the whole chain takes no time worth speaking of, or hardly more
+    than for fewer rows: the last two give the fixed and the per-row part of every cost.
 
     The loss is measured with the last block. ``allocator`` names the setting under which tensors are allocated: times
     under one say nothing about another; ``offloader`` is how a run would offload, if it may. Raises
@@ -132,7 +133,7 @@ def measure(
         bench = _Bench(chain, loss, device, precision, minimum_bytes, offloader, progress)
         low = high = bench.run(min(rows), *sample(min(rows)))
         for count, n in enumerate(sorted(set(rows))[1:]):
-            if count and sum(block.forward_seconds + block.backward_seconds for block in high) > _CHEAP_SECONDS:
+            if count and _seconds(high) > max(_CHEAP_SECONDS, _GROWN * _seconds(low)):
                 break
             low, high = high, bench.run(n, *sample(n))
     how = recipe(str(precision))
@@ -187,6 +188,10 @@ def remember(profile: ModelProfile, path: Path) -> None:
     """Write ``profile`` where it is found again."""
     with replacing(path) as temporary:
         temporary.write(profile.to_json().encode())
+
+
+def _seconds(blocks: Sequence[_Measured]) -> float:
+    return sum(block.forward_seconds + block.backward_seconds for block in blocks)
 
 
 class _Bench:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,8 +311,25 @@ def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.Monk
     assert found.blocks[0].moved.at(3) == 3 * WIDE * FLOAT
     runs.clear()
     monkeypatch.setattr(module, "_CHEAP_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_GROWN", 0.0)
     profile_of(chain_of(linear()), (2, 4, 8, 32))
     assert runs == [2, 4]
+
+
+def test_more_rows_are_measured_while_what_they_cost_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide layers read their weights for as long as two rows compute, and four: lines through such points promised a
+    micro-batch of 256 rows in a seventh of its time."""
+    plain, runs = module._Bench.run, []
+
+    def run(self: Any, rows: int, *rest: Any) -> list[Any]:
+        runs.append(rows)
+        seconds = 1.0 + 0.1 * rows
+        return [replace(found, forward_seconds=seconds, backward_seconds=seconds) for found in plain(self, rows, *rest)]
+
+    monkeypatch.setattr(module._Bench, "run", run)
+    found = profile_of(chain_of(linear()), (2, 4, 8, 16, 32, 64))
+    assert runs == [2, 4, 8, 16, 32]  # 4.2 s are more than one and a half times 2.6 s
+    assert found.blocks[0].forward_seconds.at(256) == pytest.approx(26.6)
 
 
 def test_what_others_do_is_not_counted() -> None:
