@@ -8,9 +8,10 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from parallax import __version__
-from parallax.errors import ParallaxError
+from parallax.errors import ConfigError, ParallaxError, printable
 from parallax.signals import exit_code, stopped_by
 
 COMMANDS = {
@@ -29,7 +30,11 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    parsed = _parser(next((word for word in typed if word in COMMANDS), None)).parse_args(typed)
+    try:
+        parsed = _parse(typed)
+    except ConfigError as error:
+        print(f"parallax: {error}", file=sys.stderr)
+        return error.exit_code
     logging.basicConfig(format="%(message)s")
     logging.getLogger("parallax").setLevel(logging.INFO)  # others' remarks (fonts, imports) are not the user's
     try:
@@ -51,9 +56,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are the user's, said as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line."""
+        raise ConfigError(f"{printable(message)}; `{self.prog} --help` shows what is accepted")
+
+
+def _parse(typed: list[str]) -> argparse.Namespace:
+    """What was typed. Settings may stand anywhere: argparse takes those after an option for something else."""
+    parser = _parser(next((word for word in typed if word in COMMANDS), None))
+    parsed, left = parser.parse_known_args(typed)
+    settings = [word for word in left if "=" in word and not word.startswith("-")]
+    if len(settings) < len(left) or (left and not hasattr(parsed, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if settings:
+        parsed.overrides = [*parsed.overrides, *settings]
+    return parsed
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser with the options of the ``chosen`` command, the only one whose module is imported."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="parallax",
         description="Train PyTorch models that are too large for their devices.",
         epilog="`parallax COMMAND --help` shows examples. Settings are key=value; configs/ lists the groups.",
