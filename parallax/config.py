@@ -32,6 +32,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallax.documents import leaf_values, leaves, plain_yaml, shown, take_keys, take_options
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine import ClusterConfig
 from parallax.model.precision import PrecisionConfig
@@ -68,20 +69,29 @@ class RunConfig:
     debug: DebugConfig
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", self.name):
-            raise ConfigError(f"name={self.name}: accepted is a folder name of letters, digits, '.', '_' and '-'")
+        if not is_name(self.name):
+            shown = self.name if len(self.name) <= 100 else f"{self.name[:97]}..."
+            raise ConfigError(
+                f"name={shown}: accepted is a folder name of up to 100 letters, digits, '.', '_' and '-' that begins "
+                "with a letter, a digit or '_'"
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: accepted are whole numbers from 0 to {2**63 - 1}")
 
 
-def compose(overrides: Sequence[str]) -> RunConfig:
-    """The main job changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80 swap=off``).
+def is_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a run, which is that of a folder."""
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text) is not None
+
+
+def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfig:
+    """The main job, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80 swap=off``).
 
     Leaves no trace in the process: no Hydra state, folder or logging. A mistake raises :class:`ConfigError`
     in one line: key, value, what is accepted, nearest name.
     """
     options: dict[str, str] = {}
-    values: list[str] = []
+    values: dict[str, str] = {}
     removed: list[str] = []
     for text in overrides:
         override = _parse(text)
@@ -92,11 +102,18 @@ def compose(overrides: Sequence[str]) -> RunConfig:
             options[key] = _option(text, override)
         else:
             # "++" merges whatever the prefix was: the reader below is the only judge of keys.
-            values.append(f"++{key}={text.partition('=')[2]}")
-    tree = _merge([f"{group}={option}" for group, option in options.items() if option] + values)
+            values[key] = f"++{key}={text.partition('=')[2]}"
+    chosen = [f"{group}={option}" for group, option in options.items() if option]
+    tree = _merge([*chosen, *values.values()]) if base is None else _onto(base, list(options), chosen, values)
     for key in removed:
         _remove(tree, key)
     return _read_run(tree)
+
+
+def said(overrides: Sequence[str], key: str) -> str:
+    """The text that ``overrides`` give ``key``, the last where there are several; empty where they say nothing."""
+    found = [override for override in map(_parse, overrides) if override.key_or_group == key]
+    return "" if not found or found[-1].is_delete() else str(found[-1].value())
 
 
 def dump(config: RunConfig) -> str:
@@ -105,10 +122,14 @@ def dump(config: RunConfig) -> str:
 
 
 def load(text: str) -> RunConfig:
-    """The configuration that :func:`dump` wrote, validated as :func:`compose` does."""
+    """The configuration that :func:`dump` wrote, validated as :func:`compose` does.
+
+    A schedule of the user's own is imported: whether the user trusts a file is asked before (:mod:`parallax.trust`).
+    """
+    tree = plain_yaml(text)
     try:
-        return _read_run(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return _read_run(tree)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the stored configuration is not plain YAML: {_one_line(error)}") from None
 
 
@@ -120,12 +141,17 @@ def fingerprint(config: RunConfig) -> str:
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
     """One line for each key whose values differ: ``trainer.steps: 60 != 80``."""
-    left, right = _leaves(dataclasses.asdict(a)), _leaves(dataclasses.asdict(b))
-    return [
-        f"{printable(key)}: {left.get(key, 'absent')} != {right.get(key, 'absent')}"
+    return [f"{key}: {old} != {new}" for key, (old, new) in changes(a, b).items()]
+
+
+def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
+    """The keys whose values differ, with both values in one line each."""
+    left, right = leaves(dataclasses.asdict(a)), leaves(dataclasses.asdict(b))
+    return {
+        printable(key): (left.get(key, "absent"), right.get(key, "absent"))
         for key in left | right
         if left.get(key) != right.get(key)
-    ]
+    }
 
 
 # ---- Overrides: what can be judged before anything is merged -------------------------------------
@@ -255,9 +281,24 @@ def _merge(overrides: list[str]) -> dict[str, Any]:
         _unresolved(merged, error)
 
 
+def _onto(base: RunConfig, groups: list[str], chosen: list[str], values: dict[str, str]) -> dict[str, Any]:
+    """``base`` as plain data, with the groups whose option was ``chosen``, what else an option sets, and ``values``.
+
+    What ``base`` says is taken as it is: Hydra sees its numbers alone, for interpolations, never its texts, which may
+    come from a file."""
+    tree: dict[str, Any] = yaml.safe_load(dump(base))
+    if chosen:
+        take_options(tree, groups, _merge([]), _merge(chosen))
+    known = {path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)}
+    numbers = [f"++{'.'.join(path)}={shown(value)}" for path, value in known.items() if "kwargs" not in path]
+    if values:
+        take_keys(tree, list(values), _merge([*chosen, *numbers, *values.values()]))
+    return tree
+
+
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
     """Name the key whose ``${…}`` has no value."""
-    raw = _leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
+    raw = leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
     key = str(getattr(error, "full_key", None) or next((k for k, v in raw.items() if "${" in v), ""))
     missing = re.search(r"key '(.*?)' not found", str(error))
     hint = f"accepted are existing keys{nearest(missing[1], raw)}" if missing else _one_line(error)
@@ -274,7 +315,7 @@ def _remove(tree: dict[str, Any], key: str) -> None:
     if leaf not in held:
         _unknown(f"~{key}", f"{'.'.join(parents)} holds {', '.join(held) or 'no keys'}", nearest(leaf, held))
     if parents[1:2] != ["kwargs"]:
-        _refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={_shown(node[leaf])}")
+        _refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={shown(node[leaf])}")
     del node[leaf]
 
 
@@ -301,13 +342,13 @@ def _checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, An
     prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
     accepted = f"{label} accepts {', '.join(sorted(hints))}" if group else f"groups and keys are {', '.join(hints)}"
     if not isinstance(tree, dict):
-        _refuse(f"{group or 'configuration'}={_shown(tree)}", f"keys and values are needed; {accepted}")
+        _refuse(f"{group or 'configuration'}={shown(tree)}", f"keys and values are needed; {accepted}")
     for key in tree:
         if key not in hints:
-            _unknown(f"{prefix}{key}={_shown(tree[key])}", accepted, nearest(str(key), hints))
+            _unknown(f"{prefix}{key}={shown(tree[key])}", accepted, nearest(str(key), hints))
     for key in hints:
         if key not in tree:
-            default = f", the default is {_shown(_defaults(kind)[key])}" if key in _defaults(kind) else ""
+            default = f", the default is {shown(_defaults(kind)[key])}" if key in _defaults(kind) else ""
             _refuse(f"{prefix}{key}", f"missing; {accepted}{default}")
     return dict(tree)
 
@@ -320,7 +361,7 @@ def _object(kind: type, values: dict[str, Any], prefix: str) -> Any:
             read[key] = _read(hint, values[key])
         except (ValueError, OverflowError):
             accepted = _accepted(hint, _defaults(kind).get(key))
-            _refuse(f"{prefix}{key}={_shown(values[key])}", f"accepted is {accepted}")
+            _refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
     try:
         return kind(**read)
     except ConfigError as error:
@@ -385,7 +426,7 @@ def _accepted(hint: Any, default: Any) -> str:
         return " or ".join(_accepted(member, None) for member in members) + example
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is tuple:
-        return f"a list of {len(inner)} such as {_shown(list(default))}"
+        return f"a list of {len(inner)} such as {shown(list(default))}"
     if origin is list:
         return f"a list, each {_accepted(inner[0], None)}"
     return words.get(origin, "keys and values, {key: value}")
@@ -403,22 +444,6 @@ def _unknown(subject: str, accepted: str, hint: str) -> NoReturn:
     _refuse(subject, f"unknown key; {accepted}{hint}")
 
 
-def _shown(value: Any) -> str:
-    """As YAML on one line, so that the text '3' and the number 3 look different."""
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
-
-
 def _one_line(error: Exception) -> str:
     """The first line alone: Hydra and OmegaConf add pages of context."""
     return printable((str(error).splitlines() or [type(error).__name__])[0])
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and their values as one line each."""
-    leaves: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            leaves |= _leaves(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = printable(_shown(value))
-    return leaves

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +24,7 @@ from parallax import config as configuration
 from parallax.agent import Agent
 from parallax.config import RunConfig
 from parallax.device import select_device
-from parallax.errors import ConfigError, ParallaxError, PlanError
+from parallax.errors import ConfigError, ParallaxError, PlanError, printable
 from parallax.events import EventLog
 from parallax.feedback import correct
 from parallax.job import (
@@ -32,7 +35,8 @@ from parallax.job import (
     plan_run,
     tokens_per_row,
 )
-from parallax.machine import choose_devices
+from parallax.lock import locked
+from parallax.machine import ClusterConfig, choose_devices
 from parallax.mesh import start_processes, stop_processes
 from parallax.monitor import load_curves
 from parallax.plan.inputs import Inputs, inputs_path
@@ -40,15 +44,19 @@ from parallax.plan.plan import Plan
 from parallax.plan.request import AUTO
 from parallax.planning import Planned, settle
 from parallax.report import plan_table, summary_table
+from parallax.resume import STORED, load_stored, read_stored, settings
 from parallax.runtime.engine import Engine
 from parallax.runtime.leaving import LAST_WORDS, depart, follows, leave, say, verdict_on
 from parallax.runtime.verdict import How, Verdict
 from parallax.runtime.watch import Watch
 from parallax.signals import exit_code, heeding, interrupt, stopped_by
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, TrainerConfig, train
+from parallax.trust import check_named, check_own, class_paths, remember
 from parallax.units import format_seconds
 
 RUNS = Path("runs")
+Trusts = Callable[[Path, Mapping[str, str]], None]  # given a file and the class paths in it, key by key
+_PREPARING = ".preparing-"
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 _STEPS_IN_ONE_ACTION = 2  # no action takes longer than its step; predictions are not better than that
@@ -63,13 +71,12 @@ class Run:
     plan: Plan
 
     @classmethod
-    def read(cls, directory: Path) -> Run:
-        """Read what :func:`prepare` wrote."""
-        try:
-            text = (directory / "config.yaml").read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{directory} is no run directory: {error.strerror} for config.yaml") from error
-        return cls(directory, configuration.load(text), Plan.load(directory / "plan.yaml"))
+    def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> Run:
+        """Read what :func:`prepare` wrote. ``trusts`` raises where the class paths of the file must not be imported."""
+        text = read_stored(directory)
+        trusts(directory / STORED, class_paths(text))
+        config, plan = load_stored(directory / STORED, text), Plan.load(directory / "plan.yaml")
+        return cls(directory, _counted(config, plan.world_size), plan)
 
     def fingerprints(self) -> tuple[str, str]:
         """What ranks compare at their first barrier."""
@@ -81,37 +88,62 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
-def prepare(overrides: Sequence[str], console: Console) -> Run:
-    """Compose, plan, and write the run directory. A directory of the same name is continued from its last
-    checkpoint, which any plan can load."""
-    config = configuration.compose(overrides)
-    cluster = local_cluster(config)
-    name = config.name if config.name != "auto" else datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> Run:
+    """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
+    is continued from its last checkpoint, which any plan can load, with its own settings under what is typed."""
+    found = settings(overrides, RUNS)
+    config = found.config
+    local_cluster(config)
+    name = config.name if config.name != "auto" else _free_name()
     config, directory = replace(config, name=name), RUNS / name
     if config.trainer.resume == "never" and (directory / "checkpoints").exists():
         raise ConfigError(f"trainer.resume=never: {directory} holds checkpoints; choose another name, or resume=auto")
+    held.enter_context(locked(directory))
+    if found.changed is not None:
+        changed = f", but {'; '.join(found.changed)}" if found.changed else ""
+        console.print(f"{directory} goes on with its own settings{changed}", highlight=False, markup=False)
     with console.status("planning") as status:
         planned = plan_run(config, directory / "swap", status.update)
-    config = replace(config, cluster=replace(cluster, devices=planned.plan.world_size))  # the ranks' count
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _write(directory, config, planned)
-    except OSError as error:
-        raise ConfigError(f"cannot write the run directory {directory}: {error.filename}: {error.strerror}") from error
+    _write(directory, config, planned)
+    remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))
-    return Run(directory, config, planned.plan)
+    return Run(directory, _counted(config, planned.plan.world_size), planned.plan)
+
+
+def _free_name() -> str:
+    """The time, and a number where runs begin in one second."""
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    names = (now, *(f"{now}-{number}" for number in range(2, 1000)))
+    return next((name for name in names if not (RUNS / name).exists()), now)
+
+
+def _counted(config: RunConfig, devices: int) -> RunConfig:
+    """The settings with the number of devices that the plan uses, which ranks share the cores by."""
+    cluster = config.cluster
+    return replace(config, cluster=replace(cluster, devices=devices)) if isinstance(cluster, ClusterConfig) else config
 
 
 def _write(directory: Path, config: RunConfig, planned: Planned) -> None:
-    """What the ranks read, and what `simulate` and `calibrate` need later."""
-    _set_aside(directory, planned.plan)
-    (directory / "config.yaml").write_text(configuration.dump(config), encoding="utf-8")
-    (directory / "profile.json").write_text(planned.profile.to_json() + "\n", encoding="utf-8")
-    planned.plan.save(directory / "plan.yaml")
-    Inputs(planned.profile, planned.cluster).save(inputs_path(directory / "plan.yaml"))
-    (directory / PREDICTED_EVENTS).unlink(missing_ok=True)
-    with EventLog(directory / PREDICTED_EVENTS) as events:
-        events.extend(list(planned.forecast.spans))
+    """What the ranks read, and what `simulate` and `calibrate` need later: all of it, or nothing is changed."""
+    try:
+        for left in directory.glob(f"{_PREPARING}*"):
+            shutil.rmtree(left)  # of a process that was killed meanwhile
+        with tempfile.TemporaryDirectory(dir=directory, prefix=_PREPARING) as name:
+            folder = Path(name)
+            (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
+            (folder / "profile.json").write_text(planned.profile.to_json() + "\n", encoding="utf-8")
+            planned.plan.save(folder / "plan.yaml")
+            Inputs(planned.profile, planned.cluster).save(inputs_path(folder / "plan.yaml"))
+            with EventLog(folder / PREDICTED_EVENTS) as events:
+                events.extend(list(planned.forecast.spans))
+            _set_aside(directory, planned.plan)
+            for path in folder.iterdir():
+                path.replace(directory / path.name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run directory {directory}: {printable(str(error.filename))}: {error.strerror}; make "
+            "room or make it writable, or choose another name"
+        ) from error
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:
@@ -167,7 +199,7 @@ def _replanned(run: Run, reason: str, console: Console) -> Run:
         f"{second}, the new one {new}",
         highlight=False,
     )
-    _write(run.directory, run.config, planned)
+    _write(run.directory, load_stored(run.directory / STORED, read_stored(run.directory)), planned)
     console.print(plan_table(planned.plan, planned.profile))
     return Run(run.directory, run.config, planned.plan)
 
@@ -192,6 +224,7 @@ def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
     After an exception the process ends without more ado: leaving the world in order would wait for the others.
     """
     watch: Watch | None = None
+    held = contextlib.ExitStack()  # what ends with the process, however it ends
     try:
         if sys.platform == "linux":  # no rank is left over when the launcher is killed
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -202,31 +235,54 @@ def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds)
         with watch.phase("planning"):
-            run = Run.read(directory) if directory is not None else _prepare_for_all(overrides)
+            run = _read_for_all(directory, held) if directory is not None else _prepare_for_all(overrides, held)
             watch.limit(*_limits(run), run.directory)
             _compare(run)
         stopped = _train(run, watch)
         watch.close()
         stop_processes()
+        held.close()
     except (Exception, KeyboardInterrupt) as error:
         leave(error, watch)
     depart(exit_code(stopped) if stopped and LAST_WORDS not in os.environ else 0)  # our launcher knows
 
 
-def _prepare_for_all(overrides: Sequence[str]) -> Run:
+def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> Run:
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
+    sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
+    return Run.read(_told_by_first(lambda: prepare(sized, Console(), held).directory))
+
+
+def _read_for_all(directory: Path, held: contextlib.ExitStack) -> Run:
+    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all; a launcher of ours has."""
+    if "PARALLAX_RENDEZVOUS" in os.environ:
+        return Run.read(directory)
+    run = Run.read(directory, own)
+    _told_by_first(lambda: held.enter_context(locked(directory)))
+    return run
+
+
+def _told_by_first(call: Callable[[], Any]) -> Any:
+    """What ``call`` gives on rank 0, on every rank; or its error."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
         try:
-            told = [prepare(sized, Console()).directory, None]
+            told = [call(), None]
         except ParallaxError as error:
             told = [type(error), str(error)]
     dist.broadcast_object_list(told)
     found, failure = told
     if failure is not None:
         raise found(failure)
-    return Run.read(found)
+    return found
+
+
+def own(file: Path, found: Mapping[str, str]) -> None:
+    """``--run-dir`` is the user's word for what the directory names, where nobody else can write it."""
+    try:
+        check_named(file, found)
+    except ConfigError:
+        check_own(file.parent, [file, file.parent / "plan.yaml"])
 
 
 def _compare(run: Run) -> None:

@@ -9,27 +9,31 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from parallax.commands.options import RUNS, add_json, console_of, print_json
+from parallax.commands.options import RUNS, add_json, add_words, console_of, print_json, words_of
 from parallax.feedback import CALIBRATED, correct
 from parallax.launch import Run
+from parallax.trust import check_named
 from parallax.units import format_seconds
 
 EXAMPLES = """examples:
   parallax calibrate runs/deeper                        after `parallax train name=deeper`
   parallax calibrate deeper --json
+  parallax calibrate theirs model.target=mymodel:build  a run that was begun elsewhere, with a model of your own
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
+    add_words(parser)
     add_json(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Correct, write, print; the exit code."""
-    console = console_of(parsed)
-    found = Run.read(parsed.run if parsed.run.is_dir() else RUNS / parsed.run)
+    console, typed = console_of(parsed), [f"{key}={target}" for key, target in words_of(parsed).items()]
+    directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
+    found = Run.read(directory, lambda file, paths: check_named(file, paths, typed))
     with console.status("calibrating") as status:
         corrected = correct(found.directory, found.config, found.plan, status.update)
     if parsed.json:

@@ -8,7 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallax.commands.options import add_json, add_plan, console_of, plan_file, print_json, writing
+from parallax.commands.options import (
+    add_json,
+    add_plan,
+    add_words,
+    console_of,
+    know_schedule,
+    plan_file,
+    print_json,
+    words_of,
+    writing,
+)
 from parallax.errors import ConfigError
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, occupancy_png, swap_tables
@@ -26,6 +36,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_plan(parser)
+    add_words(parser)
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step")
     add_json(parser)
 
@@ -33,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print it; the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
+    if words := words_of(parsed):  # nothing below needs the schedule itself
+        know_schedule(plan, plan_file(parsed.plan), words)
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)
     if parsed.png is not None:

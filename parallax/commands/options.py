@@ -15,6 +15,9 @@ from parallax.errors import ConfigError, printable
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
+from parallax.plan.schedule import ORDERS, load_schedule, register_schedule
+from parallax.targets import load_target
+from parallax.trust import KEYS, check_named
 
 RUNS = Path("runs")
 HOUR = 3600.0
@@ -23,7 +26,53 @@ FILE_WIDTH = 120  # columns of what is not printed to a terminal
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Settings as ``key=value``."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in Hydra's override grammar")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings in Hydra's override grammar"
+    )
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Class paths that files name, and that are imported where the user names them, too."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="what the files name and may be imported: plan.schedule, model.target, data.target=package.module:name",
+    )
+
+
+def words_of(parsed: argparse.Namespace) -> dict[str, str]:
+    """The class paths that the user has named, key by key."""
+    named: dict[str, str] = {}
+    for word in parsed.overrides:
+        key, _, value = word.partition("=")
+        if key not in KEYS or ":" not in value:
+            raise ConfigError(
+                f"{printable(word)}: the files have the settings; accepted are the class paths that they name, "
+                f"{', '.join(KEYS)}=package.module:name"
+            )
+        named[key] = value
+    return named
+
+
+def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> None:
+    """Make the plan's schedule known where it is one of the user's own and the user has named it, see
+    :mod:`parallax.trust`."""
+    key, typed = "plan.schedule", words.get("plan.schedule", "")
+    if plan.schedule in ORDERS or ":" in plan.schedule:
+        if typed not in ("", plan.schedule):
+            raise ConfigError(f"{key}={printable(typed)}: the schedule of {printable(str(file))} is {plan.schedule}")
+        if plan.schedule not in ORDERS:
+            check_named(file, {key: plan.schedule}, [f"{key}={typed}"])
+            load_schedule(plan.schedule)
+        return
+    if not typed:  # a name given by parallax.register_schedule says nothing of where the function is
+        raise ConfigError(
+            f"{printable(str(file))} has the schedule {plan.schedule}, which nobody has registered here: add "
+            f"{key}=package.module:function, its function"
+        )
+    register_schedule(plan.schedule, load_target(key, typed))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +106,12 @@ def plan_file(path: Path) -> Path:
     return path / "plan.yaml" if path.is_dir() else path
 
 
-def read_plan(path: Path) -> tuple[Plan, Inputs]:
-    """A plan with what it was made from."""
+def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
+    """A plan, whose schedule is known, with what it was made from."""
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)
+    know_schedule(plan, file, words)
     return plan, inputs
 
 

@@ -16,6 +16,7 @@ from parallax.job import plan_run, read_profile
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, plan_table
+from parallax.trust import remember
 
 if TYPE_CHECKING:
     from parallax.planning import Planned
@@ -62,6 +63,8 @@ def run(parsed: argparse.Namespace) -> int:
     with writing("--output", parsed.output) as path:
         planned.plan.save(path)
         Inputs(planned.profile, planned.cluster).save(inputs_path(path))
+    if ":" in planned.plan.schedule:
+        remember(parsed.output.parent, {"plan.schedule": planned.plan.schedule})
     if parsed.json:
         print_json({**planned.plan.to_dict(), "hash": planned.plan.hash()})
         return 0

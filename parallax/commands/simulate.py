@@ -10,10 +10,12 @@ from pathlib import Path
 from parallax.commands.options import (
     add_json,
     add_plan,
+    add_words,
     console_of,
     plan_file,
     print_json,
     read_plan,
+    words_of,
     writing,
 )
 from parallax.errors import PlanError
@@ -30,12 +32,14 @@ EXAMPLES = """examples:
   parallax simulate plan.yaml --trace trace.json        for https://ui.perfetto.dev or chrome://tracing
   parallax simulate plan.yaml --png timeline.png
   parallax simulate runs/deeper --png timeline.png      beside what the run measured
+  parallax simulate theirs.yaml plan.schedule=own_schedule:halved   a schedule that somebody else's plan names
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_plan(parser)
+    add_words(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace (Perfetto)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
     add_json(parser)
@@ -44,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Simulate, write, print; the exit code."""
     console = console_of(parsed)
-    plan, inputs = read_plan(parsed.plan)
+    plan, inputs = read_plan(parsed.plan, words_of(parsed))
     with console.status(f"simulating {plan.world_size} rank(s)"):
         forecast = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
     if parsed.trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from parallax import launch
 from parallax.commands.options import add_overrides
 from parallax.errors import ConfigError
+from parallax.lock import locked
 from parallax.signals import heeding, interrupt
 
 EXAMPLES = """examples:
@@ -35,8 +37,11 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"{parsed.overrides[0]}: --run-dir is prepared already; leave out one of them")
     if launch.under_torchrun():
         return launch.work(parsed.overrides, parsed.run_dir)
-    if parsed.run_dir is not None:
-        return launch.launch(launch.Run.read(parsed.run_dir))
-    with heeding(interrupt):
-        run = launch.prepare(parsed.overrides, Console())
-    return launch.launch(run)
+    with ExitStack() as held:
+        if parsed.run_dir is None:
+            with heeding(interrupt):
+                run = launch.prepare(parsed.overrides, Console(), held)
+        else:
+            run = launch.Run.read(parsed.run_dir, launch.own)
+            held.enter_context(locked(parsed.run_dir))
+        return launch.launch(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -21,6 +22,8 @@ VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_OWN_SCHEDULE = re.compile(r"[\w.:-]{1,200}")  # whoever runs or simulates it must know it; a file can be read without
 
 STATE_BUCKET_BYTES = 2 * 2**20  # of parameters that are stepped at one time where their states are below the device
 
@@ -155,8 +158,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version != VERSION:
             raise PlanError(f"plan version {self.version}: this Parallax reads version {VERSION}; plan again")
-        if self.schedule not in ORDERS:
-            raise PlanError(f"plan schedule {printable(self.schedule)}: known are {', '.join(ORDERS)}")
+        if self.schedule not in ORDERS and not _OWN_SCHEDULE.fullmatch(str(self.schedule)):
+            raise PlanError(f"plan schedule {printable(str(self.schedule))}: known are {', '.join(ORDERS)}")
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, float, "bound_seconds")
         if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):

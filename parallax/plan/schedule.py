@@ -319,6 +319,8 @@ def _ready(action: Action, done: set[Action], positions: int) -> bool:
 def order(schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1) -> Order:
     """The forwards and backwards of one position, as columns. Raises :class:`PlanError` where there are none, or where
     the schedule cannot interleave."""
+    if ":" in schedule and schedule not in ORDERS:
+        raise PlanError(f"plan.schedule={printable(schedule)}: it is not known here; call parallax.register_schedule")
     check_choice("plan.schedule", schedule, ORDERS)
     if not 0 <= position < positions or micro_batches < 1:
         raise PlanError(f"stage {position} of {positions} with {micro_batches} micro-batches: nothing to schedule")

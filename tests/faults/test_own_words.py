@@ -1,0 +1,159 @@
+"""Nothing that a file names is imported unless the user has named it: on this command line, or on the one before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallax import cli, trust
+from parallax.errors import ConfigError
+from parallax.plan.schedule import ORDERS, splits
+from tests.distributed.pool import ROOT
+from tests.faults.test_cli import DGX, call, here, one_line, prepared  # noqa: F401
+
+MARKS = """
+import pathlib
+pathlib.Path("imported").touch()
+def listing(positions, position, micro_batches):
+    from own_schedule import halved
+    return halved(positions, position, micro_batches)
+"""
+OWN = "plan.schedule=own_schedule:halved"
+
+
+@pytest.fixture
+def folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # noqa: F811
+    """An empty folder, a cache of its own, and no schedule but the built-in ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    known = set(ORDERS)
+    yield here
+    for name in ORDERS.keys() - known:
+        del ORDERS[name]
+    splits.cache_clear()
+
+
+def forget(name: str) -> None:
+    """As in the next process."""
+    del ORDERS[name]
+    splits.cache_clear()
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a command that is refused."""
+    capfd.readouterr()
+    assert cli.main(arguments) == 2
+    return one_line(capfd.readouterr().err)
+
+
+def test_a_schedule_of_ones_own_is_explained_and_simulated(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *DGX, OWN, "plan.stages=2", "trainer.microbatch=4"]) == 0
+    forget("own_schedule:halved")
+    assert cli.main(["explain", "plan.yaml"]) == 0
+    assert cli.main(["plan", "--diff", "plan.yaml", "plan.yaml"]) == 0
+    assert "own_schedule:halved" not in ORDERS  # neither needs the function
+    assert cli.main(["simulate", "plan.yaml", "--json"]) == 0  # named when it was planned
+    forget("own_schedule:halved")
+
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    for name in ("plan.yaml", "plan.inputs.json"):
+        shutil.copy(name, theirs)
+    assert cli.main(["explain", "theirs/plan.yaml"]) == 0
+    line = said(capfd, "simulate", "theirs/plan.yaml")
+    assert f"theirs/plan.yaml names {OWN}" in line
+    assert line.endswith(f"add {OWN} to the command")
+    assert "the schedule of theirs/plan.yaml is own_schedule:halved" in said(
+        capfd, "simulate", "theirs/plan.yaml", "plan.schedule=own_schedule:other"
+    )
+    assert "accepted are the class paths" in said(capfd, "simulate", "theirs/plan.yaml", "plan.stages=3")
+    assert "own_schedule:halved" not in ORDERS
+    for command in ("explain", "simulate"):
+        assert cli.main([command, "theirs/plan.yaml", "--json", OWN]) == 0
+
+
+def test_a_schedule_that_a_script_registered(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its name says nothing of where the function is."""
+    assert cli.main(["plan", *DGX, OWN, "plan.stages=2"]) == 0
+    file = folder / "plan.yaml"
+    file.write_text(file.read_text().replace("own_schedule:halved", "by-halves"))
+    assert cli.main(["explain", "plan.yaml"]) == 0
+    assert "add plan.schedule=package.module:function" in said(capfd, "simulate", "plan.yaml")
+    assert cli.main(["simulate", "plan.yaml", OWN]) == 0
+    assert "by-halves" in ORDERS
+
+
+def stranger(folder: Path, key: str) -> Path:
+    """A run directory from elsewhere, whose configuration names a module that leaves a mark when it is imported."""
+    (folder / "marks.py").write_text(MARKS)
+    run = prepared("experiment=tiny", name="theirs")
+    assert cli.main(["plan", *DGX, "plan.stages=2"]) == 0
+    for name in ("plan.yaml", "plan.inputs.json"):
+        (folder / name).replace(run / name)
+    file = run / "config.yaml"
+    data = yaml.safe_load(file.read_text())
+    group, name = key.split(".")
+    own = {"name": "custom", "target": "marks:listing", "kwargs": {}}
+    groups = {"model": own | {"blocks": [], "weights": ""}, "data": own, "plan": data["plan"] | {name: "marks:listing"}}
+    file.write_text(yaml.safe_dump(data | {group: groups[group]}))
+    if group == "plan":
+        plan = yaml.safe_load((run / "plan.yaml").read_text())
+        (run / "plan.yaml").write_text(yaml.safe_dump(plan | {name: "marks:listing"}))
+    return run
+
+
+@pytest.mark.parametrize("key", trust.KEYS)
+def test_nothing_of_a_stranger_is_imported(folder: Path, capfd: pytest.CaptureFixture[str], key: str) -> None:
+    run = stranger(folder, key)
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    for command in (["calibrate", "theirs"], ["calibrate", str(run)], ["train", "name=theirs", "trainer.steps=9"]):
+        line = said(capfd, *command)
+        assert f"config.yaml names {key}=marks:listing" in line
+        assert line.endswith(f"add {key}=marks:listing to the command")
+    assert cli.main(["explain", "runs/theirs"]) == 0
+    simulated = cli.main(["simulate", "runs/theirs"])
+    assert simulated == (2 if key == "plan.schedule" else 0)
+    assert not (folder / "imported").exists()
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    if key == "plan.schedule":  # at the user's word it is
+        assert cli.main(["simulate", "runs/theirs", f"{key}=marks:listing"]) == 0
+        assert (folder / "imported").exists()
+
+
+def test_a_run_directory_that_others_can_write(folder: Path) -> None:
+    """``--run-dir`` is a word of its own, for a directory that is the user's alone."""
+    run = stranger(folder, "model.target")
+    (run / "config.yaml").chmod(0o666)
+    code, out, err = call("train", "--run-dir", str(run))
+    assert (code, out) == (2, "")
+    assert "config.yaml can be written by others" in one_line(err)
+    assert not (folder / "imported").exists()
+
+
+def test_what_was_named_is_remembered_for_its_folder(folder: Path) -> None:
+    mine, other = folder / "mine", folder / "other"
+    trust.remember(mine, {"model.target": "a:b"})
+    trust.check_named(mine / "config.yaml", {"model.target": "a:b"})
+    trust.check_named(mine / "config.yaml", {})
+    for file, found in (
+        (other / "config.yaml", {"model.target": "a:b"}),
+        (mine / "config.yaml", {"model.target": "os:system"}),
+        (mine / "config.yaml", {"data.target": "a:b"}),
+        (mine / "config.yaml", {"model.target": "a:b", "data.target": "c:d"}),
+    ):
+        with pytest.raises(ConfigError, match="at your own word only"):
+            trust.check_named(file, found)
+    trust.check_named(other / "config.yaml", {"model.target": "a:b"}, ["model.target=a:b"])
+
+
+def test_whose_a_folder_is(folder: Path) -> None:
+    trust.check_own(folder, [])
+    if os.geteuid() == 0:
+        os.chown(folder, 1234, 1234)
+        with pytest.raises(ConfigError, match="belongs to user 1234"):
+            trust.check_own(folder, [])
