@@ -15,7 +15,7 @@
     ├── TransportError                a channel between stages broke its contract
     │   └── AbsentError               ranks that never came
     ├── DeadlockError                 action lists that can never finish
-    └── NonFiniteError                the loss or a gradient is NaN or infinite
+    └── NonFiniteError                the loss, a gradient or a weight is NaN or infinite
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class DeadlockError(ParallaxError):
 
 
 class NonFiniteError(ParallaxError):
-    """The loss or the gradient norm is NaN or infinite."""
+    """The loss, the gradient norm or a weight is NaN or infinite."""
+
+    common = True
 
 
 def printable(text: str) -> str:

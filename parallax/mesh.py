@@ -186,7 +186,7 @@ def start_processes(file: str | None = None) -> None:
 def wait_for_all(
     store: Any, rank: int, size: int, *, join_seconds: float = JOIN_SECONDS, note_seconds: float = NOTE_SECONDS
 ) -> None:
-    """Wait for every rank to call this with the same ``store`` of torch, and say which do not. Torch would wait for
+    """Wait for every rank to call this with the same ``store`` of torch, and say which do not: torch would wait for
     twice as long and name none.
 
     Raises :class:`AbsentError` after ``join_seconds``; after ``note_seconds`` the first of those that are here says on

@@ -36,7 +36,7 @@ PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
 _INDEX = "checkpoint.json"
 _PARTIAL = ".saving-"
 _REPLACED = ".replaced-"
-_UNTOUCHED = "the last checkpoint is untouched"
+UNTOUCHED = "the last checkpoint is untouched"
 
 
 def checkpoint_name(step: int) -> str:
@@ -112,7 +112,7 @@ def _write_part(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(
-            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}; {_UNTOUCHED}"
+            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}; {UNTOUCHED}"
         ) from error
     return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
@@ -132,7 +132,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
         _sync(final.parent)
     except OSError as error:
         size = format_bytes(len(text))
-        raise CheckpointError(f"cannot write {size} to {path}: {error.strerror}; {_UNTOUCHED}") from error
+        raise CheckpointError(f"cannot write {size} to {path}: {error.strerror}; {UNTOUCHED}") from error
     shutil.rmtree(replaced, ignore_errors=True)
 
 

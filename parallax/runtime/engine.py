@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.device import CopyEngine, copies_for
-from parallax.errors import NonFiniteError, PlanError
+from parallax.errors import PlanError
 from parallax.events import Span
 from parallax.host import ResidentMeter
 from parallax.mesh import Mesh
@@ -33,6 +33,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import actions, evaluation_actions, splits
+from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
 from parallax.runtime.executor import Executor, Keep, Loss, Now, Program, Step
 from parallax.runtime.optimizer import Deal, OptimizerConfig, StageOptimizer
@@ -52,7 +53,8 @@ from parallax.swap.statistics import SwapStatistics
 class StepResult:
     """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
     high water since the engine was built (on a CPU: of the process, beyond what it had before). ``loss_scale`` is what
-    the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed."""
+    the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed,
+    ``trouble`` why this one had no loss that is a number."""
 
     loss: float
     gradient_norm: float
@@ -62,6 +64,7 @@ class StepResult:
     spans: list[Span] = field(repr=False)
     loss_scale: float = 1.0
     skipped_steps: int = 0
+    trouble: str = ""
 
 
 class Engine:
@@ -121,8 +124,7 @@ class Engine:
         )
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
-        self._step = 0
-        self._steps = configs.steps
+        self._step, self._steps, self._trouble = 0, configs.steps, ""
 
     @classmethod
     def build(
@@ -228,7 +230,7 @@ class Engine:
         totals: dict[str, float] = {}
 
         def update(loss_share: float) -> None:
-            totals.update(self._update(loss_share))
+            totals.update(self._update(loss_share, batch))
 
         spans = self._run(batch, training=True, update=update, scale=scale)
         self._step += 1
@@ -243,6 +245,7 @@ class Engine:
             spans=spans,
             loss_scale=scale,
             skipped_steps=self._scale.skipped,
+            trouble=self._trouble,
         )
 
     def gradients(self, batch: Rows) -> float:
@@ -356,18 +359,17 @@ class Engine:
             mine = float(count(batch.targets(0, len(batch))))
         return self._sum(mine)[0] or 1.0
 
-    def _update(self, loss_share: float) -> dict[str, float]:
+    def _update(self, loss_share: float, batch: Rows) -> dict[str, float]:
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         tensors = self._stage.named_tensors() if self.mesh.replica == 0 else {}
-        owned = [tensor for name, tensor in tensors.items() if name not in self._later]
+        owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         scale = self._scale.factor
-        mine = gradient_norm(self._stage.norm_terms(owned)) / scale
+        mine = gradient_norm(self._stage.norm_terms(owned.values())) / scale
         loss, total = self._sum(loss_share, mine * mine)  # ** would raise where the square is too large
         norm = total**0.5
-        try:
-            accepted = self._scale.accepts(loss, norm)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"step {self._step}: {error}") from None
+        parts = ((name, tensor, self._stage.gradient(tensor)) for name, tensor in owned.items())
+        why = partial(nonfinite.find, self.mesh, batch, loss_share, parts)
+        accepted, self._trouble = nonfinite.accept(self._scale, self._step, loss, norm, why)
         if accepted:
             dtype = torch.promote_types(self._chain.dtype, torch.float32)
             total_norm = torch.tensor(norm, dtype=dtype, device=self.mesh.device)

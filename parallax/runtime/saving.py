@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, NonFiniteError
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
 from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
+from parallax.runtime.checkpoint import UNTOUCHED
+from parallax.runtime.nonfinite import unfit
 from parallax.runtime.optimizer import StageOptimizer
 from parallax.runtime.stage import Stage
 
@@ -26,9 +28,12 @@ class Saving:
     ) -> None:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
+        self._step = 0
 
     def save(self, directory: Path, step: int, told: dict[str, Any]) -> Path:
-        """Write a checkpoint below ``directory``; ``told`` is kept with it, as JSON. Its folder."""
+        """Write a checkpoint below ``directory``; ``told`` is kept with it, as JSON. Its folder. Raises
+        :class:`NonFiniteError` where a weight is no number, and then leaves nothing either."""
+        self._step = step
         partial = checkpoint.partial_folder(directory, step)
         first = self._mesh.rank == 0
         self._together(lambda: checkpoint.begin(partial) if first else None)
@@ -44,7 +49,7 @@ class Saving:
                 **told,
             }
             self._together(lambda: checkpoint.finish(partial, index) if first else None)
-        except CheckpointError:
+        except (CheckpointError, NonFiniteError):
             if first:
                 checkpoint.remove_partial(directory)
             raise
@@ -80,6 +85,8 @@ class Saving:
             for name, tensor, value in self._stage.values():
                 if name in self._later:
                     continue
+                if why := unfit(name, tensor, value):
+                    raise NonFiniteError(f"step {self._step}: {why}, and no checkpoint keeps that; {UNTOUCHED}")
                 if replica == 0:
                     yield f"model/{name}", value
                 if replica == 0 or self._optimizer.alone_knows(tensor):
@@ -90,14 +97,15 @@ class Saving:
         return checkpoint.write_parts(folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1))
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """What ``call`` gave on every rank; a checkpoint error on one is raised on all."""
-        result, failure = None, ""
+        """What ``call`` gave on every rank; an error of one is raised on all."""
+        result, failure = None, None
         try:
             result = call()
-        except CheckpointError as error:
-            failure = str(error)
+        except (CheckpointError, NonFiniteError) as error:
+            failure = type(error), str(error)
         answers: list[Any] = self._mesh.gather_objects((result, failure))
-        failures = [text for _, text in answers if text]
-        if failures:
-            raise CheckpointError(failures[0])
+        for _, told in answers:
+            if told is not None:
+                kind, text = told
+                raise kind(text)
         return [given for given, _ in answers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -277,12 +278,15 @@ class _Run:
             overlap=overall.overlap,
             stall_seconds=max(stalls),
         )
+        if result.trouble:
+            voice.note(f"step {line.step} was skipped, {result.trouble}")
         voice.step(
             line,
             {
                 "step": line.step,
                 "loss": result.loss,
                 "gradient_norm": result.gradient_norm,
+                "skipped_steps": result.skipped_steps,
                 "step_seconds": result.seconds,
                 f"{line.unit}_per_second": line.rate,
                 "peak_bytes": line.peak_bytes,
@@ -319,6 +323,11 @@ class _Run:
         if not self._unfinished:
             self._validation = statistics.fmean(losses)
             voice.evaluation(step, self._validation)
+            bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+            if bad:
+                voice.note(
+                    f"step {step}: the validation loss is no number: held-out batch {bad[0]} gives {losses[bad[0]]}"
+                )
 
     def _agree(self) -> None:
         """Whether any rank has been asked to end, where no step is there to carry the question along."""
