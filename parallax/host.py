@@ -20,6 +20,9 @@ import psutil
 import torch
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
+LOOK_BYTES = 2**20  # of tensors between two looks at the process's memory, each of some microseconds
+_PAGE_BYTES = resource.getpagesize()
+_SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory that are worth a trim
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
@@ -142,10 +145,139 @@ def return_freed_memory() -> bool:
 
     By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
     what its tensors need, which no plan can prove. The price is a page fault for each page of each tensor (about a
-    quarter of the step in a small model), so it is paid only where a budget has to be kept.
+    quarter of the step in a small model), so it is paid only where what tensors need is to be measured or proved; to
+    stay below a limit, :class:`MemoryBound` costs much less. Process-wide, and for good: malloc's settings cannot
+    be read, so there is nothing to go back to.
     """
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024))
+    return False
+
+
+def data_bytes() -> int:
+    """Resident memory of this process now, without pages of files and shared memory, which it may not be alone to
+    hold. A few microseconds, so it may be asked often."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY)
+        try:
+            _, resident, shared, *_ = os.read(file, 256).split()
+        finally:
+            os.close(file)
+    except OSError:
+        return resident_bytes()
+    return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+class MemoryBound:
+    """A line that this process stays below as far as that is a matter of freed memory, which malloc keeps for reuse.
+
+    ::
+
+        data_bytes ▲     line ────────────────────────
+                   │        ╱│  ╱│     below the line, what malloc keeps costs nothing;
+                   │     ╱   │╱  │╱    near the line, all of it goes back at once (``malloc_trim``)
+                   │  ╱  tensors
+                   └───────────────────▶ calls of :func:`relieve_memory`
+
+    A loop that stays below never pays, and one that lives at the line pays a page fault only for pages that went back
+    and are used again. Memory grows unseen between two calls, so it goes back as much ahead of the line as it was
+    lately seen to grow at one time, to a sixteenth of what is allowed. Where tensors alone fill the line, a trim has
+    to be worth it: 2 MiB, or a 256th of what is allowed.
+
+    Memory is the process's, so bounds that are open at the same time add up. No setting of malloc is changed:
+    nothing is left over when the last one is closed.
+    """
+
+    def __init__(self, growth_bytes: int) -> None:
+        """Allow this many bytes beyond what is there now; below zero where what is there counts against them."""
+        if not _bounds:
+            _freed.start()
+        self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
+        self._most, self._high_water = self.before_bytes, peak_resident_bytes()
+        self.trims = 0  # times that freed memory went back
+        _bounds.append(self)
+        self.line_bytes = _freed.line_bytes()
+
+    def see(self, now: int) -> None:
+        """Remember the most there was."""
+        self._most = max(self._most, now)
+
+    def peak_bytes(self) -> int:
+        """The most :func:`data_bytes` until it was closed: by the kernel's high water where that rose since it was
+        opened, otherwise as seen."""
+        if self not in _bounds:
+            return self._most
+        now, high_water = data_bytes(), peak_resident_bytes()
+        self.see(now)
+        if high_water > self._high_water:
+            self.see(high_water - (resident_bytes() - now))
+        return self._most
+
+    def close(self) -> None:
+        """Bound no more; a second time does nothing."""
+        self.peak_bytes()
+        if self in _bounds:
+            _bounds.remove(self)
+
+
+class _FreedMemory:
+    """What all bounds share: where the line is, and when freed memory goes back."""
+
+    def __init__(self) -> None:
+        self._base = self._seen = self._step = self._tensors = self._handled = 0
+
+    def start(self) -> None:
+        trim_freed_memory()
+        self._base = self._seen = self._tensors = data_bytes()
+        self._step = 0
+
+    def line_bytes(self) -> int:
+        return self._base + self._growth()
+
+    def due(self, handled: int | None) -> bool:
+        """Whether it is worth looking."""
+        if handled is None:
+            return True
+        self._handled += handled
+        return self._handled >= max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
+
+    def relieve(self) -> None:
+        self._handled = 0
+        now, growth = data_bytes(), max(0, self._growth())
+        self._step = min(max(self._step - self._step // 256, now - self._seen), growth // 16)
+        self._seen, self._tensors = now, min(self._tensors, now)
+        for bound in _bounds:
+            bound.see(now)
+        worth = max(_SMALLEST_TRIM, growth // 256)
+        if now > max(self.line_bytes() - self._step, self._tensors + worth):
+            trim_freed_memory()
+            for bound in _bounds:
+                bound.trims += 1
+            self._seen = self._tensors = data_bytes()
+
+    @staticmethod
+    def _growth() -> int:
+        return sum(bound.growth_bytes for bound in _bounds)
+
+
+_bounds: list[MemoryBound] = []  # that are open
+_freed = _FreedMemory()
+
+
+def relieve_memory(handled: int | None = None) -> None:
+    """Give freed memory back if a :class:`MemoryBound` is open and its line is near. For places that are passed
+    often while memory grows: where autograd saves a tensor, where one comes back, where a block has run.
+    ``handled``: bytes of the tensors that passed here since the last call, where the caller knows: the process's memory
+    is then looked at for each MiB of them, and the less often the farther the line is."""
+    if _bounds and _freed.due(handled):
+        _freed.relieve()
+
+
+def trim_freed_memory() -> bool:
+    """Give back every whole page of freed memory in all of malloc's arenas; whether it could (glibc can)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        return True
     return False
 
 

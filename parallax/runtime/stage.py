@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallax.errors import PlanError
+from parallax.host import relieve_memory
 from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
 from parallax.model.dropout import Draws, RowDropout, has_dropout
 from parallax.model.halves import Halves
@@ -265,6 +266,7 @@ class Stage(nn.Module):
 
     def _run_block(self, place: int, where: Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
+        relieve_memory()
         seed_block(self._device, self._seed_of(place, where))
         splitting = halves.splitting() if halves is not None and not self._compiled else AS_IT_IS
         with self._precision.autocast(self._device.type), splitting:

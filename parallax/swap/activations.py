@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
+from parallax.host import LOOK_BYTES, relieve_memory
 from parallax.model.saved import NOT_PLAIN, Selector
 from parallax.swap.manager import SwapManager
 from parallax.swap.records import Entry
@@ -31,6 +32,7 @@ class _Kept:
         self.tensor, self.version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
+        relieve_memory(LOOK_BYTES)  # what its operator needs is not known
         if self.tensor._version != self.version:
             raise _changed(self.tensor, self.version, self.tensor)
         return self.tensor

@@ -1,19 +1,22 @@
-"""A limit of device memory, divided into what stays and the room for what can move."""
+"""A limit of device memory: divided into what stays and the room for what can move, and what came of it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallax.host import available_memory
+from parallax.host import MemoryBound, available_memory
 from parallax.model.saved import address
 from parallax.swap.wrapped import local_bytes, parts
 from parallax.units import format_bytes
+
+_TOLERATED = 64 * 2**20  # bytes beyond a limit that any loop may take: libraries, Python's own objects
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,72 @@ def divide(model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None,
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)
     if limit is None:
-        made = _storage_bytes(t.grad for t in trained if t.grad is not None)
-        made += _storage_bytes(value for each in optimizers for value in _state_tensors(each))
-        limit = weights + made + _free_bytes(device)
+        limit = _made_bytes(tensors, optimizers) + _free_bytes(device)
     return Share(limit, weights, gradients)
+
+
+class Observed(Protocol):
+    """What the process was seen to take under a limit."""
+
+    def report(self) -> list[str]:
+        """In lines for people."""
+
+    def close(self) -> None:
+        """The limit is over."""
+
+
+class NotObserved:
+    """On a GPU, whose allocator counts for itself."""
+
+    def report(self) -> list[str]:
+        """No line."""
+        return []
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class ProcessMemory:
+    """On a CPU the process is the device: a limit that its memory does not follow is no limit, so it is bounded, and
+    measured against the limit. What of the model was there before counts towards the limit, what else was there
+    does not."""
+
+    def __init__(self, limit: int, made: int) -> None:
+        self._limit = limit
+        self._bound = MemoryBound(limit - made)
+        self._beside = max(0, self._bound.before_bytes - made)
+
+    def taken_bytes(self) -> int:
+        """The most that the process took so far, to be compared with the limit."""
+        return self._bound.peak_bytes() - self._beside
+
+    def report(self) -> list[str]:
+        """What was measured."""
+        taken, beside, limit = map(format_bytes, (self.taken_bytes(), self._beside, self._limit))
+        return [
+            f"process: took {taken} at most as measured, where the limit is {limit}, beside {beside} that were there; "
+            f"freed memory went back {self._bound.trims} times"
+        ]
+
+    def close(self) -> None:
+        """Warns where the process took much more than the limit."""
+        self._bound.close()
+        over = self.taken_bytes() - self._limit
+        if over > max(_TOLERATED, self._limit // 8):
+            warnings.warn(
+                f"the process took {format_bytes(self.taken_bytes())} where the limit is {format_bytes(self._limit)}: "
+                f"{format_bytes(over)} are what operators need while they run, what Python variables hold, or what "
+                "malloc does not give back here: lower the limit by as much, or use smaller batches",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def observe(model: nn.Module, optimizers: Sequence[Optimizer], limit: int, device: torch.device) -> Observed:
+    """Watch ``device`` from now on."""
+    if device.type != "cpu":
+        return NotObserved()
+    return ProcessMemory(limit, _made_bytes(held_tensors(model, optimizers), optimizers))
 
 
 def held_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -61,6 +126,12 @@ def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor of ordinary strided memory."""
     return type(value) is Tensor and value.layout is torch.strided
+
+
+def _made_bytes(held: Sequence[Tensor], optimizers: Iterable[Optimizer]) -> int:
+    """Bytes that are there already of parameters, buffers, gradients and states."""
+    made = _storage_bytes(held) + _storage_bytes(t.grad for t in held if t.requires_grad and t.grad is not None)
+    return made + _storage_bytes(value for each in optimizers for value in _state_tensors(each))
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import BudgetExceeded, SwapError
+from parallax.host import relieve_memory
 from parallax.swap.policy import Policy, Preferences
 from parallax.swap.records import Batch, Entry, Record, State
 from parallax.swap.statistics import Ledger, SwapStatistics
@@ -131,6 +132,7 @@ class SwapManager:
             else:
                 self._fresh[record] = None
             self._known[record.address] = record
+            relieve_memory(record.size)
             return entry
 
     def settle(self) -> None:
@@ -170,6 +172,7 @@ class SwapManager:
             storage = record.storage
             if not self._closed:
                 self._pump()
+            relieve_memory(record.size)
             origin = record.origin()
             return storage if origin is None or origin.nbytes() != record.size else origin
 
@@ -177,6 +180,7 @@ class SwapManager:
         """Count a saved tensor that is not given to :meth:`add`, and why."""
         with self._lock:
             self._ledger.decide(reason, size)
+        relieve_memory(size)
 
     def take_statistics(self) -> SwapStatistics:
         """What happened since the last call."""

@@ -33,11 +33,11 @@ from torch.optim import Optimizer
 from parallax.device import copies_for, no_delay
 from parallax.errors import BudgetExceeded, ConfigError, check_choice, check_positive
 from parallax.files import disk_free_bytes
-from parallax.host import available_memory
+from parallax.host import available_memory, relieve_memory
 from parallax.model.saved import Selector
 from parallax.swap.activations import offloading
 from parallax.swap.lazy import LazyStore
-from parallax.swap.limit import Share, divide, held_tensors, is_plain
+from parallax.swap.limit import NotObserved, Observed, Share, divide, held_tensors, is_plain, observe
 from parallax.swap.manager import SwapManager
 from parallax.swap.policy import Policy
 from parallax.swap.stand_in import plain
@@ -148,6 +148,7 @@ class Swapping:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
         self._model, self._optimizers, self._options = model, optimizers, options
         self._share: Share | None = None
+        self._observed: Observed = NotObserved()
         self._total = SwapStatistics()
         self._manager: Callable[[], SwapManager | None] = lambda: None
         self._states: list[OptimizerStates] = []
@@ -177,6 +178,8 @@ class Swapping:
             held = [p for scope in _TAKEN for t in held_tensors(scope._model, scope._optimizers) for p in parts(t)]
             selector = Selector(held, options.minimum_bytes)
             stack.enter_context(_saving(manager, selector, share, self._states))
+            self._observed = observe(self._model, self._optimizers, share.limit, options.device)
+            stack.callback(self._observed.close)
             self._exit = stack.pop_all()
         return self
 
@@ -218,6 +221,7 @@ class Swapping:
             f"high water: {format_bytes(found.high_water)} of activations on {self._options.device}, "
             f"{format_bytes(found.tier_high_water)} in the {self._options.tier} tier"
         )
+        lines += self._observed.report()
         lines += [states.report() for states in self._states]
         reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
         lines += [f"  {reason}: {tensors} tensors, {format_bytes(size)}" for reason, (tensors, size) in reasons]
@@ -268,6 +272,7 @@ class _Room:
 
     def now(self) -> int:
         """Beside the activations that are on the device."""
+        relieve_memory()  # of what the piece before needed
         scope = self._scope()
         return scope.room_of(self._index) - scope.activations_now() if scope is not None else 0
 
