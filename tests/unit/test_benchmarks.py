@@ -158,6 +158,7 @@ def test_swap_benchmark_puts_its_bars_at_the_top(tmp_path: Path) -> None:
             over = (row["peak_bytes"] - found["static_bytes"]) / row["budget_bytes"] - 1
             assert row["budget_error"] == pytest.approx(over)
             assert found["offload_over_plain"][str(fraction)] == row["over_plain"]
+            assert set(found["offload_over_malloc"][str(fraction)]) == RATIO
     assert set(rows["offload", 0.5]["over_plain"]) == RATIO
     against = found["offload_over_recompute"]
     assert set(against) == {*RATIO, "fraction", "offload_peak_bytes", "recompute_peak_bytes", "at_equal_peak"}
