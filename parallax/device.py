@@ -18,6 +18,7 @@ from torch import Tensor
 from parallax.errors import SwapError
 from parallax.units import format_bytes
 
+_REMEDY = "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
 _CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
 
 
@@ -120,9 +121,8 @@ class PlainArena:
 class PinnedArena:
     """Whole pages registered with CUDA: torch's own pinned allocator would round up to a power of two."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, remedy: str = _REMEDY) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
-        remedy = "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
         try:
             pages = mmap.mmap(-1, self.allocated_bytes)
         except (OSError, OverflowError) as error:
@@ -283,8 +283,8 @@ class CudaCopies:
     """One side stream for each direction, so that offloads and fetches do not queue behind each other. ``delay``
     holds each copy up on its stream, to show a missing wait."""
 
-    def __init__(self, device: torch.device, delay: Callable[[], float] = no_delay) -> None:
-        self._device, self._delay = device, delay
+    def __init__(self, device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = _REMEDY) -> None:
+        self._device, self._delay, self._remedy = device, delay, remedy
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def empty_host(self, count: int) -> Tensor:
@@ -293,7 +293,7 @@ class CudaCopies:
 
     def arena(self, count: int) -> Arena:
         """Pinned memory."""
-        return PinnedArena(count)
+        return PinnedArena(count, self._remedy)
 
     def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
         """Pinned buffers."""
@@ -332,9 +332,9 @@ class CudaCopies:
         torch.cuda.synchronize(self._device)
 
 
-def copies_for(device: torch.device, delay: Callable[[], float] = no_delay) -> CopyEngine:
-    """The copy engine of a device."""
-    return CudaCopies(device, delay) if device.type == "cuda" else CpuCopies()
+def copies_for(device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = _REMEDY) -> CopyEngine:
+    """The copy engine of a device; ``remedy`` for who cannot have so much host memory."""
+    return CudaCopies(device, delay, remedy) if device.type == "cuda" else CpuCopies()
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:

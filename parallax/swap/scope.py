@@ -31,24 +31,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallax.device import copies_for, no_delay
-from parallax.errors import BudgetExceeded, ConfigError, check_choice, check_positive
+from parallax.errors import BudgetExceeded, ConfigError, SwapError, check_choice
 from parallax.files import disk_free_bytes
 from parallax.host import available_memory, relieve_memory
 from parallax.model.saved import Selector
+from parallax.swap import arguments
 from parallax.swap.activations import offloading
+from parallax.swap.arguments import AUTO
+from parallax.swap.files import check_directory
 from parallax.swap.lazy import LazyStore
 from parallax.swap.limit import NotObserved, Observed, Share, divide, held_tensors, is_plain, observe
 from parallax.swap.manager import SwapManager
 from parallax.swap.policy import Policy
-from parallax.swap.stand_in import plain
+from parallax.swap.remedies import SCOPE
 from parallax.swap.states import PIECE_BYTES, OptimizerStates
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
 from parallax.swap.wrapped import parts
-from parallax.units import format_bytes, format_seconds, parse_bytes
+from parallax.units import format_bytes, format_seconds
 
-AUTO = "auto"
 _HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit: all of it is pinned at the first write
 _TAKEN: weakref.WeakSet[Swapping] = weakref.WeakSet()  # scopes that are open
 
@@ -90,28 +92,29 @@ def swap(
     """
     if lb is not None and swapin_ahead is not None:
         raise ConfigError(f"lb={lb}, swapin_ahead={swapin_ahead}: two names of the same setting; give one")
-    check_positive("threads", threads)
-    check_positive("minimum_bytes", minimum_bytes, zero=True)
     policy = Policy(
-        eager=eager,
-        n_tensors=n_tensors,
-        swapout_threshold=swapout_threshold,
-        swapin_ahead=swapin_ahead if lb is None else lb,
-        swapin_groupby=swapin_groupby,
+        eager=arguments.flag("eager", eager),
+        n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
+        swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
+        swapin_ahead=(
+            arguments.whole_or_none("swapin_ahead", swapin_ahead) if lb is None else arguments.whole("lb", lb)
+        ),
+        swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
     )
-    optimizers = [plain(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    arguments.check_model(model)
+    optimizers = arguments.optimizers(optimizer)
     device = _device(model, optimizers)
     options = Options(
-        limit=None if limit == AUTO else parse_bytes(limit, "limit"),
+        limit=arguments.size_or_auto("limit", limit),
         policy=policy,
         device=device,
         tier=_tier(tier, device),
-        directory=_folder() if directory == AUTO else Path(directory),
-        tier_bytes=None if tier_bytes == AUTO else parse_bytes(tier_bytes, "tier_bytes"),
-        threads=threads,
-        minimum_bytes=minimum_bytes,
-        piece_bytes=parse_bytes(piece_bytes, "piece_bytes"),
-        verify=verify,
+        directory=_folder() if directory == AUTO else arguments.folder(directory),
+        tier_bytes=arguments.size_or_auto("tier_bytes", tier_bytes),
+        threads=arguments.whole("threads", threads, least=1),
+        minimum_bytes=arguments.whole("minimum_bytes", minimum_bytes),
+        piece_bytes=arguments.size("piece_bytes", piece_bytes),
+        verify=arguments.flag("verify", verify),
     )
     return Swapping(model, optimizers, options)
 
@@ -131,15 +134,29 @@ class Options:
     piece_bytes: int
     verify: bool
 
+    def __post_init__(self) -> None:
+        if self.tier_bytes is not None and self.tier_bytes < self.minimum_bytes:
+            raise ConfigError(
+                f"tier_bytes={self.tier_bytes}: smaller than the smallest tensor that moves "
+                f"(minimum_bytes={self.minimum_bytes}); raise tier_bytes"
+            )
+
+    def check_tier(self) -> None:
+        """Raise :class:`SwapError` now where the tier could not be opened later, in the middle of a step."""
+        if self.tier == "disk":
+            check_directory(self.directory, SCOPE)
+
     def open_store(self, limit: int) -> Store:
         """The tier below ``device``, whose limit is ``limit``."""
         delay = Delays() if self.verify else no_delay
-        copies = copies_for(self.device, delay)
+        copies = copies_for(self.device, delay, SCOPE.pinning)
         if self.tier == "host":
             room = min(available_memory() // 2, _HOST_LIMITS * limit)
-            return HostStore(self.tier_bytes or room, copies)
+            return HostStore(self.tier_bytes or room, copies, SCOPE)
         room = disk_free_bytes(self.directory) * 8 // 10
-        return DiskStore(self.directory, self.tier_bytes or room, copies, threads=self.threads, delay=delay)
+        return DiskStore(
+            self.directory, self.tier_bytes or room, copies, threads=self.threads, delay=delay, remedies=SCOPE
+        )
 
 
 class Swapping:
@@ -153,9 +170,11 @@ class Swapping:
         self._manager: Callable[[], SwapManager | None] = lambda: None
         self._states: list[OptimizerStates] = []
         self._exit = contextlib.ExitStack()
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
         self._refuse_twice()
+        self._thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
             options = self._options
             _TAKEN.add(self)
@@ -163,6 +182,7 @@ class Swapping:
             self._share = share = divide(self._model, self._optimizers, options.limit, options.device)
             if share.room < max(1, options.minimum_bytes):
                 raise BudgetExceeded(f"{share}: what cannot move leaves no room to work in; raise limit, or train less")
+            options.check_tier()
             store = LazyStore(options.tier, lambda: options.open_store(share.limit))
             manager = SwapManager(store, limit_bytes=share.room, policy=options.policy, verify=options.verify)
             # A graph that is still alive after the exit holds the manager, so its backward works: the store goes with
@@ -186,6 +206,10 @@ class Swapping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.open and threading.get_ident() != self._thread:
+            raise SwapError(
+                "this parallax.swap was entered on another thread, where torch has its hooks: leave it on that thread"
+            )
         try:
             self._take()
         finally:
@@ -224,7 +248,9 @@ class Swapping:
         lines += self._observed.report()
         lines += [states.report() for states in self._states]
         reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
-        lines += [f"  {reason}: {tensors} tensors, {format_bytes(size)}" for reason, (tensors, size) in reasons]
+        for reason, (tensors, size) in reasons:
+            own = reason.replace("swap.minimum_bytes", "minimum_bytes")
+            lines.append(f"  {own}: {tensors} tensors, {format_bytes(size)}")
         return "\n".join(lines)
 
     # ---- the limit
@@ -306,15 +332,15 @@ def _saving(
                 make_way(size)
         try:
             return hooks.pack_hook(tensor)
-        except BudgetExceeded as error:
-            raise _exceeded(share, manager) from error
+        except BudgetExceeded:
+            raise _exceeded(share, manager) from None  # its words are those of a plan
 
     def unpack(packed: Any) -> Tensor:
         make_way(0)  # what the manager has brought back since
         try:
             found: Tensor = hooks.unpack_hook(packed)
-        except BudgetExceeded as error:
-            raise _exceeded(share, manager) from error
+        except BudgetExceeded:
+            raise _exceeded(share, manager) from None  # its words are those of a plan
         return found
 
     # Autograd calls these from compiled blocks too, and the compiler would compile them as a part of the block.
@@ -353,7 +379,7 @@ def _device(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
 
 
 def _tier(tier: str, device: torch.device) -> str:
-    check_choice("tier", tier, [AUTO, "host", "disk"])
+    check_choice("tier", str(tier), [AUTO, "host", "disk"])
     if tier == "host" and device.type == "cpu":
         raise ConfigError("tier=host: on a CPU the RAM is the device itself; use tier=disk")
     return tier if tier != AUTO else "host" if device.type == "cuda" else "disk"

@@ -42,9 +42,9 @@ class SlotMap:
     in whatever order, and a tier is full only when its bytes are in use.
     """
 
-    def __init__(self, capacity: int, name: str) -> None:
+    def __init__(self, capacity: int, name: str, remedy: str = "give it more room") -> None:
         self.used_bytes = self.high_water = 0
-        self._capacity, self._name = capacity, name
+        self._capacity, self._name, self._remedy = capacity, name, remedy
         self._end = self._most = 0
         self._gaps: dict[int, int] = {}  # offset → bytes; no two are neighbours, none ends the line
         self._ends: dict[int, int] = {}  # where a gap ends → its offset
@@ -58,8 +58,7 @@ class SlotMap:
             if self.used_bytes + rounded > self._capacity:
                 raise SwapError(
                     f"{self._name} is full: {format_bytes(self.used_bytes)} in use of "
-                    f"{format_bytes(self._capacity)}, {format_bytes(size)} more asked; "
-                    "give the tier more room (cluster.disk, cluster.host_memory)"
+                    f"{format_bytes(self._capacity)}, {format_bytes(size)} more asked; {self._remedy}"
                 )
             self.used_bytes += rounded
             self.high_water = max(self.high_water, self.used_bytes)

@@ -16,6 +16,7 @@ from torch import Tensor
 from parallax.device import CopyEngine, Event, no_delay
 from parallax.errors import SwapError
 from parallax.swap.files import private_file
+from parallax.swap.remedies import ENGINE, Remedies
 from parallax.swap.slots import Slot, SlotMap
 from parallax.units import format_bytes
 
@@ -89,8 +90,8 @@ class HostStore:
 
     tier = "host"
 
-    def __init__(self, capacity: int, copies: CopyEngine) -> None:
-        self.slots = SlotMap(capacity, "the host tier")
+    def __init__(self, capacity: int, copies: CopyEngine, remedies: Remedies = ENGINE) -> None:
+        self.slots = SlotMap(capacity, "the host tier", remedies.host_room)
         self._copies = copies
         self._arena = copies.arena(capacity)
         self.waste_bytes = self._arena.allocated_bytes - capacity
@@ -186,11 +187,13 @@ class DiskStore:
         *,
         threads: int,
         delay: Callable[[], float] = no_delay,
+        remedies: Remedies = ENGINE,
     ) -> None:
-        self.slots = SlotMap(capacity, f"the disk tier in {directory}")
+        self.slots = SlotMap(capacity, f"the disk tier in {directory}", remedies.disk_room)
+        self._remedies = remedies
         self._copies, self._delay = copies, delay
         self.directory = directory
-        self._file = private_file(directory)
+        self._file = private_file(directory, remedies)
         self._bounce = copies.bounce(2 * threads, _REQUEST)
         self.waste_bytes = self._bounce.waste_bytes
         self._writers = ThreadPoolExecutor(threads, "parallax-swap-write", initializer=copies.adopt)
@@ -242,7 +245,7 @@ class DiskStore:
         if total != self._sums.get(slot):
             raise SwapError(
                 f"{format_bytes(slot.size)} at byte {slot.offset} of the swap file in {self.directory} are not what "
-                "was written: check the disk, or set swap.directory to another"
+                f"was written: check the disk, or {self._remedies.directory} to another"
             )
 
     def _each(self, slot: Slot, at: int, piece: Tensor, call: Callable[[memoryview, int], int], verb: str) -> None:
@@ -256,7 +259,7 @@ class DiskStore:
                 raise SwapError(
                     f"cannot {verb} {format_bytes(slot.size)} of swapped data in {self.directory}: "
                     f"{error.strerror}; {format_bytes(self.slots.used_bytes)} are in use there: "
-                    "free space or set swap.directory"
+                    f"free space or {self._remedies.directory}"
                 ) from error
             if count == 0:
                 missing = format_bytes(slot.size - at - done)

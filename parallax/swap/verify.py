@@ -91,8 +91,8 @@ class SumChecks:
             raise SwapError(
                 f"swap.verify: {format_bytes(record.size)} that micro-batch {record.batch.micro} saved with a tensor "
                 f"of shape {list(record.shape)} came back changed (sum {found:x}, saved {expected:x}): test this "
-                "machine's memory and disk; if they are sound, a wait is missing in Parallax: train with swap=off and "
-                "report it"
+                "machine's memory and disk; if they are sound, a wait is missing in Parallax: train without "
+                "swap (swap=off) and report it"
             )
 
 
