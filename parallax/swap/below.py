@@ -72,6 +72,7 @@ class Below(dict[Any, Any]):
         super().__init__({key: value for key, value in state.items() if key not in keys})
         self.parameter, self._order, self._store, self._recall = parameter, list(state), store, recall
         self._written = False
+        self._became: dict[Any, Any] = {}
         self._places: list[_Place] = []
         self._values: dict[Any, _Value] = {}
         try:
@@ -86,13 +87,13 @@ class Below(dict[Any, Any]):
         return self._live()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._order if self._values else self._live())
+        return iter(self._order if self._values else self._became)
 
     def __len__(self) -> int:
-        return len(self._order if self._values else self._live())
+        return len(self._order if self._values else self._became)
 
     def __contains__(self, key: Any) -> bool:
-        return key in (self._order if self._values else self._live())
+        return key in (self._order if self._values else self._became)
 
     def __reversed__(self) -> Iterator[Any]:
         return reversed([*self])
@@ -172,7 +173,7 @@ class Below(dict[Any, Any]):
         return dict, (self._with(self._device_copy),)
 
     def _live(self) -> dict[Any, Any]:
-        return self._recall(self.parameter)
+        return self._recall(self.parameter) if self._values else self._became
 
     @property
     def on_device(self) -> bool:
@@ -209,12 +210,20 @@ class Below(dict[Any, Any]):
                 self._wait(place)
         return self._with(lambda place: place.tensor(place.held))
 
+    def settle(self) -> dict[Any, Any]:
+        """What :meth:`full` returns, and what who still has this finds from now on; the places are given back."""
+        self.call()
+        found = self.full()
+        self.free()
+        self._became = found
+        return found
+
     def on_host(self) -> dict[Any, Any]:
         """The state, its large tensors as copies on the host."""
         return self._with(self._host_copy)
 
     def free(self) -> None:
-        """Give the places back, when nothing runs on them. Who still has this finds what is in its place."""
+        """Give the places back, when nothing runs on them."""
         for place in self._places:
             if not place.pending.cancel():
                 self._wait(place)

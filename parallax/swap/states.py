@@ -21,6 +21,7 @@ taken until a checkpoint is loaded.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from itertools import pairwise
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from parallax.errors import BudgetExceeded, ParallaxError, SwapError
 from parallax.swap.below import Below, movable, moved_bytes, yet_to_be_made
@@ -74,8 +76,9 @@ class OptimizerStates:
         self._current: PieceByPiece | None = None
         self._half_done = False
         self._spare = 0
+        self._register, self._last = optimizer.register_step_pre_hook, optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_pre_hook = self._register_before  # type: ignore[method-assign]
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
             optimizer.register_load_state_dict_post_hook(self._loaded),
@@ -99,7 +102,9 @@ class OptimizerStates:
         """Look at what the optimizer holds now: it may have made, loaded or dropped states since."""
         state = self._optimizer.state
         for parameter in [p for p, below in self._below.items() if state.get(p) is not below]:
-            self._drop(self._below.pop(parameter))
+            self._drop(self._below.pop(parameter), object())
+        for parameter in [p for p, s in state.items() if isinstance(s, Below) and p not in self._below]:
+            state[parameter] = state[parameter].settle()  # moved here from another parameter
         self._shared.clear()
         held = {p: s for p, s in state.items() if isinstance(p, Tensor) and p not in self._below and s}
         self._here = {p: moved_bytes(p, s) for p, s in held.items()}
@@ -117,7 +122,8 @@ class OptimizerStates:
 
     def close(self) -> None:
         """All states are on the device again, and the optimizer is as it was before."""
-        for hook in self._hooks:
+        vars(self._optimizer).pop("register_step_pre_hook", None)
+        for hook in [self._last, *self._hooks]:
             hook.remove()
         self.count()
         failures = []
@@ -133,6 +139,13 @@ class OptimizerStates:
             raise failures[0]
 
     # ---- hooks of the optimizer
+
+    def _register_before(self, hook: Any) -> RemovableHandle:
+        """Hooks of others come first, whenever they are registered: they may change gradients, or raise."""
+        handle = self._register(hook)
+        self._last.remove()
+        self._last = self._register(self._before)
+        return handle
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Step all pieces but the last, and let the step that the optimizer is about to take be that of the last."""
@@ -368,12 +381,21 @@ class OptimizerStates:
         if not below.on_device:
             self._call(below)
         start = time.perf_counter()
-        full = below.full()
+        full = below.settle()
         self.stall_seconds += time.perf_counter() - start
-        self._drop(self._below.pop(parameter))
+        del self._below[parameter]
+        self._forget_write(id(below))
         self._optimizer.state[parameter] = full
         self._here[parameter] = below.size
 
-    def _drop(self, below: Below) -> None:
-        self._leaving = deque(other for other in self._leaving if other is not below)
-        below.free()
+    def _forget_write(self, key: int) -> None:
+        self._leaving = deque(other for other in self._leaving if id(other) != key)
+
+    def _drop(self, below: Below, alone: object) -> None:
+        """The optimizer has it no more. Somebody else may have it, unlike ``alone``, perhaps to give it to another
+        parameter."""
+        self._forget_write(id(below))
+        if sys.getrefcount(below) > sys.getrefcount(alone):
+            below.settle()
+        else:
+            below.free()
