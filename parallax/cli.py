@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from parallax import __version__
-from parallax.errors import ConfigError, ParallaxError, printable
+from parallax.errors import ConfigError, ParallaxError, UserError, printable
 from parallax.signals import exit_code, stopped_by
 
 COMMANDS = {
@@ -50,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             number = getattr(error, "number", signal.SIGINT)
             print(f"parallax: {stopped_by(number)}", file=sys.stderr)
             return exit_code(number)
+        if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a mistake of ours
+            print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
+            return UserError.exit_code
         if not isinstance(error, ParallaxError):
             raise
-        print(f"parallax: {error}", file=sys.stderr)
+        print("parallax: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return error.exit_code
 
 

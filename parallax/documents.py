@@ -14,6 +14,7 @@ import yaml
 from parallax.errors import ConfigError, printable
 
 LARGEST = 2**20  # letters, and values, of a stored configuration: hundreds of times what one takes
+DEEPEST = 50  # levels of a file that is read by a loader written in C
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,7 +33,7 @@ class _Loader(yaml.SafeLoader):
 def plain_yaml(text: str) -> Any:
     """The data of a stored configuration, whatever it is; no larger than a configuration can be."""
     if len(text) > LARGEST:
-        raise ConfigError(f"the stored configuration is not plain YAML: {len(text):,} letters, more than {LARGEST:,}")
+        raise ConfigError(f"the stored configuration is not plain YAML: it is longer than {LARGEST:,} letters")
     try:
         tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -40,6 +41,18 @@ def plain_yaml(text: str) -> Any:
     if _size(tree, {}) > LARGEST:
         raise ConfigError("the stored configuration is not plain YAML: its anchors repeat each other without end")
     return tree
+
+
+def check_flat(text: str, loader: Any) -> None:
+    """Raise :class:`yaml.YAMLError` where YAML is nested deeper than any file of ours, which loaders written in C do
+    not survive, or repeats itself by anchors, which none of ours does."""
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"it repeats the anchor {event.anchor}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
 
 
 def _size(tree: Any, known: dict[int, int]) -> int:

@@ -8,10 +8,13 @@ produces the same record from predicted costs, so prediction and measurement are
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
+
+from parallax.errors import ConfigError, printable
 
 
 class Span(NamedTuple):
@@ -56,11 +59,30 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Span]:
-    """The spans of a file in order; a last line cut short by a crash is skipped."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield Span(**json.loads(line))
+    """The spans of a file in order; a last line cut short by a crash is skipped. Raises :class:`ConfigError` for what
+    is no span."""
+    read = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                read += 1
+                if line.endswith("\n"):
+                    yield _span(json.loads(line))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{printable(str(path))}, line {read}: cannot be read as what a rank did "
+            f"({printable(str(error))[:200]}); restore it, or move it away"
+        ) from error
+
+
+def _span(data: Any) -> Span:
+    """One line of a file, whose numbers are numbers."""
+    span = Span(**data)
+    whole, timed = (span.rank, span.step, span.stage, span.micro), (span.start, span.end, span.wait)
+    good = all(type(value) is int for value in whole) and all(type(value) in (int, float) for value in timed)
+    if not good or not isinstance(span.kind, str) or not all(map(math.isfinite, timed)) or span.end < span.start:
+        raise ValueError(f"{data} is no span")
+    return span
 
 
 def bubble_fraction(spans: Sequence[Span]) -> float:

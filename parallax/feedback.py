@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.config import RunConfig
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, printable
 from parallax.events import Span, read_events
 from parallax.job import remember_run_profile
 from parallax.plan.calibrate import calibrate, step_seconds
@@ -20,6 +20,7 @@ from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.predict import Pipeline, predict
 from parallax.plan.profile import ModelProfile
+from parallax.plan.schedule import Kind
 from parallax.train.loop import MEASURED_EVENTS, WARM_UP
 
 CALIBRATED = "profile-calibrated.json"
@@ -59,6 +60,7 @@ def correct(directory: Path, config: RunConfig, plan: Plan, progress: Callable[[
         raise ConfigError(
             f"{directory} has measured no steps after the first {WARM_UP}: train longer, with logger.events=true"
         )
+    check_spans(measured, directory, plan)
     progress("correcting the profile")
     before = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
     profile = calibrate(inputs.profile, before.spans, measured, plan, inputs.cluster)
@@ -83,6 +85,18 @@ def measured_spans(directory: Path, ranks: int) -> list[Span]:
         return list(read_events(typical))
     warm = set(sorted({span.step for span in spans})[WARM_UP:])
     return [span for span in spans if span.step in warm]
+
+
+def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
+    """Raise :class:`ConfigError` where ``spans``, read from ``directory``, are not of ``plan``."""
+    kinds = set(Kind)
+    for span in spans:
+        known = span.kind in kinds and 0 <= span.rank < plan.world_size and 0 <= span.stage < len(plan.stages)
+        if not known:
+            raise ConfigError(
+                f"{printable(str(directory))}: its events tell of {printable(span.kind)[:40]} of stage {span.stage} on "
+                f"rank {span.rank}, which its plan.yaml has not; restore them, or move them away"
+            )
 
 
 def typical_step(spans: Sequence[Span]) -> list[Span]:

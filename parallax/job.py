@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.config import RunConfig
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, DataError, printable
 from parallax.machine import ClusterConfig
 from parallax.model.count import Sample, count
 from parallax.model.describe import Chain, build_on_meta, describe
@@ -32,7 +32,8 @@ from parallax.planning import (
     settled,
     stepped_by,
 )
-from parallax.train.data import Source, TextDataConfig, build_source
+from parallax.runtime.batch import Rows
+from parallax.train.data import Source, TextDataConfig, TextSource, build_source
 
 BYTES = 256  # values that a byte can have: what a model of text must know
 DEFAULT_SEQUENCE = 256
@@ -55,7 +56,7 @@ def _inputs(config: RunConfig, rows: int) -> Any:
     """Inputs of that many rows, or of a batch where it has fewer."""
     if isinstance(config.data, TextDataConfig):
         return torch.empty(rows, sequence_length(config), dtype=torch.int64, device="meta")
-    batch = open_source(config).validation(0, config.trainer.global_batch)
+    batch = first_batch(config, open_source(config))
     return batch.inputs(0, min(rows, len(batch)))
 
 
@@ -107,6 +108,27 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
     return build_source(config.data, sequence_length(config), config.seed, quiet=quiet)
 
 
+def first_batch(config: RunConfig, source: Source) -> Rows:
+    """Held-out rows, as many as a batch has, to measure and to plan with. Raises :class:`DataError` where there are
+    fewer, or where all rows of a text are fewer."""
+    wanted, text = config.trainer.global_batch, isinstance(config.data, TextDataConfig)
+    if isinstance(source, TextSource) and len(source) < wanted:
+        raise DataError(
+            f"trainer.global_batch={wanted}: the text of data.* has {len(source)} training rows of "
+            f"{sequence_length(config)} + 1 bytes; use trainer.global_batch={len(source)} or less, or name more text "
+            "(data.path, data.pattern, data.max_bytes)"
+        )
+    batch = source.validation(0, wanted)
+    if not text and len(batch) < wanted:
+        target = getattr(config.data, "target", "")
+        raise DataError(
+            f"data.target={printable(target)}: validation(0, {wanted}) gave {len(batch)} row(s), fewer than "
+            f"trainer.global_batch={wanted}; "
+            + (f"use trainer.global_batch={len(batch)} or less" if len(batch) else "it needs rows to plan with")
+        )
+    return batch
+
+
 def plan_run(
     config: RunConfig, scratch: Path, progress: Callable[[str], None], *, profile: ModelProfile | None = None
 ) -> Planned:
@@ -136,7 +158,7 @@ def plan_run(
     return plan_model(
         chain,
         build_loss(config),
-        source.validation(0, config.trainer.global_batch),
+        first_batch(config, source),
         cluster=config.cluster,
         plan=config.plan,
         swap=config.swap,
@@ -158,7 +180,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     return measure_model(
         chain,
         build_loss(config),
-        source.validation(0, config.trainer.global_batch),
+        first_batch(config, source),
         settled(config.cluster, config.plan),
         precision=config.precision,
         swap=config.swap,
@@ -173,7 +195,7 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
         profile,
         build_chain(config),
         build_loss(config),
-        open_source(config).validation(0, config.trainer.global_batch),
+        first_batch(config, open_source(config)),
         settled(local_cluster(config), config.plan),
         precision=config.precision,
         swap=config.swap,
@@ -221,5 +243,5 @@ def _shapes(config: RunConfig, chain: Chain) -> Sample:
             return (tokens,), tokens
 
         return text
-    batch = open_source(config).validation(0, config.trainer.global_batch)
+    batch = first_batch(config, open_source(config))
     return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))

@@ -230,7 +230,7 @@ def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         if not faulthandler.is_enabled():
             faulthandler.enable(all_threads=False)  # a crash in compiled code says where it was called from
-        start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
+        _meet()
         watch = Watch.start(say)
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds)
@@ -245,6 +245,19 @@ def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
     except (Exception, KeyboardInterrupt) as error:
         leave(error, watch)
     depart(exit_code(stopped) if stopped and LAST_WORDS not in os.environ else 0)  # our launcher knows
+
+
+def _meet() -> None:
+    """Join the other ranks; where that fails, it is for an address or a port that the user can change."""
+    try:
+        start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
+    except (dist.DistError, ValueError) as error:
+        address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = printable((str(error).splitlines() or [type(error).__name__])[0])
+        raise ConfigError(
+            f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
+            "address that all of them reach"
+        ) from error
 
 
 def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> Run:

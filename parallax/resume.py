@@ -13,6 +13,7 @@ from pathlib import Path
 
 from parallax import config as configuration
 from parallax.config import RunConfig
+from parallax.documents import LARGEST
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
 from parallax.job import open_source
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
@@ -54,8 +55,9 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 def read_stored(directory: Path) -> str:
     """The text of a run's settings."""
     try:
-        return (directory / STORED).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with (directory / STORED).open(encoding="utf-8") as file:
+            return file.read(LARGEST + 1)  # more is refused, whatever it is
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{printable(str(directory))} is no run directory: {reason} for {STORED}") from error
 

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from parallax.commands.options import (
     add_json,
     add_plan,
@@ -19,7 +21,7 @@ from parallax.commands.options import (
     words_of,
     writing,
 )
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, printable
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, occupancy_png, swap_tables
 from parallax.report.occupancy import Occupancy
@@ -48,6 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
         know_schedule(plan, plan_file(parsed.plan), words)
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)
+    rows, tables = _swap_rows(ranks, directory)
     if parsed.png is not None:
         if not ranks:
             raise ConfigError(f"--png draws what a run swapped: {reason}")
@@ -60,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
                 "hash": plan.hash(),
                 "lines": plan.explain(),
                 "stages": [asdict(stage) for stage in plan.prediction.stages],
-                "swap": [{key: rank[key] for key in ("rank", "stage", "replica", "swap")} for rank in ranks],
+                "swap": rows,
             }
         )
         return 0
@@ -68,11 +71,25 @@ def run(parsed: argparse.Namespace) -> int:
         console.print(line, highlight=False, markup=False)
     if plan.prediction.stages:
         console.print(memory_table(plan))
-    if ranks:
-        console.print(swap_tables(ranks))
-    elif parsed.plan.is_dir():
+    if tables is not None:
+        console.print(tables)
+    elif plan_file(parsed.plan) != parsed.plan:
         console.print(f"swap: {reason}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _swap_rows(ranks: list[Any], directory: Path) -> tuple[list[Any], RenderableType | None]:
+    """What the ranks' swap did, for programs and for people."""
+    try:
+        rows = [{key: rank[key] for key in ("rank", "stage", "replica", "swap")} for rank in ranks]
+        return rows, swap_tables(ranks) if ranks else None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise _damaged(directory / "summary.json", error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    reason = f"{type(error).__name__}: {printable(str(error))[:200]}"
+    return ConfigError(f"cannot read {printable(str(path))} ({reason}): train again to write it anew")
 
 
 def _swapped(directory: Path) -> tuple[list[Any], str]:
@@ -82,6 +99,7 @@ def _swapped(directory: Path) -> tuple[list[Any], str]:
         return [], f"there is no {path}, which a run writes at its end"
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path} ({error}): train again to write it anew") from error
-    return swapped_ranks(summary), f"no stage of {directory} may move activations: plan.activations=offload lets all"
+        ranks = swapped_ranks(summary)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    return ranks, f"no stage of {directory} may move activations: plan.activations=offload lets all"

@@ -82,7 +82,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """The plan file that a command is about."""
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file, or the directory of a run")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file, or the directory of a run, or its name")
 
 
 def console_of(parsed: argparse.Namespace) -> Console:
@@ -102,8 +102,15 @@ def price_per_hour(cluster: Cluster) -> float:
 
 
 def plan_file(path: Path) -> Path:
-    """The plan file that ``path`` means: itself, or that of a run's directory."""
-    return path / "plan.yaml" if path.is_dir() else path
+    """The plan file that ``path`` means: itself, or that of a run's directory, or of the run of that name."""
+    try:
+        if path.is_dir():
+            return path / "plan.yaml"
+        return RUNS / path / "plan.yaml" if not path.exists() and (RUNS / path).is_dir() else path
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{printable(str(path))[:100]}: no plan can be there ({printable(str(error))[-100:]})"
+        ) from error
 
 
 def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:

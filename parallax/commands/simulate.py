@@ -20,7 +20,7 @@ from parallax.commands.options import (
 )
 from parallax.errors import PlanError
 from parallax.events import Span
-from parallax.feedback import measured_spans, typical_step
+from parallax.feedback import check_spans, measured_spans, typical_step
 from parallax.plan.plan import Plan
 from parallax.plan.predict import Forecast, Pipeline, predict
 from parallax.report import chrome_trace, timeline_png
@@ -55,7 +55,9 @@ def run(parsed: argparse.Namespace) -> int:
         with writing("--trace", parsed.trace) as path:
             path.write_text(json.dumps(chrome_trace(_spans(forecast, plan))), encoding="utf-8")
     if parsed.png is not None:
-        measured = measured_spans(plan_file(parsed.plan).parent, plan.world_size)
+        directory = plan_file(parsed.plan).parent
+        measured = measured_spans(directory, plan.world_size)
+        check_spans(measured, directory, plan)
         with writing("--png", parsed.png) as path, console.status("drawing"):
             timeline_png(_spans(forecast, plan), typical_step(measured), path)
     if parsed.json:

@@ -63,7 +63,7 @@ class Inputs:
         try:
             cluster = _read_cluster(data["cluster"])
             profile = ModelProfile.from_json(json.dumps(data["profile"]))
-        except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+        except (TypeError, KeyError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise PlanError(
                 f"{path} does not hold a cluster and a profile: {printable(repr(error))}; write it with `parallax plan`"
             ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from parallax.documents import check_flat
 from parallax.errors import PlanError, printable
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import ORDERS
@@ -178,10 +179,12 @@ class Plan:
         for index, stage in enumerate(self.stages):
             if stage.replicas != self.stages[self.position(index)].replicas:
                 raise PlanError(f"stage {index} has {stage.replicas} replicas, its position has another number")
-        if self.placement and sorted(self.placement) != list(range(self.world_size)):
-            raise PlanError(f"the placement must name each of {self.world_size} ranks once")
         if len(self.prediction.ranks) != self.world_size:
             raise PlanError(f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}")
+        if len(self.prediction.stages) not in (0, self.positions):
+            raise PlanError(f"the plan has {self.positions} positions but terms for {len(self.prediction.stages)}")
+        if self.placement and sorted(self.placement) != list(range(self.world_size)):
+            raise PlanError(f"the placement must name each of {self.world_size} ranks once")
         for rank, found in enumerate(self.prediction.ranks):
             if found.peak_bytes > found.budget_bytes:
                 raise PlanError(
@@ -254,7 +257,7 @@ class Plan:
             alternatives = tuple(Alternative(**other) for other in fields.pop("alternatives"))
             prediction = Prediction(ranks=ranks, stages=terms, **found)
             return cls(stages=stages, prediction=prediction, placement=placement, alternatives=alternatives, **fields)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"not a plan file: {printable(str(error))}; write one with `parallax plan`") from error
 
     def hash(self) -> str:
@@ -270,10 +273,15 @@ class Plan:
     def load(cls, path: Path) -> Plan:
         """Read a plan file."""
         try:
-            return cls.from_dict(yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            reason = str(error).splitlines()[0]
-            raise PlanError(f"cannot read plan {path}: {printable(reason)}") from error
+            text = path.read_text(encoding="utf-8")
+            check_flat(text, _LOADER)
+            data = yaml.load(text, Loader=_LOADER)
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PlanError(
+                f"cannot read plan {printable(str(path))}: {printable(reason)}; write one with `parallax plan`"
+            ) from error
+        return cls.from_dict(data)
 
     def decisions(self) -> dict[str, Any]:
         """What the runtime does; equal for plans that differ in their predictions alone."""

@@ -161,16 +161,21 @@ class ModelProfile:
             blocks = tuple(_block(block) for block in data.pop("blocks"))
             ties = tuple((int(b), tuple(int(u) for u in users)) for b, users in data.pop("ties"))
             return cls(blocks=blocks, ties=ties, **data)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a model profile: {printable(str(error))}; measure it again") from error
 
     @classmethod
     def load(cls, path: Path) -> ModelProfile:
         """Read a profile file."""
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read profile {path}: {printable(str(error))}; measure it again") from error
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            where = printable(str(path))
+            raise PlanError(f"cannot read profile {where}: {printable(str(error))}; measure it again") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{printable(str(path))}: {error}") from error
 
 
 def _block(data: dict[str, Any]) -> BlockCost:

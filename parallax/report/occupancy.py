@@ -66,7 +66,7 @@ class Occupancy:
             return cls(**found)
         except FileNotFoundError as error:
             raise ConfigError(f"{path} is missing: rank {rank} wrote it on its own host; copy it from there") from error
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ConfigError(f"cannot read {path} ({error}): train again to write it anew") from error
 
 

@@ -353,4 +353,5 @@ class _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._bar.live.is_started:  # rich prints an empty line for a bar that nobody has seen
+            self._bar.stop()
