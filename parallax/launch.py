@@ -141,7 +141,7 @@ def _write(directory: Path, config: RunConfig, planned: Planned) -> None:
                 path.replace(directory / path.name)
     except OSError as error:
         raise ConfigError(
-            f"cannot write the run directory {directory}: {printable(str(error.filename))}: {error.strerror}; make "
+            f"cannot write the run directory {directory}: {printable(str(error.filename or directory))}: {error.strerror}; make "
             "room or make it writable, or choose another name"
         ) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from parallax import cli, config
+from parallax import cli, config, launch
+from parallax.commands.options import read_plan
 from parallax.errors import ConfigError
 from parallax.job import open_source
 from parallax.lock import LOCK, locked
+from parallax.plan.predict import Pipeline, predict
+from parallax.planning import Planned
 from parallax.resume import settings
 from tests.faults.test_cli import (
+    DGX,
     SETTLED,
     TINY,
     TORCHRUN,
@@ -225,6 +230,28 @@ def test_a_folder_that_cannot_be_written(here: Path, capfd: pytest.CaptureFixtur
     Path("runs").symlink_to("/proc/self/fd")  # nobody can make a folder there, not even root
     assert cli.main(["train", *TINY, "name=run"]) == 2
     assert "cannot write the run directory runs/run: " in one_line(capfd.readouterr().err)
+
+
+def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:  # noqa: F811
+    """A limit on the size of files ends writes as a full disk does."""
+    assert cli.main(["plan", *DGX, "plan.stages=2"]) == 0
+    plan, inputs = read_plan(Path("plan.yaml"), {})
+    forecast = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
+    planned = Planned(plan, forecast, inputs.profile, inputs.cluster)
+    run = prepared(*TINY)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, allowed[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot write the run directory runs/run: "):
+            launch._write(run, config.compose(TINY), planned)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    launch._write(run, config.compose(TINY), planned)
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.yaml", "plan.yaml", "plan.inputs.json", "profile.json", "events-predicted.jsonl"}
+    assert not [name for name in names if name.startswith(".")]
 
 
 def test_nothing_is_left_of_a_run_that_could_not_be_planned(here: Path) -> None:  # noqa: F811
