@@ -140,9 +140,10 @@ def _write(directory: Path, config: RunConfig, planned: Planned) -> None:
             for path in folder.iterdir():
                 path.replace(directory / path.name)
     except OSError as error:
+        where = printable(str(error.filename or directory))
         raise ConfigError(
-            f"cannot write the run directory {directory}: {printable(str(error.filename or directory))}: {error.strerror}; make "
-            "room or make it writable, or choose another name"
+            f"cannot write the run directory {directory}: {where}: {error.strerror}; make room or make it writable, or "
+            "choose another name"
         ) from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from parallax.commands.options import add_json, add_overrides, console_of, print_json
 from parallax.config import compose
 from parallax.job import model_work
+from parallax.plan.contradiction import check_rows
 from parallax.plan.estimate import estimate
 from parallax.planning import stepped_by
 from parallax.report import estimate_table
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Count, print; the exit code."""
     console, config = console_of(parsed), compose(parsed.overrides)
+    check_rows(config.trainer.global_batch, config.trainer.microbatch)
     with console.status("counting") as status:
         work = stepped_by(model_work(config, status.update), config.optimizer)
         found = estimate(work, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch)

@@ -59,14 +59,19 @@ def check_question(question: Question) -> None:
         raise InfeasiblePlan(f"{reason}; use {', or '.join(remedies)}")
 
 
+def check_rows(rows: int, microbatch: int | str) -> None:
+    """Raise :class:`ConfigError` where a micro-batch would have more rows than a batch."""
+    if microbatch != AUTO and int(microbatch) > rows:
+        raise ConfigError(
+            f"trainer.microbatch={microbatch}: it is more than the {rows} row(s) of a batch; use "
+            f"trainer.microbatch={rows} or less, or trainer.global_batch={microbatch}"
+        )
+
+
 def _check_settings(question: Question) -> None:
     """What excludes each other whatever the model and the devices are."""
     config = question.config
-    if question.microbatch != AUTO and int(question.microbatch) > question.rows:
-        raise ConfigError(
-            f"trainer.microbatch={question.microbatch}: it is more than the {question.rows} row(s) of a batch; use "
-            f"trainer.microbatch={question.rows} or less, or trainer.global_batch={question.microbatch}"
-        )
+    check_rows(question.rows, question.microbatch)
     if config.activations == Directive.OFFLOAD and not question.swap:
         raise ConfigError(
             "plan.activations=offload needs a tier: swap.tier is none; use swap.tier=auto, or plan.activations=auto"

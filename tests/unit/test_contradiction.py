@@ -98,4 +98,6 @@ def test_nothing_is_measured_for_what_has_no_shape(
         (line,) = capfd.readouterr().err.splitlines()
         assert settings[0] in line
         assert "; use " in line
+    assert cli.main(["estimate", "experiment=tiny", "trainer.microbatch=9"]) == 2
+    assert "it is more than the 8 row(s) of a batch" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
