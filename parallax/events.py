@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from parallax.errors import ConfigError, printable
+from parallax.files import AppendedFile
 
 
 class Span(NamedTuple):
@@ -36,17 +37,17 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pending: list[Span] = []
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = AppendedFile(path)
 
     def extend(self, spans: list[Span]) -> None:
         """Remember the spans of one step."""
         self._pending.extend(spans)
 
     def flush(self) -> None:
-        """Write what was remembered."""
-        self._file.writelines(json.dumps(span._asdict()) + "\n" for span in self._pending)
-        self._file.flush()
-        self._pending.clear()
+        """Write what was remembered, and forget it, even where it cannot be written."""
+        spans, self._pending = self._pending, []
+        if spans:
+            self._file.append("".join(json.dumps(span._asdict()) + "\n" for span in spans).encode())
 
     def __enter__(self) -> EventLog:
         return self
@@ -54,8 +55,10 @@ class EventLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.flush()
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 def read_events(path: Path) -> Iterator[Span]:

@@ -93,6 +93,29 @@ def _remove_if_left(entry: os.DirEntry[str]) -> None:
         os.close(handle)
 
 
+class AppendedFile:
+    """A file that grows by pieces, each of which is there whole or not at all: what a full disk took of one is given
+    back, so that the next begins a line. OSError says so."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def append(self, data: bytes) -> None:
+        """Write ``data``, past any buffer."""
+        size, rest = os.fstat(self._handle).st_size, memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, size)
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._handle)
+
+
 def existing_parent(path: Path) -> Path:
     """``path`` or the nearest folder above it that exists: the file system that ``path`` will be on."""
     path = path.absolute()

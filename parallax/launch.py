@@ -353,15 +353,20 @@ def _train(run: Run, watch: Watch) -> int:
             debug=run.config.debug,
             onlooker=watch,
         )
-    except Exception as error:
+    except Exception as caught:
+        error = _in_run_directory(caught, run.directory)
         if not follows(error):
             watch.claim(verdict_on(error, watch))  # the others need not wait for this rank to tidy up
-        raise
+        if error is caught:
+            raise
+        raise error from None
     finally:
         with watch.phase("closing the engine"):
             engine.close()
     stopped = int(summary["stopped"])
     if dist.get_rank() == 0:
+        for line in summary["unwritten"]:
+            print(f"parallax: {line}; the run went on without it", file=sys.stderr)
         if stopped:
             _tell_stopped(run, summary)
         else:
@@ -379,6 +384,14 @@ def _tell_stopped(run: Run, summary: Mapping[str, Any]) -> None:
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     what = f"after step {step} of {run.config.trainer.steps}, which is saved"
     say(Verdict(0, How.STOPPED, stopped_by(number), what, remark, exit_code(number)))
+
+
+def _in_run_directory(error: Exception, directory: Path) -> Exception:
+    """What cannot be opened in the run's directory is no fault of the program."""
+    name = error.filename if isinstance(error, OSError) else None
+    if not isinstance(error, OSError) or not isinstance(name, str) or directory not in Path(name).parents:
+        return error
+    return ConfigError(f"cannot open {name}: {error.strerror}; make the run directory writable")
 
 
 def _limits(run: Run) -> tuple[float, float]:

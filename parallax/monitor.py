@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -16,8 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from parallax.errors import ConfigError
-from parallax.files import temporary_folder
+from parallax.errors import ConfigError, printable
+from parallax.files import AppendedFile, disk_free_bytes, temporary_folder
 from parallax.units import format_bytes
 
 
@@ -27,6 +29,49 @@ class LoggerConfig:
 
     tensorboard: bool = True
     events: bool = True
+
+
+class Unwritten:
+    """What a run could not write of its logs. That is no reason to end: it is said when it happens first, counted, and
+    said again at the end."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}
+        self._news: list[str] = []
+
+    @contextlib.contextmanager
+    def trying(self, path: Path | str) -> Iterator[None]:
+        """Around writing to ``path``: an OSError ends the block, and nothing else."""
+        try:
+            yield
+        except OSError as error:
+            text, count = self._found.get(str(path), ("", 0))
+            if not count:
+                text = f"cannot write {printable(str(path))}: {_reason(error, path)}"
+                self._news.append(text)
+            self._found[str(path)] = text, count + 1
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that has not been said."""
+        return bool(self._news)
+
+    def news(self) -> list[str]:
+        """What could not be written for the first time since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def lines(self) -> list[str]:
+        """All that could not be written, and how often."""
+        return [f"{text} ({f'{count} times' if count > 1 else 'once'})" for text, count in self._found.values()]
+
+
+def _reason(error: OSError, path: Path | str) -> str:
+    why = printable(error.strerror or str(error))
+    if isinstance(path, Path):
+        with contextlib.suppress(OSError):
+            return f"{why}, {format_bytes(disk_free_bytes(path))} free"
+    return why
 
 
 # --------------------------------------------------------------------------------------------- metrics
@@ -60,7 +105,20 @@ def _tensorboard(directory: Path) -> Curves:
             f"logger.tensorboard=true: tensorboard cannot be imported ({error}); "
             "pip install tensorboard, or set logger.tensorboard=false"
         ) from error
+    if not isinstance(threading.excepthook, _ThreadErrors):
+        threading.excepthook = _ThreadErrors(threading.excepthook)
     return Writer(str(directory))
+
+
+class _ThreadErrors:
+    """TensorBoard's thread tells its writer why it ended, who raises it; a traceback besides is one too many."""
+
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._before = before
+
+    def __call__(self, found: threading.ExceptHookArgs) -> None:
+        if not (isinstance(found.exc_value, OSError) and type(found.thread).__module__.startswith("tensorboard.")):
+            self._before(found)
 
 
 def load_curves(logger: LoggerConfig) -> None:
@@ -81,26 +139,35 @@ class MetricsLog:
     step counts.
     """
 
-    def __init__(self, directory: Path, logger: LoggerConfig) -> None:
+    def __init__(self, directory: Path, logger: LoggerConfig, unwritten: Unwritten | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         _cut_half_line(self.path)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
-        self._curves: Curves = _tensorboard(directory / "tensorboard") if logger.tensorboard else NoCurves()
+        self._unwritten = unwritten or Unwritten()
+        self._file = AppendedFile(self.path)
+        self._curves: Curves = NoCurves()
+        if logger.tensorboard:
+            with self._unwritten.trying(directory / "tensorboard"):
+                self._curves = _tensorboard(directory / "tensorboard")
+        self._folder = directory / "tensorboard"
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``, which has a ``step``; numbers that are not finite become null."""
         plain = {key: value if _is_json(value) else None for key, value in record.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
-        for key, value in record.items():
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                self._curves.add_scalar(key, float(value), int(record["step"]))
+        with self._unwritten.trying(self.path):
+            self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
+        curves, self._curves = self._curves, NoCurves()  # a writer that has failed once is of no use any more
+        with self._unwritten.trying(self._folder):
+            for key, value in record.items():
+                if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                    curves.add_scalar(key, float(value), int(record["step"]))
+            self._curves = curves
 
     def close(self) -> None:
         """Close the file and the curves."""
         self._file.close()
-        self._curves.close()
+        with self._unwritten.trying(self._folder):
+            self._curves.close()
 
     def __enter__(self) -> MetricsLog:
         return self

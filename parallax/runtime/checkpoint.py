@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallax.errors import CheckpointError, printable
+from parallax.files import disk_free_bytes
 from parallax.units import format_bytes
 
 VERSION = 1
@@ -78,7 +79,7 @@ def begin(partial: Path) -> None:
         remove_partial(partial.parent)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"cannot make {partial}: {error.strerror}") from error
+        raise CheckpointError(f"cannot make {partial}: {error.strerror}{_free(partial)}; {UNTOUCHED}") from error
 
 
 def write_parts(
@@ -112,9 +113,16 @@ def _write_part(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(
-            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}; {UNTOUCHED}"
+            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}{_free(path)}; {UNTOUCHED}"
         ) from error
     return {name: _checksum(tensor) for name, tensor in tensors.items()}
+
+
+def _free(path: Path) -> str:
+    try:
+        return f", {format_bytes(disk_free_bytes(path))} free"
+    except OSError:
+        return ""
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
@@ -132,7 +140,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
         _sync(final.parent)
     except OSError as error:
         size = format_bytes(len(text))
-        raise CheckpointError(f"cannot write {size} to {path}: {error.strerror}; {UNTOUCHED}") from error
+        raise CheckpointError(f"cannot write {size} to {path}: {error.strerror}{_free(path)}; {UNTOUCHED}") from error
     shutil.rmtree(replaced, ignore_errors=True)
 
 

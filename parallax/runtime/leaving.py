@@ -64,8 +64,9 @@ def depart(code: int) -> NoReturn:
     C++, which calls that an abort, now and then.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+            stream.flush()
     os._exit(code)
 
 
@@ -77,11 +78,12 @@ def say(verdict: Verdict) -> None:
     if not verdict.text:
         return
     file = os.environ.get(LAST_WORDS)
-    with contextlib.suppress(OSError):
-        if file is None:
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"parallax: {verdict.text}\n".encode())
-        else:
+    if file is not None:
+        with contextlib.suppress(OSError):  # no room for them: then as without a launcher
             Path(file).write_text(json.dumps(verdict.to_dict()), encoding="utf-8")
+            return
+    with contextlib.suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"parallax: {verdict.text}\n".encode())
 
 
 def read_words(words: Path) -> Verdict | None:

@@ -8,17 +8,16 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
 from parallax.events import EventLog, Span, bubble_fraction, read_events
-from parallax.monitor import LoggerConfig, StepLine
+from parallax.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.plan.calibrate import seconds_by_term
 from parallax.plan.plan import Plan
 from parallax.report import timeline_png
@@ -29,6 +28,7 @@ from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
+from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.voice import Voice, open_voice
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
@@ -80,29 +80,6 @@ class OnDrift(StrEnum):
     IGNORE = "ignore"
     NOTE = "note"
     STOP = "stop"
-
-
-class Onlooker(Protocol):
-    """Who watches a loop from another thread."""
-
-    def asked(self) -> int:
-        """The number of the signal that asked this rank to end, or 0."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around what this rank does outside of steps."""
-
-
-class Nobody:
-    """No onlooker."""
-
-    def asked(self) -> int:
-        """Nobody asks."""
-        return 0
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Nobody looks."""
-        del name
-        return contextlib.nullcontext()
 
 
 def train(
@@ -170,6 +147,7 @@ class _Run:
         self._swap = SwapRecord()
         self._last: StepResult | None = None
         self._peak = 0
+        self._unwritten = Unwritten()
 
     def run(self) -> dict[str, Any]:
         """The whole training."""
@@ -179,8 +157,10 @@ class _Run:
         total = self._trainer.steps
         with (
             EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
-            open_voice(self._rank, self._directory, self._logger, total, self._engine.completed_steps) as voice,
             contextlib.closing(self._recording),
+            open_voice(
+                self._rank, self._directory, self._logger, total, self._engine.completed_steps, self._unwritten
+            ) as voice,
         ):
             for refused in self._refused:
                 voice.note(f"skipped: {refused}")
@@ -191,11 +171,13 @@ class _Run:
                     batch = self._source.batch(self._trainer.global_batch)
                 with self._recording.step():
                     result = self._engine.step(batch)
-                self._recording.add(result)
+                with self._unwritten.trying(self._directory / "debug"):
+                    self._recording.add(result)
                 self._remember(result)
                 if self._logger.events:
-                    events.extend(result.spans)
-                    events.flush()
+                    with self._unwritten.trying(events.path):
+                        events.extend(result.spans)
+                        events.flush()
                 with phase("reporting a step"):
                     self._report(voice, result)
                 self._evaluate_and_save(voice, self._engine.completed_steps, total)
@@ -204,11 +186,13 @@ class _Run:
 
     def _end(self) -> dict[str, Any]:
         if self._last is not None:
-            self._write_occupancy(self._last)  # before the ranks meet: where there is a summary, there is this
+            with self._unwritten.trying(occupancy_path(self._directory, self._rank)):
+                self._write_occupancy(self._last)  # before the ranks meet: where there is a summary, there is this
         summary = self._summary()
         if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
             self._write(summary)
-        return summary
+        lines = [line for found in self._mesh.gather_objects(self._unwritten.lines()) for line in found]
+        return {**summary, "unwritten": lines}
 
     @property
     def _drifted(self) -> bool:
@@ -258,12 +242,15 @@ class _Run:
             swap.bytes_in,
             swap.limit_bytes,
             self._onlooker.asked(),
+            self._unwritten.has_news,
         )
         table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
         columns = [column.tolist() for column in self._mesh.sum(table).unbind(1)]
-        peaks, stalls, transfers, out, back, limits, signals = columns
+        peaks, stalls, transfers, out, back, limits, signals, news = columns
         self._signal = int(max(signals))  # the same on every rank, so all end after this step
+        if any(news):
+            self._tell_unwritten(voice)
         swapping = sum(limits) + sum(out) + sum(back) > 0
         overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=sum(transfers))
         fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
@@ -296,6 +283,11 @@ class _Run:
                 "swap_overlap": line.overlap if swapping else None,
             },
         )
+
+    def _tell_unwritten(self, voice: Voice) -> None:
+        for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):
+            for line in lines:
+                voice.note(f"rank {rank} {line}; training goes on without it")
 
     def _evaluate_and_save(self, voice: Voice, step: int, total: int) -> None:
         last = step == total
@@ -430,13 +422,20 @@ class _Run:
         occupancy.save(self._directory)
 
     def _write(self, summary: dict[str, Any]) -> None:
-        path = self._directory / "summary.json"
-        path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
-        with EventLog(self._directory / MEASURED_EVENTS) as events:
-            events.extend(self._measured)
+        path, trying = self._directory / "summary.json", self._unwritten.trying
+        with trying(path):
+            try:
+                path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            except OSError:
+                path.unlink(missing_ok=True)  # half of it says nothing
+                raise
+        with trying(self._directory / MEASURED_EVENTS):
+            (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
+            with EventLog(self._directory / MEASURED_EVENTS) as events:
+                events.extend(self._measured)
         if not self._signal and (predicted := self._predicted_spans()):  # a picture takes longer than saving did
-            timeline_png(predicted, self._measured, self._directory / "timeline.png")
+            with trying(self._directory / "timeline.png"):
+                timeline_png(predicted, self._measured, self._directory / "timeline.png")
 
 
 def _terms(plan: Plan, stage: int) -> dict[str, int]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine
+from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine, Unwritten
+
+OUTPUT = "the progress lines to standard output"
 
 
 class Voice(Protocol):
@@ -26,22 +28,24 @@ class Voice(Protocol):
 class _Speaker:
     """Rank 0: the progress line and the metrics file."""
 
-    def __init__(self, metrics: MetricsLog, progress: Progress) -> None:
-        self._metrics, self._progress = metrics, progress
+    def __init__(self, metrics: MetricsLog, progress: Progress, unwritten: Unwritten) -> None:
+        self._metrics, self._progress, self._unwritten = metrics, progress, unwritten
 
     def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
         """Show and write it."""
         self._metrics.write(metrics)
-        self._progress.show(line)
+        with self._unwritten.trying(OUTPUT):
+            self._progress.show(line)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Show and write it."""
         self._metrics.write({"step": step, "validation_loss": loss})
-        self._progress.note(f"step {step}: validation loss {loss:.4f}")
+        self.note(f"step {step}: validation loss {loss:.4f}")
 
     def note(self, text: str) -> None:
         """Show it."""
-        self._progress.note(text)
+        with self._unwritten.trying(OUTPUT):
+            self._progress.note(text)
 
 
 class _Silence:
@@ -58,10 +62,12 @@ class _Silence:
 
 
 @contextlib.contextmanager
-def open_voice(rank: int, directory: Path, logger: LoggerConfig, total: int, done: int) -> Iterator[Voice]:
+def open_voice(
+    rank: int, directory: Path, logger: LoggerConfig, total: int, done: int, unwritten: Unwritten
+) -> Iterator[Voice]:
     """The voice of ``rank`` in a run of ``total`` steps, ``done`` of which are behind it."""
     if rank > 0:
         yield _Silence()
         return
-    with MetricsLog(directory, logger) as metrics, Progress(total, done + 1) as progress:
-        yield _Speaker(metrics, progress)
+    with MetricsLog(directory, logger, unwritten) as metrics, Progress(total, done + 1) as progress:
+        yield _Speaker(metrics, progress, unwritten)
