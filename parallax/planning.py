@@ -19,7 +19,8 @@ from parallax.files import existing_parent
 from parallax.host import return_freed_memory, usable_cores
 from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices, probe_speeds, tier_below
 from parallax.model.describe import Chain
-from parallax.model.measure import Offloader, measure, profile_path, remember
+from parallax.model.measure import measure, profile_path, remember
+from parallax.model.offloads import Offloader
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from parallax.host import cpu_model
 from parallax.model.clock import Clock
 from parallax.model.describe import Chain, as_tuple, block_by_block, materialise, tie_costs
 from parallax.model.halves import Halves
+from parallax.model.offloads import Offloader, Saving, slowdown_seconds
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Saved
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
@@ -37,36 +38,11 @@ from parallax.plan.recipe import recipe
 EDITION = 3  # of what is measured: profiles of another one are measured again
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
-_DIFFERENCES = (3, 9)  # of two readings each, in thrice the time: a difference is less certain than either
 _CHEAP_SECONDS = 0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
 _GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
 _OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
-Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
-
-
-class Offloads(Protocol):
-    """One block's saved activations, offloaded and brought back."""
-
-    def saving(self) -> contextlib.AbstractContextManager[object]:
-        """The context of a forward."""
-
-    def bring_back(self) -> None:
-        """Wait until all has left, then begin to bring it back for the backward."""
-
-    @property
-    def stall_seconds(self) -> float:
-        """How long anyone has waited for transfers so far."""
-
-
-class Offloader(Protocol):
-    """Offloads as a run would."""
-
-    @property
-    def tier(self) -> str:
-        """host or disk."""
-
-    def of(self, block: nn.Module, moved: int, device: torch.device) -> contextlib.AbstractContextManager[Offloads]:
-        """Offloading of what ``block`` saves, ``moved`` bytes."""
+Tensors = tuple[Tensor, ...]
+Sample = Callable[[int], tuple[Tensors, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -133,7 +109,8 @@ def measure(
         bench = _Bench(chain, loss, device, precision, minimum_bytes, offloader, progress)
         low = high = bench.run(min(rows), *sample(min(rows)))
         for count, n in enumerate(sorted(set(rows))[1:]):
-            if count and _seconds(high) > max(_CHEAP_SECONDS, _GROWN * _seconds(low)):
+            before, now = (sum(b.forward_seconds + b.backward_seconds for b in blocks) for blocks in (low, high))
+            if count and now > max(_CHEAP_SECONDS, _GROWN * before):
                 break
             low, high = high, bench.run(n, *sample(n))
     how = recipe(str(precision))
@@ -190,10 +167,6 @@ def remember(profile: ModelProfile, path: Path) -> None:
         temporary.write(profile.to_json().encode())
 
 
-def _seconds(blocks: Sequence[_Measured]) -> float:
-    return sum(block.forward_seconds + block.backward_seconds for block in blocks)
-
-
 class _Bench:
     """Measures block after block; remembers those that look the same."""
 
@@ -246,12 +219,17 @@ class _Bench:
             for leaf in (*leaves, anchor):
                 leaf.grad = None
 
-        def split(_: object) -> tuple[tuple[Tensor, ...], Halves]:
+        def offloaded(saving: Saving) -> Tensors:
+            with saving:
+                results = self._forward(block, entering, None)
+            return results if targets is None else self._add_loss(results, targets)
+
+        def split(_: object) -> tuple[Tensors, Halves]:
             halves = Halves(self._device)
             with halves.splitting():
                 return self._forward(block, enter(), targets), halves
 
-        def input_half(found: tuple[tuple[Tensor, ...], Halves]) -> Halves:
+        def input_half(found: tuple[Tensors, Halves]) -> Halves:
             backward(found[0])
             return found[1]
 
@@ -271,7 +249,7 @@ class _Bench:
             backward_seconds=backward_seconds,
             weight_seconds=min(weight_seconds, backward_seconds) if apart else 0.0,
             split_seconds=max(0.0, sum(halved) + weight_seconds - whole),
-            offload_seconds=self._tried(lambda: self._offload_seconds(block, moved, entering, targets, backward)),
+            offload_seconds=self._offload_seconds(block, moved, offloaded, backward),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -284,56 +262,17 @@ class _Bench:
             outputs=tuple(tensor.detach() for tensor in outputs),
         )
 
-    def _tried(self, offload: Callable[[], float]) -> float:
-        """The seconds that ``offload`` finds. A tier that cannot take a block is no reason not to measure it."""
+    def _offload_seconds(
+        self, block: nn.Module, moved: int, forward: Callable[[Saving], Tensors], backward: Callable[[Tensors], None]
+    ) -> float:
+        """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""
         try:
-            return offload()
+            if moved and self._offloader is not None:
+                with self._offloader.of(block, moved, self._device) as offloads:
+                    return slowdown_seconds(offloads, forward, backward, self._clock, 3 * SECONDS_PER_BLOCK)
         except SwapError as error:
             self._progress(f"what offloading takes was not measured: {error}")
-            return 0.0
-
-    def _offload_seconds(
-        self,
-        block: nn.Module,
-        moved: int,
-        inputs: tuple[Tensor, ...],
-        targets: Tensor | None,
-        backward: Callable[[tuple[Tensor, ...]], None],
-    ) -> float:
-        """What a forward and a backward take longer where what is saved leaves and comes back, without the time in
-        which they wait for it: the median of turns with and without, one after the other."""
-        if not moved or self._offloader is None:
-            return 0.0
-        clock = self._clock
-        with self._offloader.of(block, moved, self._device) as trial:
-
-            def plain() -> float:
-                clock.cool()
-                start = clock.elapsed()
-                backward(self._forward(block, inputs, targets))
-                return clock.elapsed() - start
-
-            def offloaded() -> float:
-                clock.cool()
-                start, stalled = clock.elapsed(), trial.stall_seconds
-                with trial.saving():
-                    results = self._forward(block, inputs, None)
-                if targets is not None:
-                    results = self._add_loss(results, targets)
-                seconds = clock.elapsed() - start
-                trial.bring_back()
-                clock.cool()
-                start = clock.elapsed()
-                backward(results)
-                return seconds + clock.elapsed() - start - (trial.stall_seconds - stalled)
-
-            differences: list[float] = []
-            begun = time.perf_counter()
-            while len(differences) <= _DIFFERENCES[0] or (
-                len(differences) <= _DIFFERENCES[1] and time.perf_counter() - begun < 3 * SECONDS_PER_BLOCK
-            ):
-                differences.append(-plain() + offloaded())
-        return max(0.0, statistics.median(differences[1:]))
+        return 0.0
 
     def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
         """Whether any gradient of a parameter is put off."""
