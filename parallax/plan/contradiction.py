@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallax.errors import ConfigError, InfeasiblePlan
+from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive
-from parallax.plan.request import AUTO, INTERLEAVES, PlanConfig, sizes
+from parallax.plan.request import AUTO, INTERLEAVES, PlanConfig
 from parallax.plan.rows import micro_batch_count
 
 
@@ -152,7 +153,8 @@ def _of_interleaving(question: Question) -> str:
         counts = " or ".join(map(str, thick))
         return f"{name} gives every position the same number of devices, and {devices} cannot be dealt to {counts}"
     batches = [micro_batch_count(question.rows, size) for size in sizes(question.rows, question.microbatch)]
-    if min(asked) > 1 and not any(batch % count == 0 for batch in batches for count in even):
+    free = question.microbatch == AUTO and any(dealt(question.rows, devices // count, count) for count in even)
+    if min(asked) > 1 and not free and not any(batch % count == 0 for batch in batches for count in even):
         found = " or ".join(map(str, sorted(set(batches))))
         return f"{name}: {' or '.join(map(str, even))} positions do not divide the {found} micro-batch(es) of a batch"
     return ""

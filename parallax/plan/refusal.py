@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from parallax.errors import InfeasiblePlan
+from parallax.plan.microbatches import sizes
 from parallax.plan.pipelines import PipelineSearch
 from parallax.plan.plan import Directive
 from parallax.plan.quick import QuickSearch
-from parallax.plan.request import AUTO, PlanConfig, Request, sizes
+from parallax.plan.request import AUTO, PlanConfig, Request
 from parallax.units import format_bytes
 
 MIB = 2**20

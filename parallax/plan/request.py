@@ -20,6 +20,7 @@ from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.cluster import Cluster, Device, Link
 from parallax.plan.collective import link_among
 from parallax.plan.cost import ALL_ON_DEVICE, SHARDED, Below, Sizes, load_states
+from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
@@ -28,8 +29,6 @@ from parallax.plan.stages import Flight
 
 AUTO = "auto"
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
-MOST_SIZES = 48  # rows per micro-batch that are tried one by one; beyond them every next has fewer rows by RATIO
-RATIO = 1.1
 ORDERS_TRIED = 24  # permutations of the kinds of devices
 EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 MANY = 24  # positions up to which every number is tried
@@ -432,34 +431,6 @@ class Request:
         return math.ceil(
             (states.device_bytes - states.staging_bytes) / max(1, largest.memory_bytes - largest.reserve_bytes)
         )
-
-
-def sizes(global_batch: int, microbatch: int | str) -> list[int]:
-    """Rows per micro-batch to try: the one asked for, or the batch's halvings down to one row."""
-    if microbatch != AUTO:
-        return [min(global_batch, int(microbatch))]
-    found = [global_batch]
-    while found[-1] > 1:
-        found.append(-(-found[-1] // 2))
-    return found
-
-
-def dealt(global_batch: int, replicas: int, step: int = 1) -> list[int]:
-    """Rows per micro-batch such that each of ``replicas`` has a row or more: of every number of rows for a rank the
-    fewest micro-batches, of which ``step`` divides the number, with as few rows as these then need."""
-    found: list[int] = []
-    rows = -(-global_batch // replicas)
-    while rows > 0:
-        count = -(-global_batch // (rows * replicas))
-        count = -(-count // step) * step
-        size = max(replicas, -(-global_batch // count))
-        if size > global_batch or -(-global_batch // size) % step:
-            rows -= 1
-            continue
-        found.append(size)
-        following = -(-size // replicas)
-        rows = min(rows, following) - 1 if len(found) < MOST_SIZES else min(following - 1, int(following / RATIO))
-    return found
 
 
 def worst(best: Sequence[Candidate], most: int) -> Score:

@@ -9,10 +9,11 @@ import pytest
 
 from benchmarks.regret import Cell, Question
 from parallax.plan.bounds import StepBound
+from parallax.plan.microbatches import dealt
 from parallax.plan.plan import Directive
 from parallax.plan.predict import placements, predict, quick_seconds
 from parallax.plan.quick import QuickSearch
-from parallax.plan.request import PlanConfig, Request, dealt
+from parallax.plan.request import PlanConfig, Request
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.search import search
 from parallax.plan.survey import as_pipeline
