@@ -241,7 +241,7 @@ class _FreedMemory:
         self._handled += handled
         return self._handled >= max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
-    def relieve(self) -> None:
+    def relieve(self, coming: int) -> None:
         self._handled = 0
         now, growth = data_bytes(), max(0, self._growth())
         self._step = min(max(self._step - self._step // 256, now - self._seen), growth // 16)
@@ -249,7 +249,7 @@ class _FreedMemory:
         for bound in _bounds:
             bound.see(now)
         worth = max(_SMALLEST_TRIM, growth // 256)
-        if now > max(self.line_bytes() - self._step, self._tensors + worth):
+        if now + coming > max(self.line_bytes() - self._step, self._tensors + worth):
             trim_freed_memory()
             for bound in _bounds:
                 bound.trims += 1
@@ -264,13 +264,14 @@ _bounds: list[MemoryBound] = []  # that are open
 _freed = _FreedMemory()
 
 
-def relieve_memory(handled: int | None = None) -> None:
+def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
     """Give freed memory back if a :class:`MemoryBound` is open and its line is near. For places that are passed
     often while memory grows: where autograd saves a tensor, where one comes back, where a block has run.
     ``handled``: bytes of the tensors that passed here since the last call, where the caller knows: the process's memory
-    is then looked at for each MiB of them, and the less often the farther the line is."""
+    is then looked at for each MiB of them, and the less often the farther the line is. ``coming``: bytes that other
+    threads are about to take."""
     if _bounds and _freed.due(handled):
-        _freed.relieve()
+        _freed.relieve(coming)
 
 
 def trim_freed_memory() -> bool:

@@ -288,6 +288,7 @@ class SwapManager:
             elif record.state is State.STORED:
                 batch.waiting.append(record)
         if batch.waiting:
+            relieve_memory(coming=self._ledger.limit - self._ledger.resident)  # what comes back fills the room
             self._returning.append(batch)
 
     def _read(self, record: Record) -> None:
