@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from parallax.errors import ParallaxError, UserError
+from parallax.errors import ParallaxError, UserError, printable
 from parallax.files import temporary_folder
 from parallax.runtime.leaving import LAST_WORDS, read_words
 from parallax.runtime.verdict import How, Verdict
@@ -138,7 +138,7 @@ def _explain(failed: ChildFailedError, words: Path) -> int:
         known = verdict if verdict is not None and verdict.rank == rank else Verdict(rank, How.LOST, f"rank {rank}", "")
         verdict = replace(known, what=what, remark=f"{known.remark}; run again to continue from the last checkpoint")
     if verdict is not None:
-        print(f"parallax: {verdict.text}", file=sys.stderr)
+        print(f"parallax: {printable(verdict.text)}", file=sys.stderr)
         return verdict.code
     rank, code = next(iter(ended.items()))
     if code == -signal.SIGTERM:

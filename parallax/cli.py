@@ -13,6 +13,7 @@ from typing import NoReturn
 from parallax import __version__
 from parallax.errors import ConfigError, ParallaxError, UserError, printable
 from parallax.signals import exit_code, stopped_by
+from parallax.terminal import SafeFormatter, lines, print_exception
 
 COMMANDS = {
     "train": "plan and train; under torchrun, one rank of it",
@@ -33,9 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parse(typed)
     except ConfigError as error:
-        print(f"parallax: {error}", file=sys.stderr)
+        print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
     logging.basicConfig(format="%(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(SafeFormatter("%(message)s"))
     logging.getLogger("parallax").setLevel(logging.INFO)  # others' remarks (fonts, imports) are not the user's
     try:
         code: int = parsed.call(parsed)
@@ -54,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
             return UserError.exit_code
         if not isinstance(error, ParallaxError):
-            raise
-        print("parallax: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
+            print(print_exception(error), end="", file=sys.stderr)
+            return 1
+        print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
 
 

@@ -38,6 +38,7 @@ from parallax.host import (
 )
 from parallax.machine import ClusterConfig, choose_devices
 from parallax.probes import Probes, measure_probes
+from parallax.terminal import safe_console
 from parallax.units import format_bytes
 
 RUNS = Path("runs")
@@ -76,7 +77,7 @@ def run_doctor(as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        print_report(report, Console())
+        print_report(report, safe_console())
     return 0
 
 

@@ -50,6 +50,7 @@ from parallax.runtime.leaving import LAST_WORDS, depart, follows, leave, say, ve
 from parallax.runtime.verdict import How, Verdict
 from parallax.runtime.watch import Watch
 from parallax.signals import exit_code, heeding, interrupt, stopped_by
+from parallax.terminal import safe_console
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, TrainerConfig, train
 from parallax.trust import check_named, check_own, class_paths, remember
 from parallax.units import format_seconds
@@ -170,7 +171,7 @@ def launch(run: Run) -> int:
     with heeding(interrupt):
         code = _start(run, OnDrift.STOP if replans else OnDrift.IGNORE)
         if code == 0 and replans and (reason := _drifted(run.directory)):
-            code = _start(_replanned(run, reason, Console()), OnDrift.NOTE)
+            code = _start(_replanned(run, reason, safe_console()), OnDrift.NOTE)
     return code
 
 
@@ -264,7 +265,7 @@ def _meet() -> None:
 def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> Run:
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
     sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
-    return Run.read(_told_by_first(lambda: prepare(sized, Console(), held).directory))
+    return Run.read(_told_by_first(lambda: prepare(sized, safe_console(), held).directory))
 
 
 def _read_for_all(directory: Path, held: contextlib.ExitStack) -> Run:
@@ -370,8 +371,8 @@ def _train(run: Run, watch: Watch) -> int:
         if stopped:
             _tell_stopped(run, summary)
         else:
-            Console().print(summary_table(summary))
-            Console().print(f"results: {run.directory}", soft_wrap=True)
+            safe_console().print(summary_table(summary))
+            safe_console().print(f"results: {run.directory}", soft_wrap=True)
     if stopped:
         dist.barrier()  # a rank that leaves with an error code ends the others
     return stopped

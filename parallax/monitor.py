@@ -233,11 +233,11 @@ class Progress:
     def show(self, line: StepLine) -> None:
         """Show a step that has ended."""
         self._times.append((time.monotonic(), line.step))
-        self._line.show(self._text(line))
+        self._line.show(printable(self._text(line)))
 
     def note(self, text: str) -> None:
         """Print a line that stays: an evaluation, a checkpoint."""
-        self._line.note(text)
+        self._line.note(printable(text))
 
     def __enter__(self) -> Progress:
         self._line.start()

@@ -17,6 +17,7 @@ from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import ORDERS, load_schedule, register_schedule
 from parallax.targets import load_target
+from parallax.terminal import safe_console
 from parallax.trust import KEYS, check_named
 
 RUNS = Path("runs")
@@ -87,8 +88,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def console_of(parsed: argparse.Namespace) -> Console:
     """Where people read: beside the output where that is for programs; tables in a file have room."""
-    console = Console(stderr=parsed.json)
-    return console if console.is_terminal else Console(stderr=parsed.json, width=FILE_WIDTH)
+    console = safe_console(stderr=parsed.json)
+    return console if console.is_terminal else safe_console(stderr=parsed.json, width=FILE_WIDTH)
 
 
 def print_json(data: Any) -> None:

@@ -6,13 +6,12 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
-
 from parallax import launch
 from parallax.commands.options import add_overrides
 from parallax.errors import ConfigError
 from parallax.lock import locked
 from parallax.signals import heeding, interrupt
+from parallax.terminal import safe_console
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -40,7 +39,7 @@ def run(parsed: argparse.Namespace) -> int:
     with ExitStack() as held:
         if parsed.run_dir is None:
             with heeding(interrupt):
-                run = launch.prepare(parsed.overrides, Console(), held)
+                run = launch.prepare(parsed.overrides, safe_console(), held)
         else:
             run = launch.Run.read(parsed.run_dir, launch.own)
             held.enter_context(locked(parsed.run_dir))

@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +22,7 @@ from parallax.errors import ParallaxError, TransportError, printable
 from parallax.runtime.verdict import How, Verdict
 from parallax.runtime.watch import PATIENCE_SECONDS, Watch
 from parallax.signals import exit_code
+from parallax.terminal import print_exception
 
 LAST_WORDS = "PARALLAX_LAST_WORDS"  # names the file in which ranks tell their launcher why the run ended
 _BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up")
@@ -48,7 +48,7 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
         watch.wait()
     if watch is not None or _speaks_first():
         if not isinstance(error, ParallaxError):
-            traceback.print_exception(error)
+            print(print_exception(error), end="", file=sys.stderr)
         (say if watch is None else watch.say)(verdict)
     else:
         time.sleep(PATIENCE_SECONDS)  # torchrun would stop the one that speaks, if another left first
@@ -83,7 +83,7 @@ def say(verdict: Verdict) -> None:
             Path(file).write_text(json.dumps(verdict.to_dict()), encoding="utf-8")
             return
     with contextlib.suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"parallax: {verdict.text}\n".encode())
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"parallax: {printable(verdict.text)}\n".encode())
 
 
 def read_words(words: Path) -> Verdict | None:
