@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from parallax.swap.forks import mind_forks
 from parallax.swap.slots import Slot, SlotMap
 from parallax.swap.store import Pending, Store
 
@@ -18,6 +19,11 @@ class LazyStore:
         self.tier, self.slots, self.waste_bytes = tier, SlotMap(0, "the unopened tier"), 0
         self._open: Callable[[], Store] | None = open_store
         self._store: Store | None = None
+        self.forked()
+        mind_forks(self)
+
+    def forked(self) -> None:
+        """Another thread may have held the lock."""
         self._lock = threading.Lock()
 
     def write(self, data: Tensor) -> tuple[Slot, Pending]:

@@ -33,8 +33,9 @@ from torch import Tensor
 
 from parallax.errors import BudgetExceeded, SwapError
 from parallax.host import relieve_memory
+from parallax.swap.forks import mind_forks
 from parallax.swap.policy import Policy, Preferences
-from parallax.swap.records import Batch, Entry, Record, State
+from parallax.swap.records import Batch, Claim, Entry, Record, State
 from parallax.swap.statistics import Ledger, SwapStatistics
 from parallax.swap.store import Store
 from parallax.swap.verify import NoChecks, SumChecks
@@ -54,11 +55,12 @@ class SwapManager:
         self._store, self._ledger = store, Ledger(store, limit_bytes)
         self._policy, self._preferences = policy, Preferences(policy)
         self._checks = SumChecks() if verify else NoChecks()
-        self._lock = threading.RLock()
+        self.forked()
+        mind_forks(self)
         self._closed = False
         self._clock = 0
         self._writing: deque[Record] = deque()
-        self._unclaimed: deque[Record] = deque()  # filled without the lock, by claims that end
+        self._unclaimed: deque[Claim] = deque()  # filled without the lock, by claims that end
         self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
         self._lingering: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # given up while in use
         self._kept: _Book = OrderedDict()  # until room is needed, oldest first
@@ -69,14 +71,23 @@ class SwapManager:
         self._used: _Book = OrderedDict()  # loaded and used, the longest ago first
         self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
         self._returning: list[Batch] = []  # on their way back, in the order of need
+        self._records: dict[int, Record] = {}  # those that are alive, by their clocks
         self._known: dict[int, Record] = {}
         self._leaving = 0  # bytes that are being written and not wanted again
-        self.saved = 0  # records that are alive
+
+    def forked(self) -> None:
+        """Another thread may have held the lock."""
+        self._lock = threading.RLock()
 
     @property
     def stall_seconds(self) -> float:
         """How long anyone has waited for transfers since the manager was made."""
         return self._ledger.stall_seconds
+
+    @property
+    def saved(self) -> int:
+        """How many storages of living graphs it knows."""
+        return len(self._records)
 
     @property
     def resident_bytes(self) -> int:
@@ -124,7 +135,7 @@ class SwapManager:
             record = Record(tensor, batch, self._clock)
             entry = Entry(record, self._unclaimed)
             self._ledger.resize(record.size)
-            self.saved += 1
+            self._records[record.clock] = record
             self._checks.saved(record)
             batch.enter(record)
             if operation is None:
@@ -441,7 +452,7 @@ class SwapManager:
     def _reap(self) -> None:
         """Account for what ended since the last call: claims, transfers, uses."""
         while self._unclaimed:
-            record = self._unclaimed.popleft()
+            record = self._records.pop(self._unclaimed.popleft().clock)
             self._forget(record)
             self._ending.append(record)
         for _ in range(len(self._ending)):
@@ -497,7 +508,6 @@ class SwapManager:
 
     def _forget(self, record: Record) -> None:
         self._decide(record, record.undecided)
-        self.saved -= 1
         self._stop_leaving(record)
         for book in (self._fresh, self._kept, self._preferred, self._early, self._used):
             book.pop(record, None)

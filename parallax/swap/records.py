@@ -30,7 +30,7 @@ class Batch:
     def __init__(self, micro: int) -> None:
         self.micro = micro
         self.saved = self.passed = 0  # records so far; places in the order of need that are behind us
-        self.claims: dict[int, weakref.ref[Entry]] = {}  # ordinal → claim, of records that are alive
+        self.claims: dict[int, Claim] = {}  # ordinal → claim, of records that are alive
         self.waiting: deque[Record] = deque()  # in the store, in the order of need
         self.uses: dict[int, tuple[int, int]] = {}  # ordinal → size, and records saved before the first use
         self.begun = False
@@ -70,7 +70,7 @@ class Record:
         self.differentiable = tensor.requires_grad
         self.undecided = "kept"  # why it stays, until it leaves, is used or dies
         self.sum: Tensor | None = None
-        self.claim: weakref.ref[Entry]
+        self.claim: Claim
 
     def leave(self) -> None:
         """Let go of the device's copy."""
@@ -79,14 +79,20 @@ class Record:
 
 
 class Entry:
-    """A claim on a record. Made by ``SwapManager.add``; whoever holds it keeps its bytes recoverable."""
+    """A claim on a record. Made by ``SwapManager.add``; whoever holds it keeps its bytes recoverable. When it ends,
+    ``unclaimed`` gets its claim, wherever that is, perhaps inside the manager. No Python runs there: an interrupt from
+    the keyboard that arrives in a ``__del__`` is lost."""
 
-    __slots__ = ("__weakref__", "_unclaimed", "record")
+    __slots__ = ("__weakref__", "record")
 
-    def __init__(self, record: Record, unclaimed: deque[Record]) -> None:
-        self.record, self._unclaimed = record, unclaimed
-        record.claim = weakref.ref(self)
+    def __init__(self, record: Record, unclaimed: deque[Claim]) -> None:
+        self.record = record
+        record.claim = Claim(self, unclaimed.append)
+        record.claim.clock = record.clock
 
-    def __del__(self) -> None:
-        # Runs wherever the last reference ends, perhaps inside the manager: only leave word there.
-        self._unclaimed.append(self.record)
+
+class Claim(weakref.ref[Entry]):
+    """Finds an entry for as long as it lives, and knows its record by the clock, since the record holds it."""
+
+    __slots__ = ("clock",)
+    clock: int

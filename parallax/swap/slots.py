@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallax.errors import SwapError
+from parallax.swap.forks import mind_forks
 from parallax.units import format_bytes
 
 _ALIGNMENT = 4096
@@ -49,6 +50,11 @@ class SlotMap:
         self._gaps: dict[int, int] = {}  # offset → bytes; no two are neighbours, none ends the line
         self._ends: dict[int, int] = {}  # where a gap ends → its offset
         self._sorted: list[tuple[int, int]] = []  # (bytes, offset) of each gap
+        self.forked()
+        mind_forks(self)
+
+    def forked(self) -> None:
+        """Another thread may have held the lock."""
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Slot:

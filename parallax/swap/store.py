@@ -16,6 +16,7 @@ from torch import Tensor
 from parallax.device import CopyEngine, Event, no_delay
 from parallax.errors import SwapError
 from parallax.swap.files import private_file
+from parallax.swap.forks import generation, mind_forks
 from parallax.swap.remedies import ENGINE, Remedies
 from parallax.swap.slots import Slot, SlotMap
 from parallax.units import format_bytes
@@ -122,32 +123,48 @@ class HostStore:
             at += size
 
 
+class _AtOnce:
+    """Works on the thread that asks."""
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """It is done when this returns."""
+        future: Future[None] = Future()
+        work()
+        future.set_result(None)
+        return future
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
+        """Nothing runs."""
+
+
 class _FilePending:
     """File work on a worker thread, device copies included. Work that ended, failed or was cancelled is let go of
-    at once: it holds the tensor. So of an error only the words stay, since its traceback holds the frames."""
+    at once: it holds the tensor. So of an error only the words stay, since its traceback holds the frames. A forked
+    child, which has no such threads, does itself what was not done when it began."""
 
-    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+    def __init__(self, pool: ThreadPoolExecutor | _AtOnce, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._failure = ""
         self._seconds = 0.0
+        self._generation = generation()
         self._future: Future[None] = pool.submit(self._run)
 
     def done(self) -> bool:
-        if not self._future.done():
+        if not self._here().done():
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
         try:
-            self._future.result()
+            self._here().result()
         except CancelledError:
             raise SwapError("the swap tier was closed while this transfer waited") from None
         if self._failure:
             raise SwapError(self._failure)
 
     def cancel(self) -> bool:
-        if not self._future.cancel():
+        if self._generation != generation() or not self._future.cancel():
             return False
         self._work = None
         return True
@@ -155,8 +172,14 @@ class _FilePending:
     def seconds(self) -> float:
         return self._seconds
 
+    def _here(self) -> Future[None]:
+        if self._generation != generation():
+            self._generation = generation()
+            self._future = _AtOnce().submit(self._run if self._work is not None else lambda: None)
+        return self._future
+
     def _run(self) -> None:
-        work, self._work = self._work, None
+        work = self._work
         assert work is not None
         start = time.perf_counter()
         try:
@@ -165,6 +188,7 @@ class _FilePending:
             self._failure = str(error)
         except BaseException:
             self._failure = f"a transfer of swapped data failed:\n{traceback.format_exc()}"
+        self._work = None
         self._seconds = time.perf_counter() - start
 
 
@@ -193,13 +217,22 @@ class DiskStore:
         self._remedies = remedies
         self._copies, self._delay = copies, delay
         self.directory = directory
-        self._file = private_file(directory, remedies)
+        self._file: int | None = private_file(directory, remedies)
         self._bounce = copies.bounce(2 * threads, _REQUEST)
         self.waste_bytes = self._bounce.waste_bytes
-        self._writers = ThreadPoolExecutor(threads, "parallax-swap-write", initializer=copies.adopt)
-        self._readers = ThreadPoolExecutor(threads, "parallax-swap-read", initializer=copies.adopt)
-        self._sums: dict[Slot, int] = {}
+        self._writers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-write", copies)
+        self._readers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-read", copies)
+        self._written: dict[Slot, tuple[int, int]] = {}  # the file that holds it, and the sum
+        self._inherited: list[int] = []
         self._closed = False
+        mind_forks(self)
+
+    def forked(self) -> None:
+        """Read what the parent wrote before, for as long as it leaves that as it is, and write to a file of one's own,
+        both without threads: a child may only load data, or do no more than leave."""
+        if self._file is not None:
+            self._inherited.append(self._file)
+        self._file, self._writers, self._readers = None, _AtOnce(), _AtOnce()
 
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
         """Queue a write."""
@@ -213,7 +246,7 @@ class DiskStore:
 
     def free(self, slot: Slot) -> None:
         """The caller has waited for the transfers of this place."""
-        self._sums.pop(slot, None)
+        self._written.pop(slot, None)
         self.slots.give(slot)
 
     def close(self) -> None:
@@ -224,29 +257,37 @@ class DiskStore:
         for pool in (self._writers, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
         self._bounce.close()
-        os.close(self._file)
+        for file in [self._file, *self._inherited]:
+            if file is not None:
+                os.close(file)
 
     def _save(self, slot: Slot, data: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
-        total = at = 0
+        total, at, file = 0, 0, self._own_file()
         for piece in self._bounce.down(data, ready):
             total += _sum(piece)
-            self._each(slot, at, piece, lambda view, at: os.pwrite(self._file, view, at), "write")
+            self._each(slot, at, piece, lambda view, at: os.pwrite(file, view, at), "write")
             at += piece.numel()
-        self._sums[slot] = total
+        self._written[slot] = file, total
 
     def _fill(self, slot: Slot, target: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
         total = at = 0
+        file, expected = self._written.get(slot) or (self._own_file(), None)
         for piece in self._bounce.up(target, ready):
-            self._each(slot, at, piece, lambda view, at: os.preadv(self._file, [view], at), "read")
+            self._each(slot, at, piece, lambda view, at: os.preadv(file, [view], at), "read")
             total += _sum(piece)
             at += piece.numel()
-        if total != self._sums.get(slot):
+        if total != expected:
             raise SwapError(
                 f"{format_bytes(slot.size)} at byte {slot.offset} of the swap file in {self.directory} are not what "
                 f"was written: check the disk, or {self._remedies.directory} to another"
             )
+
+    def _own_file(self) -> int:
+        if self._file is None:
+            self._file = private_file(self.directory, self._remedies)
+        return self._file
 
     def _each(self, slot: Slot, at: int, piece: Tensor, call: Callable[[memoryview, int], int], verb: str) -> None:
         view = memoryview(_array(piece))  # type: ignore[arg-type]
@@ -265,6 +306,10 @@ class DiskStore:
                 missing = format_bytes(slot.size - at - done)
                 raise SwapError(f"swap file in {self.directory} ends {missing} too early; something else truncated it")
             done += count
+
+
+def _pool(threads: int, name: str, copies: CopyEngine) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, name, initializer=copies.adopt)
 
 
 class _Bytes:
