@@ -157,6 +157,7 @@ class CheckpointReader:
                 )
             self.step, self.state, self.scale = int(index["step"]), dict(index["state"]), dict(index.get("scale", {}))
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
+            self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
             files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
             self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
@@ -172,6 +173,14 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.directory} holds another model: missing {_listed(wanted - found)}, extra "
                 f"{_listed(found - wanted)}; fingerprint {printable(self._fingerprint)} where {fingerprint} is due"
+            )
+
+    def check_optimizer(self, name: str) -> None:
+        """Refuse states of another optimizer: those of one mean something else to the other."""
+        if self._trained_by not in ("", name):
+            raise CheckpointError(
+                f"{self.directory} was trained by {printable(self._trained_by)}, and its states are no good to {name}: "
+                f"use optimizer={printable(self._trained_by)}, or start a new run"
             )
 
     def read(self, name: str) -> Tensor:

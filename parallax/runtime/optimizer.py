@@ -247,6 +247,11 @@ class StageOptimizer:
         if self._streamed is not None:
             self._streamed.zero_gradients()
 
+    @property
+    def name(self) -> str:
+        """Which optimizer the states are of."""
+        return self._config.name
+
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """``parameter`` has been set; what is known of it is ``states``."""
         if self._host is not None and parameter in self._below:

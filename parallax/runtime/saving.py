@@ -44,6 +44,7 @@ class Saving:
                 "step": step,
                 "fingerprint": self._chain.fingerprint(),
                 "plan": self._plan.hash(),
+                "trained_by": self._optimizer.name,
                 "checksums": checksums,
                 "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
                 **told,
@@ -63,6 +64,7 @@ class Saving:
         def check() -> checkpoint.CheckpointReader:
             reader = checkpoint.CheckpointReader(directory)
             reader.check_names(parameter_names(self._chain, range(len(self._chain.blocks))), self._chain.fingerprint())
+            reader.check_optimizer(self._optimizer.name)
             reader.check(names)
             return reader
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from parallax.errors import CheckpointError
 from parallax.monitor import LoggerConfig
 from parallax.runtime.checkpoint import begin, checkpoint_name, list_checkpoints, partial_folder, remove_partial
+from parallax.runtime.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig, train
 from tests.distributed.pool import ROOT, Pool
 from tests.distributed.test_engine import Case, Outcome, compare, gpt, half_frozen, make_batch, same, with_unused
@@ -292,6 +294,13 @@ def test_wrong_model(pool: Pool, tmp_path: Path) -> None:
         assert not changed
     ((message, _, _),) = pool.run(loading, 1, Case(gpt(hidden=16), sizes=(8,)).under((1,)), path)
     assert "missing nothing, extra nothing; fingerprint" in message
+
+
+def test_another_optimizer(pool: Pool, tmp_path: Path) -> None:
+    path, lion = saved(pool, tmp_path), replace(CASE, optimizer=OptimizerConfig(name="lion"))
+    for message, changed, _ in pool.run(loading, 2, lion.under((1, 1)), path):
+        assert "was trained by adamw, and its states are no good to lion: use optimizer=adamw" in message
+        assert not changed
 
 
 class _Bomb:
