@@ -12,9 +12,10 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from parallax.model.private import is_wrapped
+
 _CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 NOT_PLAIN = "not plain strided memory"
 # Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
 # are such): one of them may change while a copy of the others, and so of it, is already under way.

@@ -10,9 +10,9 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
 from parallax.host import LOOK_BYTES, relieve_memory
+from parallax.model.private import operation_number
 from parallax.model.saved import NOT_PLAIN, Selector
 from parallax.swap.manager import SwapManager
 from parallax.swap.records import Entry
@@ -72,7 +72,7 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
             if reason is not None:
                 manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
                 return _Kept(tensor)
-            return _Moved(tensor, manager.add(tensor, micro, operation=_get_sequence_nr()), manager)
+            return _Moved(tensor, manager.add(tensor, micro, operation=operation_number()), manager)
 
         super().__init__(pack, _unpack)
         self._manager = manager

@@ -26,22 +26,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 
 import torch
 from torch import Tensor
 
 from parallax.errors import BudgetExceeded, SwapError
 from parallax.host import relieve_memory
+from parallax.swap.books import Book, Books, Lingering
 from parallax.swap.forks import mind_forks
 from parallax.swap.policy import Policy, Preferences
 from parallax.swap.records import Batch, Claim, Entry, Record, State
 from parallax.swap.statistics import Ledger, SwapStatistics
 from parallax.swap.store import Store
+from parallax.swap.transfers import Transfers
 from parallax.swap.verify import NoChecks, SumChecks
 from parallax.units import format_bytes
 
-_Book = OrderedDict[Record, None]  # of a dict, to find the first costs as much as was deleted before it
 _DEFAULT_POLICY = Policy()
 _LEAD = 8  # once room is needed, this part of the limit leaves ahead of need, beside the computing
 
@@ -55,6 +56,7 @@ class SwapManager:
         self._store, self._ledger = store, Ledger(store, limit_bytes)
         self._policy, self._preferences = policy, Preferences(policy)
         self._checks = SumChecks() if verify else NoChecks()
+        self._transfers = Transfers(store, self._ledger, self._checks)
         self.forked()
         mind_forks(self)
         self._closed = False
@@ -62,18 +64,12 @@ class SwapManager:
         self._writing: deque[Record] = deque()
         self._unclaimed: deque[Claim] = deque()  # filled without the lock, by claims that end
         self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
-        self._lingering: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # given up while in use
-        self._kept: _Book = OrderedDict()  # until room is needed, oldest first
-        self._preferred: _Book = OrderedDict()  # by the policy, while there is room, oldest first
-        self._fresh: _Book = OrderedDict()  # saved by an operator that may still run
+        self._lingering, self._books = Lingering(), Books()
         self._operation: int | None = None  # that operator's place among those of its thread
-        self._early: _Book = OrderedDict()  # to be used next and not used yet, in the order of need
-        self._used: _Book = OrderedDict()  # loaded and used, the longest ago first
         self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
         self._returning: list[Batch] = []  # on their way back, in the order of need
         self._records: dict[int, Record] = {}  # those that are alive, by their clocks
         self._known: dict[int, Record] = {}
-        self._leaving = 0  # bytes that are being written and not wanted again
 
     def forked(self) -> None:
         """Another thread may have held the lock."""
@@ -116,15 +112,15 @@ class SwapManager:
             known = self._known.get(storage.data_ptr())
             if known is not None and known.origin() is not storage:
                 known = None
-            again = known in self._fresh
+            again = known in self._books.fresh
             if known is not None and again:
-                del self._fresh[known]
+                del self._books.fresh[known]
             if operation is None or operation != self._operation:
                 self._settle()
                 self._operation = operation
             if known is not None:
                 if again:
-                    self._fresh[known] = None
+                    self._books.fresh[known] = None
                 claim = known.claim()
                 if claim is not None and known.version == tensor._version:
                     self._ledger.decide("shares memory with another", 0)
@@ -141,7 +137,7 @@ class SwapManager:
             if operation is None:
                 self._place(record)
             else:
-                self._fresh[record] = None
+                self._books.fresh[record] = None
             self._known[record.address] = record
             relieve_memory(record.size)
             return entry
@@ -149,7 +145,7 @@ class SwapManager:
     def settle(self) -> None:
         """No operator runs that saved anything: what it saved may leave."""
         with self._lock:
-            if self._fresh and not self._closed:
+            if self._books.fresh and not self._closed:
                 self._settle()
 
     def fetch(self, micro: int) -> None:
@@ -172,12 +168,12 @@ class SwapManager:
             elif record.state is State.STORED:
                 self._check_open()
                 self._make_room(record.size, record.batch.micro)
-                self._read(record)
+                self._transfers.read(record)
             if record.state is State.LOADED:
-                self._arrive(record)
-                self._early.pop(record, None)
-                self._used.pop(record, None)
-                self._used[record] = None
+                self._transfers.arrive(record)
+                self._books.early.pop(record, None)
+                self._books.used.pop(record, None)
+                self._books.used[record] = None
             self._use(record)
             assert record.storage is not None
             storage = record.storage
@@ -220,57 +216,35 @@ class SwapManager:
 
     def _settle(self) -> None:
         """Decide about what was fresh. Where a write fails, the rest stays fresh for the next who asks."""
-        while self._fresh:
-            record = next(iter(self._fresh))
+        while self._books.fresh:
+            record = next(iter(self._books.fresh))
             self._place(record)
-            del self._fresh[record]
+            del self._books.fresh[record]
 
     def _place(self, record: Record) -> None:
         """Decide about a new record."""
         if self._preferences.stays(record):
-            self._preferred[record], record.undecided = None, "kept by policy"
+            self._books.preferred[record], record.undecided = None, "kept by policy"
         elif not self._policy.eager:
-            self._kept[record], record.undecided = None, "kept while there was room"
+            self._books.kept[record], record.undecided = None, "kept while there was room"
         else:
             self._write(record)
 
     def _write(self, record: Record) -> None:
-        assert record.storage is not None
-        flat = torch.empty(0, dtype=torch.uint8, device=record.device).set_(record.storage)
-        record.slot, record.transfer = self._store.write(flat)
-        record.state, record.wanted = State.QUEUED, False
+        self._transfers.write(record)
         self._writing.append(record)
-        self._leaving += 0 if record.leaving else record.size
-        record.leaving = True
+        self._books.leave(record)
         self._decide(record, "moved")
         self._ledger.sample()
 
     def _spare(self, record: Record) -> None:
         """Keep what is needed again before its write began; what is being written stays as well."""
         if record.state is State.QUEUED:
-            assert record.transfer is not None
             record.wanted = True
-            self._stop_leaving(record)
-            if not record.transfer.cancel():
+            self._books.stop_leaving(record)
+            if not self._transfers.take_back(record):
                 return
-            assert record.slot is not None
-            self._store.free(record.slot)
-            record.slot = record.transfer = None
-            self._ledger.cancelled(record.size)
-        self._stay(record)
-
-    def _stop_leaving(self, record: Record) -> None:
-        """It makes no room any more, or did."""
-        if record.leaving:
-            record.leaving = False
-            self._leaving -= record.size
-
-    def _stay(self, record: Record) -> None:
-        """It is on the device, and will be used soon or was used already."""
-        for book in (self._fresh, self._kept, self._preferred):
-            book.pop(record, None)
-        record.state, record.transfer = State.LOADED, None
-        (self._used if record.used else self._early)[record] = None
+        self._books.stay(record)
 
     def _decide(self, record: Record, reason: str) -> None:
         """Count a record of which it is known now what became of it."""
@@ -302,21 +276,6 @@ class SwapManager:
             relieve_memory(coming=self._ledger.limit - self._ledger.resident)  # what comes back fills the room
             self._returning.append(batch)
 
-    def _read(self, record: Record) -> None:
-        assert record.slot is not None
-        flat = torch.empty(record.size, dtype=torch.uint8, device=record.device)
-        self._checks.reading(flat)
-        record.transfer = self._store.read(record.slot, flat)
-        record.storage, record.state, record.returned = flat.untyped_storage(), State.LOADED, True
-        self._ledger.resize(record.size)
-
-    def _arrive(self, record: Record) -> None:
-        """Wait for a read."""
-        if record.transfer is not None:
-            self._ledger.stall(record.transfer, record.batch.micro)
-            self._count(record)
-            record.transfer = None
-
     def _pump(self) -> None:
         """Begin the next reads that fit."""
         for batch in [*self._returning]:
@@ -336,13 +295,13 @@ class SwapManager:
             if alive and record.state is State.STORED:
                 if not self._preferences.due(record):
                     return True
-                needed = self._preferences.group_bytes(record) if self._early else record.size
+                needed = self._preferences.group_bytes(record) if self._books.early else record.size
                 if self._ledger.resident + needed > self._ledger.limit:
                     with contextlib.suppress(SwapError):  # a full tier: what was kept stays
                         self._let_go(needed)
                     return False
-                self._read(record)
-                self._early[record] = None
+                self._transfers.read(record)
+                self._books.early[record] = None
             batch.waiting.popleft()
         return True
 
@@ -350,15 +309,15 @@ class SwapManager:
         """Return when ``size`` more bytes fit; the order of the remedies is the module's promise."""
         while self._ledger.resident + size > self._ledger.limit:
             if self._ending:
-                self._end(self._ending[0], micro)
+                self._transfers.end(self._ending[0], micro)
                 self._reap()
                 continue
             self._let_go(size)
             writing = next((r for r in self._writing if r.state is State.QUEUED), None)
             if writing is not None and writing.transfer is not None:
                 self._ledger.stall(writing.transfer, micro)
-            elif self._preferred:
-                self._leave_oldest(self._preferred)
+            elif self._books.preferred:
+                self._leave_oldest(self._books.preferred)
             elif not (
                 self._leave_fresh(silent=False)
                 or self._drop_early()
@@ -377,15 +336,15 @@ class SwapManager:
         """Let the oldest of what was kept leave, until ``size`` more bytes will fit and some beyond, so that the next
         who needs room does not wait for a write from its beginning."""
         missing = self._ledger.resident + size - self._ledger.limit
-        while self._kept and self._leaving < missing + self._ledger.limit // _LEAD:
+        while self._books.kept and self._books.leaving < missing + self._ledger.limit // _LEAD:
             try:
-                self._leave_oldest(self._kept)
+                self._leave_oldest(self._books.kept)
             except SwapError:
-                if self._leaving < missing:
+                if self._books.leaving < missing:
                     raise
                 return  # the tier is full, but the lead is no more than a wish
 
-    def _leave_oldest(self, book: _Book) -> None:
+    def _leave_oldest(self, book: Book) -> None:
         record = next(iter(book))
         self._write(record)
         del book[record]
@@ -393,26 +352,18 @@ class SwapManager:
     def _leave_fresh(self, *, silent: bool) -> bool:
         """Let something leave that the running operator has saved. ``silent``: what the operator may yet write into
         without a word; another change counts as one, and autograd refuses it."""
-        record = next((record for record in self._fresh if silent or record.differentiable), None)
+        record = next((record for record in self._books.fresh if silent or record.differentiable), None)
         if record is None:
             return False
         self._write(record)
-        del self._fresh[record]
+        del self._books.fresh[record]
         return True
-
-    def _end(self, record: Record, micro: int) -> None:
-        """Wait for the transfer of a record that nobody needs any more; whether it failed does not matter."""
-        if record.transfer is not None:
-            with contextlib.suppress(SwapError):
-                self._ledger.stall(record.transfer, micro)
-                self._count(record)
-            record.transfer = None
 
     def _drop_early(self) -> bool:
         """Give up the record that is needed last of those brought back or spared, and not used yet."""
-        if not self._early:
+        if not self._books.early:
             return False
-        record, _ = self._early.popitem()
+        record, _ = self._books.early.popitem()
         record.batch.waiting.appendleft(record)
         if record.batch not in self._returning:
             self._returning.insert(0, record.batch)
@@ -421,15 +372,15 @@ class SwapManager:
             return True
         if record.transfer is not None and record.transfer.cancel():
             record.transfer = None
-        self._arrive(record)
+        self._transfers.arrive(record)
         self._release(record)
         return True
 
     def _drop_used(self) -> bool:
         """Give up what was used longest ago. Bytes that someone still works on count until they let go."""
-        while self._used:
-            record = next(iter(self._used))
-            del self._used[record]
+        while self._books.used:
+            record = next(iter(self._books.used))
+            del self._books.used[record]
             if record.slot is None:
                 self._write(record)
                 return True
@@ -439,12 +390,12 @@ class SwapManager:
 
     def _release(self, record: Record) -> bool:
         """Let go of the device's copy; whether that made room."""
-        self._stop_leaving(record)
+        self._books.stop_leaving(record)
         assert record.storage is not None
         watch = weakref.ref(record.storage)
         record.leave()
         if record.used and watch() is not None:
-            self._lingering.append((watch, record.size))
+            self._lingering.add(watch, record.size)
             return False
         self._ledger.resize(-record.size)
         return True
@@ -457,60 +408,32 @@ class SwapManager:
             self._ending.append(record)
         for _ in range(len(self._ending)):
             record = self._ending.popleft()
-            if not self._ended(record):
+            if not self._transfers.ended(record):
                 self._ending.append(record)
                 continue
-            if record.slot is not None:
-                self._store.free(record.slot)
-                record.slot = None
+            self._transfers.free(record)
             if record.storage is not None:
                 record.leave()
                 self._ledger.resize(-record.size)
-        if self._lingering:
-            still = [(watch, size) for watch, size in self._lingering if watch() is not None]
-            self._ledger.resize(sum(size for _, size in still) - sum(size for _, size in self._lingering))
-            self._lingering = still
+        if gone := self._lingering.gone():
+            self._ledger.resize(-gone)
         while self._writing:
             record = self._writing[0]
             if record.state is State.QUEUED and record.claim() is not None:
                 assert record.transfer is not None
                 if not record.transfer.done():
                     break
-                self._count(record)
+                self._transfers.count(record)
                 if record.wanted:
-                    self._stay(record)
+                    self._books.stay(record)
                 else:
                     self._release(record)
             self._writing.popleft()
         self._ledger.measure()
 
-    def _ended(self, record: Record) -> bool:
-        """Whether no transfer touches the bytes of an unclaimed record any more."""
-        if record.transfer is None:
-            return True
-        if record.transfer.cancel():
-            if record.state is State.QUEUED:
-                self._ledger.cancelled(record.size)
-            return True
-        try:
-            if not record.transfer.done():
-                return False
-        except SwapError:
-            return True  # nobody needs them: the next write that is needed will say what is wrong
-        self._count(record)
-        return True
-
-    def _count(self, record: Record) -> None:
-        """A transfer has ended, or is waited for by the device's stream."""
-        assert record.transfer is not None
-        out = record.state is State.QUEUED
-        self._ledger.count(record.transfer, record.size, record.batch.micro, out=out)
-
     def _forget(self, record: Record) -> None:
         self._decide(record, record.undecided)
-        self._stop_leaving(record)
-        for book in (self._fresh, self._kept, self._preferred, self._early, self._used):
-            book.pop(record, None)
+        self._books.drop(record)
         batch = record.batch
         batch.claims.pop(record.ordinal, None)
         if not batch.claims:

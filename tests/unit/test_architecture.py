@@ -20,6 +20,7 @@ LONGEST_FILE_LINES = 450
 PRIVATE = {
     "device.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does",
     "model/count.py": "fake tensors and dispatch modes are documented, but only under private names",
+    "model/private.py": "whether functorch wraps a tensor, and which operator saves one, have no public names",
     "train/debug.py": "torch.cuda.memory: the history of allocations has no public name, and without it a snapshot is "
     "of little use",
     "runtime/reducer.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward",

@@ -23,6 +23,7 @@ from parallax.swap.policy import Policy
 from parallax.swap.records import Entry, Record
 from parallax.swap.statistics import Ledger
 from parallax.swap.store import DiskStore, Pending
+from parallax.swap.transfers import Transfers
 from parallax.swap.verify import Delays, checksum
 from tests.unit.swap_fakes import KINDS, MIB, LateCopies, LateEvent, settle, storing
 
@@ -113,7 +114,7 @@ def churn(manager: SwapManager, seed: int) -> None:
         manager.load(held.pop())
 
 
-def no_arrival(self: SwapManager, record: Record) -> None:
+def no_arrival(self: Transfers, record: Record) -> None:
     record.transfer = None
 
 
@@ -124,11 +125,11 @@ def no_end_of_write(self: SwapManager) -> None:
     REAP(self)
 
 
-def no_end_of_the_dead(self: SwapManager, record: Record) -> bool:
+def no_end_of_the_dead(self: Transfers, record: Record) -> bool:
     return True
 
 
-def no_wait_for_the_dead(self: SwapManager, record: Record, micro: int) -> None:
+def no_wait_for_the_dead(self: Transfers, record: Record, micro: int) -> None:
     record.transfer = None
 
 
@@ -154,18 +155,18 @@ def no_stall(self: Ledger, transfer: Pending, micro: int) -> None:
 
 REAP = SwapManager._reap
 WAITS: list[tuple[str, str, type, str, Any]] = [
-    ("the arrival of a read", "disk", SwapManager, "_arrive", no_arrival),
-    ("the arrival of a read", "late disk", SwapManager, "_arrive", no_arrival),
-    ("the arrival of a read", "late host", SwapManager, "_arrive", no_arrival),
+    ("the arrival of a read", "disk", Transfers, "arrive", no_arrival),
+    ("the arrival of a read", "late disk", Transfers, "arrive", no_arrival),
+    ("the arrival of a read", "late host", Transfers, "arrive", no_arrival),
     ("a copy up, before it is used", "late host", LateEvent, "wait_stream", lambda self: None),
     ("the end of a write, before its bytes go", "disk", SwapManager, "_reap", no_end_of_write),
     ("the end of a write, before its bytes go", "late disk", SwapManager, "_reap", no_end_of_write),
     ("the end of a write, before its bytes go", "late host", SwapManager, "_reap", no_end_of_write),
-    ("the end of a dead write, before its place is reused", "disk", SwapManager, "_ended", no_end_of_the_dead),
-    ("the end of a dead write, before its place is reused", "late disk", SwapManager, "_ended", no_end_of_the_dead),
-    ("the end of a dead write, before its place is reused", "late host", SwapManager, "_ended", no_end_of_the_dead),
-    ("a dead write, when room is needed", "disk", SwapManager, "_end", no_wait_for_the_dead),
-    ("a dead write, when room is needed", "late host", SwapManager, "_end", no_wait_for_the_dead),
+    ("the end of a dead write, before its place is reused", "disk", Transfers, "ended", no_end_of_the_dead),
+    ("the end of a dead write, before its place is reused", "late disk", Transfers, "ended", no_end_of_the_dead),
+    ("the end of a dead write, before its place is reused", "late host", Transfers, "ended", no_end_of_the_dead),
+    ("a dead write, when room is needed", "disk", Transfers, "end", no_wait_for_the_dead),
+    ("a dead write, when room is needed", "late host", Transfers, "end", no_wait_for_the_dead),
     ("a copy down, before the file is written", "late disk", BounceRing, "down", no_wait_before_the_file),
     ("a copy up, before the buffer is filled again", "late disk", BounceRing, "up", no_wait_before_the_next_piece),
     ("every wait of the training thread", "disk", Ledger, "stall", no_stall),
@@ -224,9 +225,9 @@ def test_a_read_into_a_block_that_was_given_up_is_a_stray(scratch: Path, monkeyp
 
 
 def give_up_without_waiting(self: SwapManager) -> bool:
-    if not self._early:
+    if not self._books.early:
         return False
-    record, _ = self._early.popitem()
+    record, _ = self._books.early.popitem()
     record.transfer = None
     self._release(record)
     return True
