@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from parallax.config import compose
+from parallax.config import RunConfig, compose
 from parallax.errors import ParallaxError
 from parallax.job import profile_run
 from parallax.plan.catalog import CatalogClusterConfig
@@ -95,12 +95,16 @@ class Question:
     def of(cls, name: str) -> Question:
         """The question of that name."""
         size, rest = QUESTIONS[name]
-        config = compose(["model=transformer", *_SIZES[size].split(), *rest.split()])
+        return cls.composed(name, compose(["model=transformer", *_SIZES[size].split(), *rest.split()]))
+
+    @classmethod
+    def composed(cls, name: str, config: RunConfig) -> Question:
+        """The question that a configuration asks of a catalog cluster."""
         assert isinstance(config.cluster, CatalogClusterConfig)
         profile = stepped_by(profile_run(config, lambda text: None), config.optimizer)
         parameters = sum(block.parameters for block in profile.blocks)
         weight_bytes = round(sum(block.parameter_bytes for block in profile.blocks) / parameters)
-        cluster = config.cluster.build(dtype=config.precision.compute, weight_bytes=weight_bytes)
+        cluster = config.cluster.build(dtype=config.precision.compute, tier=config.swap.tier, weight_bytes=weight_bytes)
         return cls(name, profile, cluster, config.trainer.global_batch)
 
     def ask(self, cell: Cell | None = None) -> Plan:

@@ -1,14 +1,20 @@
 """What no even pipeline of a shape can do better than: seconds of a step, before and after it was looked at closely.
 
-By the formula of :mod:`parallax.plan.request` a step takes ``M · max t + ramp · (Σ t − max t)`` and what comes after
-the last micro-batch. Its parts cannot be less than these, whatever is cut where and whatever becomes of activations:
+A position p with t seconds per micro-batch begins when the first micro-batch has come through those before it, works
+``M · t``, waits for what comes back from those after it, and ends before the last gradient has gone back through those
+before it::
+
+    step >= Σ of all positions + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
+
+for every p, so for the slowest one, and for the one where that is most when all are as even as that allows. The parts
+cannot be less than these, whatever is cut where and whatever becomes of activations:
 
 * **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
   position has as many. Where a position was shown to need more to fit its memory, that.
-* **Σ t**: all blocks, for as many rows as the fullest rank has; and the messages of a micro-batch that passes through.
-* **M micro-batches, of which so many are in flight at most**: each is there for Σ t at least, so the step takes
+* **Σ**: all blocks, for as many rows as the fullest rank has; and the messages of a micro-batch that passes through.
+* **M micro-batches, of which so many are in flight at most**: each is there for Σ at least, so the step takes
   ``M / in flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
-* **ramp** of a zero-bubble schedule: only blocks that keep their activations can put their weight halves off. What all
+* **Weight halves** of a zero-bubble schedule: only blocks that keep their activations can put them off. What all
   positions together can keep is what their memory leaves beside parameters and what training adds to them.
 * **After the last micro-batch**: the update of the mean share of the parameters, by whichever way is fastest.
 """
@@ -29,18 +35,17 @@ from parallax.plan.profile import BlockCost
 from parallax.plan.request import ROUNDING, Request, Shape
 from parallax.plan.schedule import BUILT_IN, in_flight
 from parallax.plan.stages import block_kinds
-from parallax.plan.timeline import StageTimes, time_schedule
 
 _HALVES = {"zb-h1": 2, "zb-h2": 3}  # what of a ramp's seconds each second of a weight half that is put off saves
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """All blocks for so many rows on the fullest rank: their seconds forward and in all, those of the weight halves,
-    and the least seconds of so many blocks. ``common`` is the kind of block that takes most of them, there are
-    ``count`` of it."""
+    """All blocks for so many rows on the fullest rank: the largest share of forward in any, their seconds in all, those
+    of the weight halves, and the least seconds of so many blocks. ``common`` is the kind of block that takes most of
+    them, there are ``count`` of it."""
 
-    forward: float
+    forward_share: float
     seconds: float
     weight: float
     largest: float
@@ -65,43 +70,34 @@ class StepBound:
         self._update = lru_cache(maxsize=None)(self._find_update)
 
     def seconds(self, shape: Shape, least_cost: float = 0.0) -> float:
-        """No even pipeline of ``shape`` takes less, by the formula; ``least_cost`` is what is known of the slowest
-        position: seconds per micro-batch, its part of what comes after the last one included."""
-        replicas, micro_batches = self._replicas(shape), self.request.count(shape)
+        """No even pipeline of ``shape`` takes less; ``least_cost`` is what is known of the slowest position: seconds
+        per micro-batch, its part of what comes after the last one included."""
+        replicas, micro_batches, positions = self._replicas(shape), self.request.count(shape), shape.positions
         rows = self._rows(-(-shape.microbatch // replicas), shape.split)
-        update = self._update(shape.positions, replicas)
-        positions, least = shape.positions, -(-len(self.request.profile.blocks) // shape.positions)
+        update = self._update(positions, replicas)
+        least = -(-len(self.request.profile.blocks) // positions)
         slowest = max(rows.seconds / positions, rows.largest, float(rows.cheapest[least]))
         slowest = max(slowest + update / micro_batches, least_cost)
-        # slowest · M has the update in it
-        deferred = self._deferred(shape, rows, replicas)
         path = rows.seconds + self._messages(shape, rows)
-        rest = max(0.0, path - slowest)
-        halves = _HALVES.get(shape.schedule, 0)
-        ramp = max(0.0, rest / shape.interleave - halves * deferred * (positions - 1) / positions)
-        filled = micro_batches * slowest + ramp
-        if shape.split and halves:
-            share = deferred / rows.seconds if rows.seconds > 0 else 0.0
-            filled = max(filled, (1 - share) * ((micro_batches - 1) * slowest + rows.seconds))
-        queued = micro_batches / self._in_flight(shape) * (path - deferred) if shape.interleave == 1 else 0.0
-        return max(filled, queued + update, shape.bound[0]) * ROUNDING
+        if shape.interleave > 1:  # of stages that are cut evenly, the first of each position has its part of the way
+            rest = max(0.0, path - slowest) / shape.interleave
+            return float(max(micro_batches * slowest + rest * (1 - rows.forward_share), shape.bound[0]) * ROUNDING)
+        if shape.schedule not in BUILT_IN:
+            return float(max(micro_batches * slowest, shape.bound[0]) * ROUNDING)
+        deferred = self._deferred(shape, rows, replicas)
+        halves = _HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions
+        waits = self._waits(shape, rows)
+        filled = max(0.0, path - halves) + max(waits[0] * slowest, rows.seconds / sum(1 / w for w in waits))
+        queued = micro_batches / self._in_flight(shape) * (path - deferred)
+        return float(max(filled, micro_batches * slowest, queued + update, shape.bound[0]) * ROUNDING)
 
-    def timed(self, shape: Shape, least_cost: float = 0.0) -> float:
-        """As :meth:`seconds`, and not less than the timeline of a pipeline whose positions all take the mean: a step is
-        a convex function of their seconds."""
-        replicas, positions = self._replicas(shape), shape.positions
-        rows = self._rows(-(-shape.microbatch // replicas), shape.split)
-        weight = self._deferred(shape, rows, replicas)
-        stages = positions * shape.interleave
-        times = StageTimes(
-            forward=rows.forward / stages,
-            backward=(rows.seconds - rows.forward - weight) / stages,
-            weight=weight / stages,
-            send=self._messages(shape, rows) / max(1, 2 * (positions - 1)),
-        )
-        line = time_schedule(shape.schedule, [times] * stages, self.request.count(shape), interleave=shape.interleave)
-        ideal = line.step_seconds + self._update(positions, replicas)
-        return max(self.seconds(shape, least_cost), ideal * ROUNDING)
+    def _waits(self, shape: Shape, rows: _Rows) -> list[float]:
+        """For each position how many of its micro-batches' seconds a step has besides the way of one through all
+        positions: all but one, less the forwards that can run while the first is on its way through those above."""
+        micro_batches, positions = self.request.count(shape), shape.positions
+        ahead = {"gpipe": 0, "zb-h2": 2}.get(shape.schedule, 1)
+        hidden = [min(ahead * (positions - 1 - p), micro_batches - 1) for p in range(positions)]
+        return [max(micro_batches - 1 - count * rows.forward_share, 1e-9) for count in hidden]
 
     def _replicas(self, shape: Shape) -> int:
         """Of the position that has most."""
@@ -177,7 +173,7 @@ class StepBound:
         common = self._common()
         inner = [cost.output.at(rows) for cost in self._costs]
         return _Rows(
-            forward=float((counts * np.array([load.forward_seconds for load in loads])).sum()),
+            forward_share=max((load.forward_seconds / t for load, t in zip(loads, each) if t > 0), default=0.0),
             seconds=float(ordered.sum()),
             weight=float((counts * np.array([load.weight_seconds for load in loads])).sum()),
             largest=float(ordered[-1]),

@@ -133,10 +133,11 @@ class Lanes:
         link: Link,
         micro_batches: int,
         split: bool,
+        small: bool,
         stated: dict[Sizes, list[_States]],
     ) -> None:
         self._profile, self._device, self._rows, self._replicas = profile, device, rows, replicas
-        self._link, self._micro_batches, self._stated = link, micro_batches, stated
+        self._link, self._micro_batches, self._stated, self._small = link, micro_batches, stated, small
         self._allowed = [d for d in OFFERED if d in allowed]
         self._host_states = [b for b in host_states if replicas > 1 or not b.sharded] or list(host_states)
         costs, self._kinds = chain.costs, chain.kinds
@@ -185,8 +186,8 @@ class Lanes:
 
     def _fastest(self, parts: tuple[Part, ...]) -> Lane | None:
         """Of all shares of states below that let anything fit, the one that costs least, its step after the last
-        micro-batch included; of equal ones the first, which is the least. Replicas share states only where more
-        activations then stay: what is shared must be sent after each step."""
+        micro-batch included; of equal ones the first, which is the least. In small questions replicas share states
+        only where more activations then stay, as in the exact search."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for below, states, after in self._states(parts):
             tail = after / self._micro_batches
@@ -196,7 +197,7 @@ class Lanes:
             room = free / (1 + self._device.gap_share) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
             found = self._fill(sums, room, tier, states.streaming_seconds) if room > 0 and tier >= 0 else None
-            if found is None or (best is not None and below.sharded and found[0] >= best.seconds):
+            if found is None or (self._small and best is not None and below.sharded and found[0] >= best.seconds):
                 continue
             if best is None or found[0] + tail < best.cost:
                 best = Lane(found[0], found[0] + tail, below, found[1], found[2])

@@ -29,7 +29,7 @@ from parallax.plan.stages import copying_seconds, leaving_bytes
 from parallax.plan.timeline import StageTimes, Timeline, time_schedule
 from parallax.units import format_bytes
 
-MANY_MICRO_BATCHES = 8192  # up to which all are timed
+MANY_MICRO_BATCHES = 512  # up to which all are timed
 SETTLED_ROUNDS = 8  # rounds through all stages after which a round is like the one before
 SIMULATED_BLOCKS = 20_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
 

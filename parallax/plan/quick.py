@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from parallax.plan.cluster import Device
 from parallax.plan.collective import all_reduce_seconds
@@ -36,6 +37,13 @@ class _Place:
     lane: Lane
 
 
+class Way(NamedTuple):
+    """Directives that blocks may have, and whether replicas must (or must not) share states."""
+
+    allowed: tuple[Directive, ...]
+    sharded: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Solved:
     """The greedy answer for one shape; no position can cost less than ``least_cost`` seconds per micro-batch, the
@@ -57,18 +65,20 @@ class QuickSearch:
         self._flights: dict[tuple[str, int, int, int], list[int]] = {}
 
     def solve(
-        self, shape: Shape, most_seconds: float = math.inf, allowed: Sequence[Directive] | None = None
+        self,
+        shape: Shape,
+        most_seconds: float = math.inf,
+        allowed: Sequence[Directive] | None = None,
+        sharded: bool | None = None,
     ) -> Solved | None:
         """The pipeline with replicas as even as they can be whose slowest position is the fastest; None where nothing
-        fits, or every step would take ``most_seconds`` or more. Blocks have one of the ``allowed`` directives."""
+        fits, or every step would take ``most_seconds`` or more. Blocks have one of the ``allowed`` directives;
+        ``sharded`` says whether replicas share states (None: where that costs less)."""
         if shape.positions < self.request.least_positions:
             return None
         replicas = self._even(shape)
-        return (
-            self._solve(shape, replicas, most_seconds, tuple(allowed or self.request.allowed_in(shape)))
-            if replicas
-            else None
-        )
+        way = Way(tuple(allowed or self.request.allowed_in(shape)), sharded)
+        return self._solve(shape, replicas, most_seconds, way) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
         """Move devices to the slowest position, one after the other, for as long as the score falls."""
@@ -90,7 +100,7 @@ class QuickSearch:
             moved = list(replicas)
             moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
             if moved[slowest] <= shape.microbatch:
-                found = self._solve(shape, tuple(moved), candidate.score[1], tuple(self.request.allowed_in(shape)))
+                found = self._solve(shape, tuple(moved), candidate.score[1], self._any(shape))
                 if found is not None:
                     return found.candidate
         return None
@@ -132,10 +142,10 @@ class QuickSearch:
         if shape.interleave > 1:
             return self._holds_dealt(shape, replicas, memory)
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        allowed = tuple(self.request.allowed_in(shape))
+        way = self._any(shape)
         stop, length = len(self.request.profile.blocks), 1
         for position in reversed(range(shape.positions)):
-            lanes = self._lanes_of(shape, firsts[position], replicas[position], allowed)
+            lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
             device = self.request.device(firsts[position], firsts[position + 1])
             flight, budget = flights[position], max(memory, device.memory_bytes)
 
@@ -165,13 +175,11 @@ class QuickSearch:
         rows = -(-candidate.shape.microbatch // stage.replicas)
         return self.request.seconds(rows, stage.start, stage.stop)
 
-    def _solve(
-        self, shape: Shape, replicas: tuple[int, ...], most_seconds: float, allowed: tuple[Directive, ...]
-    ) -> Solved | None:
+    def _solve(self, shape: Shape, replicas: tuple[int, ...], most_seconds: float, way: Way) -> Solved | None:
         """The least slowest position with these replicas."""
         ceiling = most_seconds / self.request.count(shape)
         solve = self._deal if shape.interleave > 1 else self._cut
-        best = solve(shape, replicas, ceiling, allowed)
+        best = solve(shape, replicas, ceiling, way)
         if best is None:
             return None
         low, high = shape.bound[1] / (self.request.count(shape) + shape.positions), _slowest(best)
@@ -179,24 +187,22 @@ class QuickSearch:
             if high <= low * TOLERANCE:
                 break
             middle = (low + high) / 2
-            found = solve(shape, replicas, middle, allowed)
+            found = solve(shape, replicas, middle, way)
             if found is None:
                 low = middle
             else:
                 best, high = found, _slowest(found)
-        candidate = self._candidate(shape, replicas, best, allowed)
+        candidate = self._candidate(shape, replicas, best, way)
         return Solved(candidate, low) if candidate is not None else None
 
-    def _cut(
-        self, shape: Shape, replicas: tuple[int, ...], ceiling: float, allowed: tuple[Directive, ...]
-    ) -> list[_Place] | None:
+    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> list[_Place] | None:
         """Positions filled from the last, none of which costs more than ``ceiling`` seconds."""
         self.looks += shape.positions
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_Place] = []
         stop, length = len(self.request.profile.blocks), 1
         for position in reversed(range(shape.positions)):
-            lanes = self._lanes_of(shape, firsts[position], replicas[position], allowed)
+            lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
             flight = flights[position]
 
             def lane_from(start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight) -> Lane | None:
@@ -214,12 +220,10 @@ class QuickSearch:
             stop, length = start, stop - start
         return places[::-1]
 
-    def _deal(
-        self, shape: Shape, replicas: tuple[int, ...], ceiling: float, allowed: tuple[Directive, ...]
-    ) -> list[_Place] | None:
+    def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> list[_Place] | None:
         """Stages of nearly equal seconds, dealt out to the positions in turn."""
         places = []
-        for parts, lanes, _ in self._dealt(shape, replicas, allowed):
+        for parts, lanes, _ in self._dealt(shape, replicas, way):
             lane = lanes.find(parts)
             if lane is None or lane.cost > ceiling:
                 return None
@@ -229,15 +233,15 @@ class QuickSearch:
     def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
         return all(
             lanes.least_bytes(parts) <= max(memory, device.memory_bytes)
-            for parts, lanes, device in self._dealt(shape, replicas, tuple(self.request.allowed_in(shape)))
+            for parts, lanes, device in self._dealt(shape, replicas, self._any(shape))
         )
 
     def _dealt(
-        self, shape: Shape, replicas: tuple[int, ...], allowed: tuple[Directive, ...]
+        self, shape: Shape, replicas: tuple[int, ...], way: Way
     ) -> Iterator[tuple[tuple[Part, ...], Lanes, Device]]:
         """What each position holds, and where."""
         stages, blocks = shape.positions * shape.interleave, len(self.request.profile.blocks)
-        sums = [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], allowed).seconds.tolist())]
+        sums = [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], way).seconds.tolist())]
         cuts = [0]
         for stage in range(1, stages):
             ideal = bisect_left(sums, sums[-1] * stage / stages)
@@ -248,7 +252,7 @@ class QuickSearch:
             mine = range(position, stages, shape.positions)
             parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
             first, stop = firsts[position], firsts[position + 1]
-            yield parts, self._lanes_of(shape, first, replicas[position], allowed), self.request.device(first, stop)
+            yield parts, self._lanes_of(shape, first, replicas[position], way), self.request.device(first, stop)
 
     def _in_flight(self, shape: Shape) -> list[int]:
         """Micro-batches in flight of every stage."""
@@ -261,29 +265,37 @@ class QuickSearch:
             ]
         return self._flights[key]
 
-    def _lanes_of(self, shape: Shape, first: int, replicas: int, allowed: tuple[Directive, ...]) -> Lanes:
+    def _any(self, shape: Shape) -> Way:
+        return Way(tuple(self.request.allowed_in(shape)))
+
+    def _states_below(self, shape: Shape, way: Way) -> tuple[Below, ...]:
+        found = self.request.states_below(shape)
+        return tuple(b for b in found if way.sharded is None or b.sharded == way.sharded) or tuple(found)
+
+    def _lanes_of(self, shape: Shape, first: int, replicas: int, way: Way) -> Lanes:
         device, rows = self.request.device(first, first + replicas), -(-shape.microbatch // replicas)
         link, micro_batches = self.request.link(first, first + replicas), self.request.count(shape)
-        key = device, link, rows, replicas, micro_batches, shape.interleave > 1, shape.split, allowed
+        key = device, link, rows, replicas, micro_batches, shape.interleave > 1, shape.split, way
         if key not in self._lanes:
-            below = tuple(self.request.states_below(shape))
+            below = self._states_below(shape, way)
             self._lanes[key] = Lanes(
                 self.request.profile,
                 self._chain,
                 device,
                 rows,
-                allowed=allowed,
+                allowed=way.allowed,
                 host_states=below,
                 replicas=replicas,
                 link=link,
                 micro_batches=micro_batches,
                 split=shape.split,
+                small=self.request.small,
                 stated=self._stated.setdefault((device, link, replicas, below), {}),
             )
         return self._lanes[key]
 
     def _candidate(
-        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], allowed: tuple[Directive, ...]
+        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], way: Way
     ) -> Candidate | None:
         """The pipeline with its score; None where rounding says that a stage does not fit after all."""
         stages: dict[int, StagePlan] = {}
@@ -291,7 +303,7 @@ class QuickSearch:
         firsts = list(accumulate(replicas, initial=0))
         for position, place in enumerate(places):
             first, stop = firsts[position], firsts[position + 1]
-            choices = self._choices(shape, place, first, replicas[position], allowed)
+            choices = self._choices(shape, place, first, replicas[position], way)
             if not choices:
                 return None
             for index, choice in enumerate(choices):
@@ -306,12 +318,10 @@ class QuickSearch:
         plans = tuple(stages[stage] for stage in range(len(stages)))
         return Candidate(score, shape, plans, self.request.order)
 
-    def _choices(
-        self, shape: Shape, place: _Place, first: int, replicas: int, allowed: tuple[Directive, ...]
-    ) -> list[StageChoice]:
+    def _choices(self, shape: Shape, place: _Place, first: int, replicas: int, way: Way) -> list[StageChoice]:
         """The stages of one position, each proved on its own share of the device."""
         device = self.request.device(first, first + replicas)
-        directives = place.lane.directives(place.parts, allowed)
+        directives = place.lane.directives(place.parts, way.allowed)
         found = []
         for (start, _, flight), chosen in zip(place.parts, directives):
             where = self.request.flight(shape, first, first + replicas, flight)

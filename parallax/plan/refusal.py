@@ -55,8 +55,12 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             "be offloaded: use plan.activations=auto, a smaller trainer.microbatch, or a larger tier"
         )
     more = needed - device.memory_bytes
-    if more <= 0 and refused:
-        return InfeasiblePlan(f"no plan fits {format_bytes(device.memory_bytes)} per device: {refused[0]}")
+    if more <= 0:  # by the sum that the search goes by; what was cut did not fit in detail
+        reason = refused[0] if refused else "no cut that was tried leaves every stage its room"
+        fixes = list(_other_fixes(request, fits)) or ["more cluster.device_memory"]
+        return InfeasiblePlan(
+            f"no plan fits {format_bytes(device.memory_bytes)} per device: {reason}; use {', or '.join(fixes)}"
+        )
     fixes = [f"cluster.device_memory={math.ceil(needed / MIB)}MiB ({more:,} bytes more)", *_other_fixes(request, fits)]
     detail = f" ({refused[0]})" if refused else ""
     return InfeasiblePlan(

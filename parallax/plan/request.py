@@ -385,14 +385,16 @@ class Request:
 
     def position_counts(self) -> list[int]:
         """Numbers of positions that can use every device: at least one block and one device for each. Of large numbers
-        only those that divide the devices; fewer positions have lower bounds, so a bound over these holds for all."""
-        devices = len(self.devices)
-        most = min(devices, len(self.profile.blocks))
+        those that divide the devices, those that deal the blocks out evenly, and the first that can hold the states."""
+        devices, blocks = len(self.devices), len(self.profile.blocks)
+        most = min(devices, blocks)
         if self.config.stages != AUTO:
-            wanted = [int(self.config.stages)]
+            wanted = {int(self.config.stages)}
         else:
-            wanted = [count for count in range(1, most + 1) if count <= MANY or devices % count == 0]
-        return [count for count in wanted if count <= most and self._replicas_fit(count)]
+            wanted = {count for count in range(1, most + 1) if count <= MANY or devices % count == 0}
+            wanted |= {-(-part // each) for part in (blocks, blocks - 1, blocks - 2) for each in range(1, MANY)}
+            wanted |= {self.least_positions + more for more in range(MANY // 3)}
+        return [count for count in sorted(wanted) if 0 < count <= most and self._replicas_fit(count)]
 
     def _replicas_fit(self, positions: int) -> bool:
         replicas, devices = self.config.replicas, len(self.devices)

@@ -8,7 +8,6 @@ its action lists, in more than one way, and what is left out is left out by its 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ EFFORT = 150_000  # positions filled after which no more shapes are looked at, o
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
 BATCH = 8  # shapes that are looked at together
 ALONE = 20_000  # positions filled, in about a second, after which other cores are asked for help
-REBALANCED = 4  # of the best pipelines, how many are tried with uneven replicas
+REBALANCED = 8  # numbers of positions whose best pipeline is tried with uneven replicas
 NEAR = 1.1  # pipelines up to so many times the best one's seconds are kept: the simulator may change their order
 
 Progress = Callable[[str], None]
@@ -49,7 +48,6 @@ class _Open:
     shape: Shape
     bound: float
     least_cost: float = 0.0
-    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,16 +105,23 @@ class _Looker:
         """The pipelines of a shape that may take less than ``best``: with all directives, and, where that makes blocks
         offload, without: what leaves the device may be waited for longer than the greedy rule knows. When asked
         ``again``, with one directive for all blocks: where more leaves the device than must, there is room to read
-        ahead."""
+        ahead; and with states shared by replicas or not."""
         before, found = self.quick.looks, _Found(self.request, best)
         allowed = self.request.allowed_in(shape)
-        least_cost, ways = 0.0, list[list[Directive]]()
+        least_cost, ways, solved = 0.0, list[list[Directive]](), None
         if again:
             ways = [[d] for d in allowed if d is not Directive.KEEP and len(allowed) > 1]
+            for sharded in (False, True):
+                found.compared += 1
+                other = self.quick.solve(shape, found.best * NEAR, sharded=sharded)
+                if other is not None:
+                    found.add(other.candidate)
         else:
             found.compared += 1
             solved = self.quick.solve(shape, best * NEAR)
-            least_cost = best * NEAR / self.request.count(shape) if solved is None else solved.least_cost
+            least_cost = solved.least_cost if solved is not None else 0.0
+            if solved is None and shape.interleave > 1:  # what two stages of a position need together may not fit
+                ways = [[directive] for directive in allowed if len(allowed) > 1]
             if solved is not None:
                 found.add(solved.candidate)
                 rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
@@ -125,7 +130,10 @@ class _Looker:
             found.compared += 1
             other = self.quick.solve(shape, found.best * NEAR, way)
             if other is not None:
+                solved = other
                 found.add(other.candidate)
+        if not again and solved is None:
+            least_cost = best * NEAR / self.request.count(shape)
         return _Look(found.timed, found.forecasts, found.compared, least_cost, self.quick.looks - before)
 
     def rebalance(self, candidate: Candidate, best: float) -> _Look:
@@ -171,7 +179,7 @@ class Survey:
         self.request, self.forecasts, self._effort, self._progress = request, forecasts, effort, progress
         self.found: list[Timed] = []
         self.compared = self._looks = 0
-        self._cores, self._looker, self._bound = cores, _Looker(request), StepBound(request)
+        self._cores, self._looker, self._bound = min(cores, BATCH), _Looker(request), StepBound(request)
         self._open: list[_Open] = []
 
     def run(self) -> None:
@@ -182,10 +190,16 @@ class Survey:
         with Workers(self._looker.look, self._cores) as workers:
             self._look_at_all(workers)
             near = self.forecasts.least() * NEAR
-            best = {timed.candidate.shape for timed in self.found if timed.seconds <= near}
-            self._look(workers, [entry for entry in self._open if entry.shape in best][:AGAIN], again=True)
-        for timed in sorted(self.found, key=lambda timed: timed.seconds)[:REBALANCED]:
+            best = list(dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near))[:AGAIN]
+            self._look(workers, [entry for entry in self._open if entry.shape in best], again=True)
+        fastest: dict[int, Timed] = {}
+        for timed in self._fastest_first():
+            fastest.setdefault(timed.pipeline.positions, timed)
+        for timed in list(fastest.values())[:REBALANCED]:
             self._take(self._looker.rebalance(timed.candidate, self.forecasts.least()))
+
+    def _fastest_first(self) -> list[Timed]:
+        return sorted(self.found, key=lambda timed: timed.seconds)
 
     def _look_at_all(self, workers: Workers[_Look]) -> None:
         """Batch by batch, best bounds first. All of a batch are held against the best of those before it, so results do
@@ -231,18 +245,8 @@ class Survey:
 
     @property
     def bound_seconds(self) -> float:
-        """No even pipeline takes less; infinite where there is no shape. Bounds are made tighter until the least of
-        them is as tight as it gets."""
-        heap = [(self._bound.seconds(e.shape, e.least_cost), n) for n, e in enumerate(self._open)]
-        heapq.heapify(heap)
-        while heap and heap[0][0] < math.inf:
-            bound, number = heap[0]
-            entry = self._open[number]
-            if entry.timed:
-                return bound
-            entry.timed = True
-            heapq.heapreplace(heap, (self._bound.timed(entry.shape, entry.least_cost), number))
-        return math.inf
+        """No even pipeline takes less; infinite where there is no shape."""
+        return min((self._bound.seconds(e.shape, e.least_cost) for e in self._open), default=math.inf)
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:

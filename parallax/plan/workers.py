@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Generic, TypeVar
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
@@ -45,7 +46,12 @@ class Workers(Generic[_Answer]):
             self._pool = ProcessPoolExecutor(
                 self._cores, context, initializer=_begin, initargs=(self._task, os.getpid())
             )
-        yield from [future.result() for future in [self._pool.submit(_run, tuple(each)) for each in arguments]]
+        try:
+            yield from [future.result() for future in [self._pool.submit(_run, tuple(each)) for each in arguments]]
+        except BrokenProcessPool:  # one was killed, for want of memory perhaps: the answers are the same from here
+            self.close()
+            self._cores = 1
+            yield from self.map(arguments)
 
     def close(self) -> None:
         """End the processes."""
