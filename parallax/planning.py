@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from parallax.errors import ParallaxError
 from parallax.files import existing_parent
-from parallax.host import return_freed_memory, usable_cores
+from parallax.host import return_freed_memory
 from parallax.machine import ClusterConfig, DeviceChoice, build_cluster, choose_devices, probe_speeds, tier_below
 from parallax.model.describe import Chain
 from parallax.model.measure import measure, profile_path, remember
@@ -112,7 +111,6 @@ def plan_model(
         global_batch=len(batch),
         microbatch=microbatch,
         swap=swap.tier != "none",
-        cores=math.floor(usable_cores()),
         progress=progress,
     )
     return Planned(best, forecast, profile, found)
@@ -252,7 +250,6 @@ def plan_catalog(
         microbatch=microbatch,
         swap=swap.tier != "none",
         runnable=False,
-        cores=math.floor(usable_cores()),
         progress=progress,
     )
     return Planned(best, forecast, profile, found)

@@ -6,12 +6,15 @@ before it::
 
     step >= Σ of all positions + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
 
-for every p, so for the slowest one, and for the one where that is most when all are as even as that allows. The parts
-cannot be less than these, whatever is cut where and whatever becomes of activations:
+for every p, so for the slowest one, and for the one where that is most when all are as even as that allows. Where all
+blocks are alike the search makes positions equally slow, nothing is hidden, and the formula of
+:mod:`parallax.plan.request` says it: ``M · max t + ramp · (Σ − max t)``. The parts cannot be less than these, whatever
+is cut where and whatever becomes of activations:
 
 * **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
   position has as many. Where a position was shown to need more to fit its memory, that.
-* **Σ**: all blocks, for as many rows as the fullest rank has; and the messages of a micro-batch that passes through.
+* **Σ**: all blocks, for as many rows as the fullest rank has; what of them cannot keep its activations is computed
+  again or copied beside the computing; and the messages of a micro-batch that passes through.
 * **M micro-batches, of which so many are in flight at most**: each is there for Σ at least, so the step takes
   ``M / in flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
 * **Weight halves** of a zero-bubble schedule: only blocks that keep their activations can put them off. What all
@@ -24,7 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +37,7 @@ from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
 from parallax.plan.request import ROUNDING, Request, Shape
 from parallax.plan.schedule import BUILT_IN, in_flight
-from parallax.plan.stages import block_kinds
+from parallax.plan.stages import block_kinds, copying_seconds
 
 _HALVES = {"zb-h1": 2, "zb-h2": 3}  # what of a ramp's seconds each second of a weight half that is put off saves
 
@@ -43,7 +46,8 @@ _HALVES = {"zb-h1": 2, "zb-h2": 3}  # what of a ramp's seconds each second of a 
 class _Rows:
     """All blocks for so many rows on the fullest rank: the largest share of forward in any, their seconds in all, those
     of the weight halves, and the least seconds of so many blocks. ``common`` is the kind of block that takes most of
-    them, there are ``count`` of it."""
+    them, there are ``count`` of it; one takes ``again`` seconds to compute again, ``copying`` to leave and
+    come back."""
 
     forward_share: float
     seconds: float
@@ -54,6 +58,17 @@ class _Rows:
     cost: BlockCost
     count: int
     message_bytes: float
+    again: float
+    copying: float
+
+
+def _flights(schedule: str, positions: int, micro_batches: int) -> NDArray[np.float64]:
+    """Micro-batches in flight on each position, at least; interleaved stages have more than those of 1F1B."""
+    if schedule == "gpipe":
+        return np.full(positions, float(micro_batches))
+    if schedule in ("zb-h1", "zb-h2"):
+        return np.full(positions, float(min(micro_batches, positions if schedule == "zb-h1" else 2 * positions - 1)))
+    return np.minimum(float(micro_batches), np.arange(positions, 0, -1.0))
 
 
 class StepBound:
@@ -76,20 +91,34 @@ class StepBound:
         rows = self._rows(-(-shape.microbatch // replicas), shape.split)
         update = self._update(positions, replicas)
         least = -(-len(self.request.profile.blocks) // positions)
-        slowest = max(rows.seconds / positions, rows.largest, float(rows.cheapest[least]))
+        total = self._total(shape, rows, replicas)
+        slowest = max(total / positions, rows.largest, float(rows.cheapest[least]))
         slowest = max(slowest + update / micro_batches, least_cost)
-        path = rows.seconds + self._messages(shape, rows)
-        if shape.interleave > 1:  # of stages that are cut evenly, the first of each position has its part of the way
-            rest = max(0.0, path - slowest) / shape.interleave
-            return float(max(micro_batches * slowest + rest * (1 - rows.forward_share), shape.bound[0]) * ROUNDING)
+        path, work = total + self._messages(shape, rows), micro_batches * slowest
+        rest = max(0.0, path - slowest)
         if shape.schedule not in BUILT_IN:
-            return float(max(micro_batches * slowest, shape.bound[0]) * ROUNDING)
+            return float(max(work, shape.bound[0]) * ROUNDING)
         deferred = self._deferred(shape, rows, replicas)
         halves = _HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions
-        waits = self._waits(shape, rows)
-        filled = max(0.0, path - halves) + max(waits[0] * slowest, rows.seconds / sum(1 / w for w in waits))
-        queued = micro_batches / self._in_flight(shape) * (path - deferred)
-        return float(max(filled, micro_batches * slowest, queued + update, shape.bound[0]) * ROUNDING)
+        if self._alike:
+            filled = work + max(0.0, rest / shape.interleave - halves)
+        elif shape.interleave > 1:  # of stages that are cut evenly, the first of each position has its part of the way
+            filled = work + rest / shape.interleave * (1 - rows.forward_share)
+        else:
+            waits = self._waits(shape, rows)
+            filled = max(0.0, path - halves) + max(waits[0] * slowest, total / sum(1 / w for w in waits))
+        queued = micro_batches / self._in_flight(shape) * (path - deferred) if shape.interleave == 1 else 0.0
+        return float(max(filled, work, queued + update, shape.bound[0]) * ROUNDING)
+
+    @cached_property
+    def _alike(self) -> bool:
+        """Whether no block but the last is much larger than most: then positions are about equally slow, and a step
+        takes what the formula says. Otherwise the slowest may stand first, where its own forwards hide a part of what
+        it waits for."""
+        cost = self._costs[self._common()]
+        most = 1.5 * (cost.forward_seconds.at(1) + cost.backward_seconds.at(1))
+        blocks = self.request.profile.blocks[:-1]
+        return all(block.forward_seconds.at(1) + block.backward_seconds.at(1) <= most for block in blocks)
 
     def _waits(self, shape: Shape, rows: _Rows) -> list[float]:
         """For each position how many of its micro-batches' seconds a step has besides the way of one through all
@@ -129,17 +158,34 @@ class StepBound:
         common = rows.count * rows.common.weight_seconds
         return rows.weight - common + common * self._kept_share(shape, rows, replicas)
 
+    def _total(self, shape: Shape, rows: _Rows, replicas: int) -> float:
+        """Seconds of all blocks for one micro-batch: what of the common ones cannot stay is computed again, or copied
+        beside the computing of all."""
+        allowed = self.request.allowed_in(shape)
+        gone = 1.0 - (self._kept_share(shape, rows, replicas) if Directive.KEEP in allowed else 0.0)
+        again, copied = rows.count * rows.again, rows.count * rows.copying
+        if Directive.RECOMPUTE in allowed and Directive.OFFLOAD in allowed:
+            return max(rows.seconds, (rows.seconds + again * gone) / (1 + again / copied) if copied > 0 else 0.0)
+        if Directive.RECOMPUTE in allowed:
+            return rows.seconds + again * gone
+        return max(rows.seconds, copied * gone if Directive.OFFLOAD in allowed else 0.0)
+
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """The most of the common blocks whose activations can stay."""
-        if shape.schedule not in BUILT_IN or rows.common.held_bytes <= 0:
+        """The most of the common blocks whose activations can stay: on each position beside their own parameters, and
+        on all together beside those of all."""
+        held = rows.common.held_bytes
+        if held <= 0 or shape.schedule not in BUILT_IN:
             return 1.0
-        device = self._device
+        device, positions, micro_batches = self._device, shape.positions, self.request.count(shape)
         free = device.memory_bytes - device.reserve_bytes - gap_bytes(device, rows.cost.input.at(1))
         room = free / (1 + device.gap_share) - min(rows.common.forward_work, rows.common.backward_work)
-        micro_batches = self.request.count(shape)
-        flight = min(in_flight(shape.schedule, shape.positions, p, micro_batches) for p in (0, shape.positions - 1))
-        kept = shape.positions * room - self._static(replicas) * self._common_bytes
-        return min(1.0, max(0.0, kept / (flight * rows.common.held_bytes * rows.count)))
+        if room <= 0:
+            return 0.0
+        flights = _flights(shape.schedule, positions, micro_batches)
+        static = self._static(replicas) * self._common_bytes
+        apart = float((room / (flights * held + static / rows.count)).sum())
+        together = (positions * room - static) / (float(flights.min()) * held)
+        return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
         """The fewest bytes on the device for a byte of parameters."""
@@ -182,7 +228,12 @@ class StepBound:
             cost=self._costs[common],
             count=self._counts[common],
             message_bytes=min(inner, default=0.0),
+            again=loads[common].forward_seconds,
+            copying=float(copying_seconds(self._device, np.array(float(self._moved(common, rows, split))))),
         )
+
+    def _moved(self, common: int, rows: int, split: bool) -> int:
+        return load_block(self._costs[common], Directive.OFFLOAD, rows, speed=self._speed, split=split).moved_bytes
 
     def _find_update(self, positions: int, replicas: int) -> float:
         """Seconds of the update of the mean share of the parameters, by whichever way is fastest."""

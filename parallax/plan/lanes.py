@@ -158,6 +158,7 @@ class Lanes:
         self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
         self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
         self._known: dict[Content, Lane | None] = {}
+        self._found: dict[tuple[Part, ...], Lane | None] = {}
         self._least: dict[Content, float] = {}
 
     def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
@@ -165,10 +166,12 @@ class Lanes:
 
     def find(self, parts: tuple[Part, ...]) -> Lane | None:
         """The fastest answer for a position that holds ``parts``; None where nothing fits."""
-        content = self._content(parts)
-        if content not in self._known:
-            self._known[content] = self._fastest(parts)
-        return self._known[content]
+        if parts not in self._found:
+            content = self._content(parts)
+            if content not in self._known:
+                self._known[content] = self._fastest(parts)
+            self._found[parts] = self._known[content]
+        return self._found[parts]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
         """The smallest memory in which a position that holds ``parts`` runs at all; infinite where the tier has too
@@ -197,6 +200,8 @@ class Lanes:
             room = free / (1 + self._device.gap_share) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
             found = self._fill(sums, room, tier, states.streaming_seconds) if room > 0 and tier >= 0 else None
+            if found is not None and best is not None and not below.sharded and found[0] + tail >= best.cost:
+                break  # more of the states below would not pay either
             if found is None or (self._small and best is not None and below.sharded and found[0] >= best.seconds):
                 continue
             if best is None or found[0] + tail < best.cost:

@@ -32,6 +32,7 @@ ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
 ORDERS_TRIED = 24  # permutations of the kinds of devices
 EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 MANY = 24  # positions up to which every number is tried
+FEW_ENOUGH = 128  # positions beyond which only numbers that divide the devices are tried
 INTERLEAVES = (2, 4)  # stages per position that are tried
 OPTIMIZER_BELOW = (Below(0.25), Below(0.5), Below(0.75), Below(1.0))  # shares below the device that are tried
 PARAMETERS_BELOW = (Below(1.0, 0.5), Below(1.0, 1.0))
@@ -392,8 +393,9 @@ class Request:
             wanted = {int(self.config.stages)}
         else:
             wanted = {count for count in range(1, most + 1) if count <= MANY or devices % count == 0}
-            wanted |= {-(-part // each) for part in (blocks, blocks - 1, blocks - 2) for each in range(1, MANY)}
-            wanted |= {self.least_positions + more for more in range(MANY // 3)}
+            more = {-(-part // each) for part in (blocks, blocks - 1, blocks - 2) for each in range(1, MANY)}
+            more |= {self.least_positions + above for above in range(MANY // 3)}
+            wanted |= {count for count in more if count <= FEW_ENOUGH}
         return [count for count in sorted(wanted) if 0 < count <= most and self._replicas_fit(count)]
 
     def _replicas_fit(self, positions: int) -> bool:

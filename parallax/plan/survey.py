@@ -22,7 +22,7 @@ from parallax.plan.quick import QuickSearch
 from parallax.plan.request import Candidate, Request, Shape
 from parallax.plan.workers import Workers
 
-EFFORT = 150_000  # positions filled after which no more shapes are looked at, once one has been found
+EFFORT = 40_000  # positions filled after which no more shapes are looked at, once one has been found
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
 BATCH = 8  # shapes that are looked at together
 ALONE = 20_000  # positions filled, in about a second, after which other cores are asked for help
