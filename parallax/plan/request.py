@@ -440,12 +440,3 @@ class Request:
 def worst(best: Sequence[Candidate], most: int) -> Score:
     """What a candidate must beat to be among the ``most`` best."""
     return best[most - 1].score if len(best) >= most else WORST
-
-
-def merge(best: Sequence[Candidate], new: Sequence[Candidate], most: int) -> list[Candidate]:
-    """The ``most`` best of both, each once."""
-    found: list[Candidate] = []
-    for candidate in sorted([*best, *new], key=lambda candidate: candidate.score):
-        if not any(candidate.same(other) for other in found):
-            found.append(candidate)
-    return found[:most]

@@ -111,7 +111,7 @@ class _Looker:
         least_cost, ways, solved = 0.0, list[list[Directive]](), None
         if again:
             ways = [[d] for d in allowed if d is not Directive.KEEP and len(allowed) > 1]
-            for sharded in (False, True):
+            for sharded in () if self.request.small else (False, True):  # as in the exact search
                 found.compared += 1
                 other = self.quick.solve(shape, found.best * NEAR, sharded=sharded)
                 if other is not None:

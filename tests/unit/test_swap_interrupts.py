@@ -40,14 +40,14 @@ def interrupted(folder: Path) -> None:
         try:
             with parallax.swap(model, limit, minimum_bytes=0, directory=folder):
                 timer.start()
-                while time.monotonic() < begun + 20 and not lost:
+                while time.monotonic() < begun + 100 and not lost:
                     model(torch.randn(64, 32))  # and lets go of the whole graph
         except KeyboardInterrupt:
             pass
         except ParallaxError as error:
             raise AssertionError("another error than the interrupt") from error
         assert not lost, lost
-        assert time.monotonic() < begun + 20
+        assert time.monotonic() < begun + 100
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("parallax-swap")]
     assert not left, left
     print("done")
@@ -56,5 +56,5 @@ def interrupted(folder: Path) -> None:
 def test_an_interrupt_is_never_lost(scratch: Path) -> None:
     """It was, whenever it arrived while a saved tensor was let go of."""
     code = f"from tests.unit.test_swap_interrupts import *; interrupted(Path({str(scratch)!r}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=160, check=False)
     assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
