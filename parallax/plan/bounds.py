@@ -39,6 +39,7 @@ from parallax.plan.request import ROUNDING, Request, Shape
 from parallax.plan.schedule import BUILT_IN, in_flight
 from parallax.plan.stages import block_kinds, copying_seconds
 
+CLOSE = 1e-3  # to which a ceiling is found
 _HALVES = {"zb-h1": 2, "zb-h2": 3}  # what of a ramp's seconds each second of a weight half that is put off saves
 
 
@@ -109,6 +110,17 @@ class StepBound:
             filled = max(0.0, path - halves) + max(waits[0] * slowest, total / sum(1 / w for w in waits))
         queued = micro_batches / self._in_flight(shape) * (path - deferred) if shape.interleave == 1 else 0.0
         return float(max(filled, work, queued + update, shape.bound[0]) * ROUNDING)
+
+    def ceiling(self, shape: Shape, most_seconds: float) -> float:
+        """What the slowest position may cost per micro-batch in a pipeline of ``shape`` that takes up to
+        ``most_seconds``; such that nothing is lost, a bit more."""
+        low, high = 0.0, most_seconds / self.request.count(shape)
+        if high == math.inf:
+            return high
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.seconds(shape, middle) <= most_seconds else (low, middle)
+        return high
 
     @cached_property
     def _alike(self) -> bool:

@@ -19,6 +19,7 @@ from parallax.plan.collective import broadcast_seconds
 from parallax.plan.cost import Below, BlockLoad, Sizes, StateLoad, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.plan.request import ROUNDING
 from parallax.plan.stages import (
     OFFERED,
     TIER_FLOOR,
@@ -146,6 +147,7 @@ class Lanes:
             for directive in OFFERED
         }
         self.seconds = self._column(Directive.KEEP, lambda load: load.forward_seconds + load.backward_seconds)
+        self._least_sums = [0.0, *(np.cumsum(self.seconds) * ROUNDING).tolist()]
         self._again = self._column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
         offloading = self._column(Directive.OFFLOAD, lambda load: load.forward_seconds + load.backward_seconds)
         self._slower = offloading - self.seconds
@@ -172,6 +174,10 @@ class Lanes:
                 self._known[content] = self._fastest(parts)
             self._found[parts] = self._known[content]
         return self._found[parts]
+
+    def least_seconds(self, start: int, stop: int) -> float:
+        """No answer for blocks ``start`` to ``stop`` costs less."""
+        return self._least_sums[stop] - self._least_sums[start]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
         """The smallest memory in which a position that holds ``parts`` runs at all; infinite where the tier has too

@@ -44,10 +44,18 @@ class Way(NamedTuple):
     sharded: bool | None = None
 
 
+class _Cut(NamedTuple):
+    """Positions filled within a ceiling: none where that failed, and then any ceiling below ``next_ceiling`` fails
+    alike."""
+
+    places: list[_Place]
+    next_ceiling: float = math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The greedy answer for one shape; no position can cost less than ``least_cost`` seconds per micro-batch, the
-    blocks being alike."""
+    """The greedy answer for one shape; the slowest position cannot cost less than ``least_cost`` seconds per
+    micro-batch, the blocks being alike."""
 
     candidate: Candidate
     least_cost: float
@@ -67,18 +75,18 @@ class QuickSearch:
     def solve(
         self,
         shape: Shape,
-        most_seconds: float = math.inf,
+        ceiling: float = math.inf,
         allowed: Sequence[Directive] | None = None,
         sharded: bool | None = None,
     ) -> Solved | None:
         """The pipeline with replicas as even as they can be whose slowest position is the fastest; None where nothing
-        fits, or every step would take ``most_seconds`` or more. Blocks have one of the ``allowed`` directives;
-        ``sharded`` says whether replicas share states (None: where that costs less)."""
+        fits, or that position would cost more than ``ceiling`` seconds per micro-batch. Blocks have one of the
+        ``allowed`` directives; ``sharded`` says whether replicas share states (None: where that costs less)."""
         if shape.positions < self.request.least_positions:
             return None
         replicas = self._even(shape)
         way = Way(tuple(allowed or self.request.allowed_in(shape)), sharded)
-        return self._solve(shape, replicas, most_seconds, way) if replicas else None
+        return self._solve(shape, replicas, ceiling, way) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
         """Move devices to the slowest position, one after the other, for as long as the score falls."""
@@ -100,7 +108,8 @@ class QuickSearch:
             moved = list(replicas)
             moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
             if moved[slowest] <= shape.microbatch:
-                found = self._solve(shape, tuple(moved), candidate.score[1], self._any(shape))
+                ceiling = candidate.score[1] / self.request.count(shape)
+                found = self._solve(shape, tuple(moved), ceiling, self._any(shape))
                 if found is not None:
                     return found.candidate
         return None
@@ -175,12 +184,11 @@ class QuickSearch:
         rows = -(-candidate.shape.microbatch // stage.replicas)
         return self.request.seconds(rows, stage.start, stage.stop)
 
-    def _solve(self, shape: Shape, replicas: tuple[int, ...], most_seconds: float, way: Way) -> Solved | None:
+    def _solve(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> Solved | None:
         """The least slowest position with these replicas."""
-        ceiling = most_seconds / self.request.count(shape)
         solve = self._deal if shape.interleave > 1 else self._cut
-        best = solve(shape, replicas, ceiling, way)
-        if best is None:
+        best = solve(shape, replicas, ceiling, way).places
+        if not best:
             return None
         low, high = shape.bound[1] / (self.request.count(shape) + shape.positions), _slowest(best)
         for _ in range(ROUNDS if shape.interleave == 1 else 0):
@@ -188,26 +196,32 @@ class QuickSearch:
                 break
             middle = (low + high) / 2
             found = solve(shape, replicas, middle, way)
-            if found is None:
-                low = middle
+            if found.places:
+                best, high = found.places, _slowest(found.places)
             else:
-                best, high = found, _slowest(found)
+                low = min(high, found.next_ceiling)
         candidate = self._candidate(shape, replicas, best, way)
         return Solved(candidate, low) if candidate is not None else None
 
-    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> list[_Place] | None:
+    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> _Cut:
         """Positions filled from the last, none of which costs more than ``ceiling`` seconds."""
         self.looks += shape.positions
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_Place] = []
-        stop, length = len(self.request.profile.blocks), 1
+        stop, length, dearer = len(self.request.profile.blocks), 1, math.inf
         for position in reversed(range(shape.positions)):
             lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
             flight = flights[position]
 
             def lane_from(start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight) -> Lane | None:
-                lane = lanes.find(((start, stop, flight),))
-                return lane if lane is not None and lane.cost <= ceiling else None
+                nonlocal dearer
+                least = lanes.least_seconds(start, stop)
+                lane = lanes.find(((start, stop, flight),)) if least <= ceiling else None
+                cost = lane.cost if lane is not None else least
+                if cost > ceiling:
+                    dearer = min(dearer, cost)
+                    return None
+                return lane
 
             def works(start: int, lane_from: Callable[[int], Lane | None] = lane_from) -> bool:
                 return lane_from(start) is not None
@@ -215,20 +229,20 @@ class QuickSearch:
             start = 0 if position == 0 else _furthest(works, position, stop - 1, stop - length)
             lane = lane_from(start)
             if lane is None:
-                return None
+                return _Cut([], dearer)
             places.append(_Place(((start, stop, flight),), lane))
             stop, length = start, stop - start
-        return places[::-1]
+        return _Cut(places[::-1])
 
-    def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> list[_Place] | None:
+    def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> _Cut:
         """Stages of nearly equal seconds, dealt out to the positions in turn."""
         places = []
         for parts, lanes, _ in self._dealt(shape, replicas, way):
             lane = lanes.find(parts)
             if lane is None or lane.cost > ceiling:
-                return None
+                return _Cut([])
             places.append(_Place(parts, lane))
-        return places
+        return _Cut(places)
 
     def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
         return all(

@@ -99,7 +99,7 @@ class _Looker:
     """Solves the shapes of one request, one at a time."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.quick = request, QuickSearch(request)
+        self.request, self.quick, self.bound = request, QuickSearch(request), StepBound(request)
 
     def look(self, shape: Shape, best: float, again: bool) -> _Look:
         """The pipelines of a shape that may take less than ``best``: with all directives, and, where that makes blocks
@@ -113,12 +113,12 @@ class _Looker:
             ways = [[d] for d in allowed if d is not Directive.KEEP and len(allowed) > 1]
             for sharded in () if self.request.small else (False, True):  # as in the exact search
                 found.compared += 1
-                other = self.quick.solve(shape, found.best * NEAR, sharded=sharded)
+                other = self.quick.solve(shape, self._ceiling(shape, found), sharded=sharded)
                 if other is not None:
                     found.add(other.candidate)
         else:
             found.compared += 1
-            solved = self.quick.solve(shape, best * NEAR)
+            solved = self.quick.solve(shape, self._ceiling(shape, found))
             least_cost = solved.least_cost if solved is not None else 0.0
             if solved is None and shape.interleave > 1:  # what two stages of a position need together may not fit
                 ways = [[directive] for directive in allowed if len(allowed) > 1]
@@ -128,13 +128,16 @@ class _Looker:
                 ways = [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
         for way in ways:
             found.compared += 1
-            other = self.quick.solve(shape, found.best * NEAR, way)
+            other = self.quick.solve(shape, self._ceiling(shape, found), way)
             if other is not None:
                 solved = other
                 found.add(other.candidate)
         if not again and solved is None:
-            least_cost = best * NEAR / self.request.count(shape)
+            least_cost = self.bound.ceiling(shape, best * NEAR)
         return _Look(found.timed, found.forecasts, found.compared, least_cost, self.quick.looks - before)
+
+    def _ceiling(self, shape: Shape, found: _Found) -> float:
+        return self.bound.ceiling(shape, found.best * NEAR)
 
     def rebalance(self, candidate: Candidate, best: float) -> _Look:
         """The candidate with devices moved to its slowest positions."""
@@ -179,14 +182,14 @@ class Survey:
         self.request, self.forecasts, self._effort, self._progress = request, forecasts, effort, progress
         self.found: list[Timed] = []
         self.compared = self._looks = 0
-        self._cores, self._looker, self._bound = min(cores, BATCH), _Looker(request), StepBound(request)
+        self._cores, self._looker = min(cores, BATCH), _Looker(request)
         self._open: list[_Open] = []
 
     def run(self) -> None:
         """Look at every shape that may take less than the best that is forecast."""
         least = self.request.least_positions
         shapes = [shape for shape in self.request.shapes() if shape.positions >= least]
-        self._open = sorted((_Open(s, self._bound.seconds(s)) for s in shapes), key=lambda entry: entry.bound)
+        self._open = sorted((_Open(s, self._looker.bound.seconds(s)) for s in shapes), key=lambda entry: entry.bound)
         with Workers(self._looker.look, self._cores) as workers:
             self._look_at_all(workers)
             near = self.forecasts.least() * NEAR
@@ -246,7 +249,7 @@ class Survey:
     @property
     def bound_seconds(self) -> float:
         """No even pipeline takes less; infinite where there is no shape."""
-        return min((self._bound.seconds(e.shape, e.least_cost) for e in self._open), default=math.inf)
+        return min((self._looker.bound.seconds(e.shape, e.least_cost) for e in self._open), default=math.inf)
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
