@@ -69,7 +69,9 @@ class _Sums:
     """Of one position's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation. Arrays
     by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the seconds, the
     bytes ``moved`` per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what is
-    needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``)."""
+    needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``).
+    ``buffers`` are swap limits for each number of offloaded blocks, and what a backward then waits for: with room for
+    two blocks reading overlaps, with room for one it does not."""
 
     flight: int
     order: NDArray[np.int64]
@@ -85,6 +87,7 @@ class _Sums:
     base: Floats
     plain: Floats
     both: Floats
+    buffers: tuple[tuple[Floats, Floats], ...]
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,7 @@ class Lanes:
         work = {directive: float(self._work[directive][blocks].max()) for directive in OFFERED}
         offloading = max(work[Directive.KEEP], work[Directive.OFFLOAD])
         plain = np.where(offloaded > 0, offloading, work[Directive.KEEP])
+        moving, largest = _prefixes(moved[order][::-1]), np.where(offloaded > 0, moved.max(), 0.0)
         return _Sums(
             flight=max(flight for _, _, flight in parts),
             order=order,
@@ -285,13 +289,14 @@ class Lanes:
             recompute_freed=_prefixes(freed[order]),
             recompute_seconds=_prefixes(again[order]),
             offload_seconds=_prefixes(self._slower[blocks][order][::-1]),
-            moved=_prefixes(moved[order][::-1]),
+            moved=moving,
             gone=gone,
-            largest=np.where(offloaded > 0, moved.max(), 0.0),
+            largest=largest,
             places=np.where(offloaded > 0, np.ceil(gone * TIER_SLACK) + TIER_FLOOR, 0.0),
             base=float((flights * keep).sum()) - gone,
             plain=plain,
             both=np.maximum(plain, work[Directive.RECOMPUTE]),
+            buffers=self._swap_buffers(moving, gone, largest),
         )
 
     def _fill(self, sums: _Sums, room: float, tier: int, streaming: float) -> _Answer | None:
@@ -301,7 +306,7 @@ class Lanes:
         if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= room:
             return max(sums.compute, streaming), (), ()
         best, answer = math.inf, None
-        for limit, waiting in self._buffers_of(sums):
+        for limit, waiting in sums.buffers:
             least = np.maximum(1, np.searchsorted(sums.recompute_freed, sums.base + limit + sums.both - room - 1e-6))
             recomputed = np.where(sums.base + limit + sums.plain <= room, 0, least)
             if Directive.KEEP not in self._allowed:
@@ -322,12 +327,13 @@ class Lanes:
                 answer = best, tuple(sums.order[:again].tolist()), tuple(sums.order[last:].tolist())
         return answer
 
-    def _buffers_of(self, sums: _Sums) -> list[tuple[Floats, Floats]]:
-        """Swap limits for each number of offloaded blocks, and what a backward then waits for: with room for two blocks
-        reading overlaps, with room for one it does not."""
+    def _swap_buffers(self, moved: Floats, gone: Floats, largest: Floats) -> tuple[tuple[Floats, Floats], ...]:
+        nothing = np.zeros_like(moved)
+        if Directive.OFFLOAD not in self._allowed:
+            return ((nothing, nothing),)
         read = self._device.read
-        waiting = np.where(sums.moved > 0, read.latency_seconds + sums.moved / read.bytes_per_second, 0.0)
-        return [(buffer_bytes(sums.largest, sums.gone), np.zeros_like(waiting)), (sums.largest, waiting)]
+        waiting = np.where(moved > 0, read.latency_seconds + moved / read.bytes_per_second, 0.0)
+        return (buffer_bytes(largest, gone), nothing), (largest, waiting)
 
     def _permitted(self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which numbers of recomputed and offloaded blocks the allowed directives permit."""

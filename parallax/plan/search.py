@@ -51,21 +51,19 @@ def search(
     microbatch: int | str = AUTO,
     swap: bool = True,
     runnable: bool = True,
-    cores: int = 1,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
     """The best plan that uses every device of ``cluster``, and the forecast of its step.
 
     ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas.
-    ``runnable`` asks for a plan that the runtime can execute. The search runs on up to ``cores`` cores, and
-    finds the same on any number of them; ``progress`` is told what is looked at. Raises
+    ``runnable`` asks for a plan that the runtime can execute; ``progress`` is told what is looked at. Raises
     :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
     """
     request = Request(
         profile, cluster, config, global_batch=global_batch, microbatch=microbatch, swap=swap, runnable=runnable
     )
     forecasts = Forecasts(request)
-    found = find_candidates(request, CANDIDATES, forecasts, cores=cores, progress=progress)
+    found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
     predicted = _predict(found.timed, forecasts, progress)
     reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
     if not predicted:
@@ -82,7 +80,6 @@ def find_candidates(
     most: int,
     forecasts: Forecasts | None = None,
     *,
-    cores: int = 1,
     progress: Progress = lambda text: None,
 ) -> Found:
     """The pipelines that may be the best over all orders of the devices. Small questions are also answered exactly by
@@ -92,7 +89,7 @@ def find_candidates(
     compared, exact, bound = 0, True, math.inf
     orders, forecasts = request.orders(), forecasts or Forecasts(request)
     for ordered in orders:
-        survey = Survey(ordered, forecasts, effort=SURVEY_EFFORT / len(orders), cores=cores, progress=progress)
+        survey = Survey(ordered, forecasts, effort=SURVEY_EFFORT / len(orders), progress=progress)
         survey.run()
         timed += survey.found
         compared += survey.compared

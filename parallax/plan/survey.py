@@ -8,9 +8,8 @@ its action lists, in more than one way, and what is left out is left out by its 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,12 +19,9 @@ from parallax.plan.plan import Directive
 from parallax.plan.predict import Forecast, Pipeline, placements, predict, quick_seconds
 from parallax.plan.quick import QuickSearch
 from parallax.plan.request import Candidate, Request, Shape
-from parallax.plan.workers import Workers
 
 EFFORT = 40_000  # positions filled after which no more shapes are looked at, once one has been found
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
-BATCH = 8  # shapes that are looked at together
-ALONE = 20_000  # positions filled, in about a second, after which other cores are asked for help
 REBALANCED = 8  # numbers of positions whose best pipeline is tried with uneven replicas
 NEAR = 1.1  # pipelines up to so many times the best one's seconds are kept: the simulator may change their order
 
@@ -56,7 +52,6 @@ class _Look:
     position, and how many positions were filled for that."""
 
     found: list[Timed]
-    forecasts: Forecasts
     compared: int
     least_cost: float
     looks: int
@@ -88,26 +83,21 @@ class Forecasts:
         """Seconds of the fastest."""
         return min((forecast.step_seconds for forecast in self.known.values()), default=math.inf)
 
-    def add(self, other: Forecasts) -> None:
-        """Take over what another has found."""
-        self.known |= other.known
-        self.refused |= other.refused
-        self.effort += other.effort
-
 
 class _Looker:
     """Solves the shapes of one request, one at a time."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, forecasts: Forecasts) -> None:
+        self._forecasts = forecasts
         self.request, self.quick, self.bound = request, QuickSearch(request), StepBound(request)
 
-    def look(self, shape: Shape, best: float, again: bool) -> _Look:
-        """The pipelines of a shape that may take less than ``best``: with all directives, and, where that makes blocks
-        offload, without: what leaves the device may be waited for longer than the greedy rule knows. When asked
-        ``again``, with one directive for all blocks: where more leaves the device than must, there is room to read
-        ahead; and with states shared by replicas or not."""
-        before, found = self.quick.looks, _Found(self.request, best)
-        allowed = self.request.allowed_in(shape)
+    def look(self, shape: Shape, again: bool) -> _Look:
+        """The pipelines of a shape that may take less than the best that is forecast: with all directives, and, where
+        that makes blocks offload, without: what leaves the device may be waited for longer than the greedy rule knows.
+        When asked ``again``, with one directive for all blocks: where more leaves the device than must, there is room
+        to read ahead; and with states shared by replicas or not."""
+        before, found = self.quick.looks, _Found(self.request, self._forecasts)
+        best, allowed = found.best, self.request.allowed_in(shape)
         least_cost, ways, solved = 0.0, list[list[Directive]](), None
         if again:
             ways = [[d] for d in allowed if d is not Directive.KEEP and len(allowed) > 1]
@@ -134,27 +124,26 @@ class _Looker:
                 found.add(other.candidate)
         if not again and solved is None:
             least_cost = self.bound.ceiling(shape, best * NEAR)
-        return _Look(found.timed, found.forecasts, found.compared, least_cost, self.quick.looks - before)
+        return _Look(found.timed, found.compared, least_cost, self.quick.looks - before)
 
     def _ceiling(self, shape: Shape, found: _Found) -> float:
         return self.bound.ceiling(shape, found.best * NEAR)
 
-    def rebalance(self, candidate: Candidate, best: float) -> _Look:
+    def rebalance(self, candidate: Candidate) -> _Look:
         """The candidate with devices moved to its slowest positions."""
-        before, found = self.quick.looks, _Found(self.request, best)
+        before, found = self.quick.looks, _Found(self.request, self._forecasts)
         for other in self.quick.rebalance(candidate):
             found.compared += 1
             found.add(other)
-        return _Look(found.timed, found.forecasts, found.compared, 0.0, self.quick.looks - before)
+        return _Look(found.timed, found.compared, 0.0, self.quick.looks - before)
 
 
 class _Found:
     """Pipelines of one shape; those that the longest path alone does not rule out are forecast."""
 
-    def __init__(self, request: Request, best: float) -> None:
-        self._request, self.best = request, best
+    def __init__(self, request: Request, forecasts: Forecasts) -> None:
+        self._request, self._forecasts, self.best = request, forecasts, forecasts.least()
         self.timed: list[Timed] = []
-        self.forecasts = Forecasts(request)
         self.compared = 0
 
     def add(self, candidate: Candidate) -> None:
@@ -163,11 +152,11 @@ class _Found:
             if timed.seconds <= self.best * NEAR:
                 self.timed.append(timed)
             if timed.seconds < self.best:
-                self.best = min(self.best, self.forecasts.seconds(timed.pipeline))
+                self.best = min(self.best, self._forecasts.seconds(timed.pipeline))
 
 
 class Survey:
-    """The shapes of one request, on so many ``cores``. ``found`` are pipelines, ``compared`` counts what
+    """The shapes of one request. ``found`` are pipelines, ``compared`` counts what
     was solved, ``bound_seconds`` is what no even pipeline takes less than. ``effort`` is in positions filled."""
 
     def __init__(
@@ -176,13 +165,12 @@ class Survey:
         forecasts: Forecasts,
         *,
         effort: float = EFFORT,
-        cores: int = 1,
         progress: Progress = lambda text: None,
     ) -> None:
         self.request, self.forecasts, self._effort, self._progress = request, forecasts, effort, progress
         self.found: list[Timed] = []
         self.compared = self._looks = 0
-        self._cores, self._looker = min(cores, BATCH), _Looker(request)
+        self._looker = _Looker(request, forecasts)
         self._open: list[_Open] = []
 
     def run(self) -> None:
@@ -190,46 +178,39 @@ class Survey:
         least = self.request.least_positions
         shapes = [shape for shape in self.request.shapes() if shape.positions >= least]
         self._open = sorted((_Open(s, self._looker.bound.seconds(s)) for s in shapes), key=lambda entry: entry.bound)
-        with Workers(self._looker.look, self._cores) as workers:
-            self._look_at_all(workers)
-            near = self.forecasts.least() * NEAR
-            best = list(dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near))[:AGAIN]
-            self._look(workers, [entry for entry in self._open if entry.shape in best], again=True)
+        self._look_at_all()
+        near = self.forecasts.least() * NEAR
+        best = list(dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near))[:AGAIN]
+        for entry in self._open:
+            if entry.shape in best:
+                self._look(entry, again=True)
         fastest: dict[int, Timed] = {}
         for timed in self._fastest_first():
             fastest.setdefault(timed.pipeline.positions, timed)
         for timed in list(fastest.values())[:REBALANCED]:
-            self._take(self._looker.rebalance(timed.candidate, self.forecasts.least()))
+            self._take(self._looker.rebalance(timed.candidate))
 
     def _fastest_first(self) -> list[Timed]:
         return sorted(self.found, key=lambda timed: timed.seconds)
 
-    def _look_at_all(self, workers: Workers[_Look]) -> None:
-        """Batch by batch, best bounds first. All of a batch are held against the best of those before it, so results do
-        not depend on who looks at them."""
+    def _look_at_all(self) -> None:
+        """Best bounds first."""
         left = [entry for entry in self._open if not self._too_large(entry)]
-        size = 1
-        while left and not (self.found and self._looks > self._effort):
+        for number, entry in enumerate(left):
             best = self.forecasts.least()
-            batch = [entry for entry in left[:size] if entry.bound < best]
-            if not batch:
+            if entry.bound >= best or (self.found and self._looks > self._effort):
                 return
-            done = len(self._open) - len(left)
+            done = number + len(self._open) - len(left)
             self._progress(f"searching plans: {done} of {len(self._open)} shapes, the best takes {best:.4g} s")
-            self._look(workers, batch, again=False)
-            left, size = left[len(batch) :], min(BATCH, size + 1 if self.found else BATCH)
+            self._look(entry, again=False)
 
-    def _look(self, workers: Workers[_Look], batch: Sequence[_Open], *, again: bool) -> None:
-        best = self.forecasts.least()
-        asked = [(entry.shape, best, again) for entry in batch]
-        looks = workers.map(asked) if self._looks > ALONE else itertools.starmap(self._looker.look, asked)
-        for entry, look in zip(batch, looks):
-            entry.least_cost = max(entry.least_cost, look.least_cost)
-            self._take(look)
+    def _look(self, entry: _Open, *, again: bool) -> None:
+        look = self._looker.look(entry.shape, again)
+        entry.least_cost = max(entry.least_cost, look.least_cost)
+        self._take(look)
 
     def _take(self, look: _Look) -> None:
         self.found += look.found
-        self.forecasts.add(look.forecasts)
         self.compared += look.compared
         self._looks += look.looks
 

@@ -95,7 +95,7 @@ def time_schedule(schedule: str, times: Sequence[StageTimes], micro_batches: int
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
         raise PlanError(f"{stages} stages cannot be dealt out {interleave} to each position")
-    build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _schedule_waves
+    build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _last_waves
     return _time(build(schedule, stages, micro_batches, interleave), times)
 
 
@@ -151,6 +151,7 @@ def _schedule_waves(schedule: str, stages: int, micro_batches: int, interleave: 
 
 
 _kept_waves = lru_cache(maxsize=128)(_schedule_waves)
+_last_waves = lru_cache(maxsize=2)(_schedule_waves)  # pipelines of one shape are timed one after the other
 
 
 def _waves(orders: Iterable[Order], positions: int, stages: int, micro_batches: int) -> _Waves:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,6 @@ from parallax.plan.request import PlanConfig, Request
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.search import search
 from parallax.plan.survey import Forecasts, Survey, as_pipeline
-from parallax.plan.workers import Workers
 from tests.unit.plan_fakes import block, cluster, profile
 
 
@@ -96,34 +93,18 @@ def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
 
 
-def test_the_plan_does_not_depend_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallax.plan.survey.ALONE", 0)
-    question, told = Question.of("7b a100x8 bf16 tight"), []
-
-    def asked(cores: int) -> str:
-        plan, _ = search(
-            question.profile,
-            question.cluster,
-            PlanConfig(),
-            global_batch=question.global_batch,
-            runnable=False,
-            cores=cores,
-            progress=told.append,
-        )
-        return plan.hash()
-
-    assert asked(1) == asked(2)
-    assert any("shapes" in line for line in told)
-
-
-def test_workers_answer_in_order_and_pass_errors_on() -> None:
-    def divide(a: int, b: int) -> float:
-        return a / b
-
-    with Workers(divide, 2) as workers:
-        assert list(workers.map([(n, 2) for n in range(20)])) == [n / 2 for n in range(20)]
-        with pytest.raises(ZeroDivisionError):
-            list(workers.map([(1, 1), (1, 0)]))
+def test_a_search_says_how_far_it_is() -> None:
+    question, told = Question.of("7b a100x8 bf16 tight"), list[str]()
+    search(
+        question.profile,
+        question.cluster,
+        PlanConfig(),
+        global_batch=question.global_batch,
+        runnable=False,
+        progress=told.append,
+    )
+    assert any("of" in line and "shapes, the best takes" in line for line in told)
+    assert any(line.startswith("predicting plans") for line in told)
 
 
 def test_what_is_refused_is_refused_soon() -> None:
@@ -188,18 +169,6 @@ def test_what_fits_is_not_refused(settings: str, config: PlanConfig) -> None:
         runnable=False,
     )
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
-
-
-def test_a_worker_that_is_killed_is_replaced_by_the_parent() -> None:
-    parent = os.getpid()
-
-    def die(n: int) -> int:
-        if n == 1 and os.getpid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return n
-
-    with Workers(die, 2) as workers:
-        assert list(workers.map([(n,) for n in range(4)])) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["7b a100x8 bf16 tight"])
