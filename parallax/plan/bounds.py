@@ -6,10 +6,10 @@ before it::
 
     step >= Σ of all positions + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
 
-for every p, so for the slowest one, and for the one where that is most when all are as even as that allows. Where all
-blocks are alike the search makes positions equally slow, nothing is hidden, and the formula of
-:mod:`parallax.plan.request` says it: ``M · max t + ramp · (Σ − max t)``. The parts cannot be less than these, whatever
-is cut where and whatever becomes of activations:
+for every p. What stands behind t_p is its *weight*: most for the last position, least for the first. How little the most
+of weight times t can be over all cuts is found by cutting the blocks so (:class:`~parallax.plan.quick.QuickSearch`);
+before that, positions are taken to be as even as the weights allow, and where all blocks are alike as even as can be.
+The parts cannot be less than these, whatever is cut where and whatever becomes of activations:
 
 * **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
   position has as many. Where a position was shown to need more to fit its memory, that.
@@ -39,7 +39,6 @@ from parallax.plan.request import ROUNDING, Request, Shape
 from parallax.plan.schedule import BUILT_IN, in_flight
 from parallax.plan.stages import block_kinds, copying_seconds
 
-CLOSE = 1e-3  # to which a ceiling is found
 _HALVES = {"zb-h1": 2, "zb-h2": 3}  # what of a ramp's seconds each second of a weight half that is put off saves
 
 
@@ -61,6 +60,22 @@ class _Rows:
     message_bytes: float
     again: float
     copying: float
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Of a shape, in seconds: all positions for one micro-batch (``total``), their ``mean``, what the ``slowest`` takes
+    at least, the way of one micro-batch through all of them (``path``), the mean share's ``update``, the weight halves
+    that can be put off (``deferred``) and what they save at most of the ramp (``halves``)."""
+
+    total: float
+    mean: float
+    slowest: float
+    path: float
+    update: float
+    deferred: float
+    halves: float
+    forward_share: float
 
 
 def _flights(schedule: str, positions: int, micro_batches: int) -> NDArray[np.float64]:
@@ -85,60 +100,82 @@ class StepBound:
         self._rows = lru_cache(maxsize=None)(self._find_rows)
         self._update = lru_cache(maxsize=None)(self._find_update)
 
-    def seconds(self, shape: Shape, least_cost: float = 0.0) -> float:
+    def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
         """No even pipeline of ``shape`` takes less; ``least_cost`` is what is known of the slowest position: seconds
-        per micro-batch, its part of what comes after the last one included."""
-        replicas, micro_batches, positions = self._replicas(shape), self.request.count(shape), shape.positions
-        rows = self._rows(-(-shape.microbatch // replicas), shape.split)
-        update = self._update(positions, replicas)
-        least = -(-len(self.request.profile.blocks) // positions)
-        total = self._total(shape, rows, replicas)
-        slowest = max(total / positions, rows.largest, float(rows.cheapest[least]))
-        slowest = max(slowest + update / micro_batches, least_cost)
-        path, work = total + self._messages(shape, rows), micro_batches * slowest
-        rest = max(0.0, path - slowest)
+        per micro-batch, its part of what comes after the last one included; ``least_weighted`` of the one that is
+        slowest by :meth:`weights`."""
+        terms, micro_batches = self._terms(shape), self.request.count(shape)
+        work = max(micro_batches * max(terms.slowest, least_cost), micro_batches * terms.mean + terms.update)
         if shape.schedule not in BUILT_IN:
             return float(max(work, shape.bound[0]) * ROUNDING)
-        deferred = self._deferred(shape, rows, replicas)
-        halves = _HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions
-        if self._alike:
-            filled = work + max(0.0, rest / shape.interleave - halves)
-        elif shape.interleave > 1:  # of stages that are cut evenly, the first of each position has its part of the way
-            filled = work + rest / shape.interleave * (1 - rows.forward_share)
-        else:
-            waits = self._waits(shape, rows)
-            filled = max(0.0, path - halves) + max(waits[0] * slowest, total / sum(1 / w for w in waits))
-        queued = micro_batches / self._in_flight(shape) * (path - deferred) if shape.interleave == 1 else 0.0
-        return float(max(filled, work, queued + update, shape.bound[0]) * ROUNDING)
+        update = terms.update / micro_batches
+        slowest, weighted = max(terms.slowest, least_cost - update), max(0.0, least_weighted - update)
+        if shape.interleave > 1:  # of stages that are cut evenly, the first of each position has its part of the way
+            rest = max(0.0, terms.path - terms.slowest) / shape.interleave
+            filled = work + rest * (1 if self._alike else 1 - terms.forward_share)
+            return float(max(filled, shape.bound[0]) * ROUNDING)
+        waits = self._waits(shape, terms.forward_share)
+        mean = (micro_batches - 1) * terms.mean if self._alike else terms.total / sum(1 / w for w in waits)
+        filled = max(0.0, terms.path - terms.halves) + max(waits[0] * slowest, waits[-1] * weighted, mean)
+        queued = micro_batches / self._in_flight(shape) * (terms.path - terms.deferred)
+        return float(max(filled, work, queued, shape.bound[0]) * ROUNDING)
+
+    def weights(self, shape: Shape) -> list[float]:
+        """What a second of each position's micro-batch costs a step, in seconds of the last one's."""
+        if shape.schedule not in BUILT_IN or shape.interleave > 1:
+            return [1.0] * shape.positions
+        waits = self._waits(shape, self._terms(shape).forward_share)
+        return [wait / waits[-1] for wait in waits]
 
     def ceiling(self, shape: Shape, most_seconds: float) -> float:
         """What the slowest position may cost per micro-batch in a pipeline of ``shape`` that takes up to
-        ``most_seconds``; such that nothing is lost, a bit more."""
-        low, high = 0.0, most_seconds / self.request.count(shape)
-        if high == math.inf:
-            return high
-        while high - low > CLOSE * high:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.seconds(shape, middle) <= most_seconds else (low, middle)
-        return high
+        ``most_seconds``, all positions being about equally slow: then a step takes ``M · max + ramp · (Σ − max)``."""
+        terms, micro_batches = self._terms(shape), self.request.count(shape)
+        if shape.schedule not in BUILT_IN or most_seconds == math.inf:
+            return most_seconds / micro_batches
+        rest = max(0.0, max(0.0, terms.path - terms.slowest) / shape.interleave - terms.halves)
+        return max(0.0, most_seconds - rest) / micro_batches
+
+    def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
+        """What the position that is slowest by :meth:`weights` may cost per micro-batch in any pipeline that takes up
+        to ``most_seconds``."""
+        terms, micro_batches = self._terms(shape), self.request.count(shape)
+        wait = self._waits(shape, terms.forward_share)[-1]
+        rest = most_seconds - max(0.0, terms.path - terms.halves)
+        return max(0.0, rest / wait + terms.update / micro_batches)
+
+    def _terms(self, shape: Shape) -> _Terms:
+        replicas, positions = self._replicas(shape), shape.positions
+        rows = self._rows(-(-shape.microbatch // replicas), shape.split)
+        least = -(-len(self.request.profile.blocks) // positions)
+        total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
+        return _Terms(
+            total=total,
+            mean=total / positions,
+            slowest=max(total / positions, rows.largest, float(rows.cheapest[least])),
+            path=total + self._messages(shape, rows),
+            update=self._update(positions, replicas),
+            deferred=deferred,
+            halves=_HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions,
+            forward_share=rows.forward_share,
+        )
 
     @cached_property
     def _alike(self) -> bool:
-        """Whether no block but the last is much larger than most: then positions are about equally slow, and a step
-        takes what the formula says. Otherwise the slowest may stand first, where its own forwards hide a part of what
-        it waits for."""
+        """Whether no block but the last is much larger than most: then positions are about equally slow. Otherwise the
+        slowest may stand first, where its own forwards hide a part of what it waits for."""
         cost = self._costs[self._common()]
         most = 1.5 * (cost.forward_seconds.at(1) + cost.backward_seconds.at(1))
         blocks = self.request.profile.blocks[:-1]
         return all(block.forward_seconds.at(1) + block.backward_seconds.at(1) <= most for block in blocks)
 
-    def _waits(self, shape: Shape, rows: _Rows) -> list[float]:
+    def _waits(self, shape: Shape, forward_share: float) -> list[float]:
         """For each position how many of its micro-batches' seconds a step has besides the way of one through all
         positions: all but one, less the forwards that can run while the first is on its way through those above."""
         micro_batches, positions = self.request.count(shape), shape.positions
         ahead = {"gpipe": 0, "zb-h2": 2}.get(shape.schedule, 1)
         hidden = [min(ahead * (positions - 1 - p), micro_batches - 1) for p in range(positions)]
-        return [max(micro_batches - 1 - count * rows.forward_share, 1e-9) for count in hidden]
+        return [max(micro_batches - 1 - count * forward_share, 1e-9) for count in hidden]
 
     def _replicas(self, shape: Shape) -> int:
         """Of the position that has most."""

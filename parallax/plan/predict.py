@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import in_flight, splits
 from parallax.plan.simulate import simulate
-from parallax.plan.stages import copying_seconds, leaving_bytes
+from parallax.plan.stages import buffer_bytes, copying_seconds, leaving_bytes
 from parallax.plan.timeline import StageTimes, Timeline, time_schedule
 from parallax.units import format_bytes
 
@@ -125,12 +126,29 @@ def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
     return [pipeline, replace(pipeline, order=order)]
 
 
-def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> float:
-    """Seconds of a step by the longest path, without swapping and reducing in detail: what the event simulator finds
-    is rarely less. Nothing is checked against any budget."""
+class QuickSeconds(NamedTuple):
+    """Seconds of a step by the longest path, without swapping and reducing in detail: what every backward waits for the
+    tier added to it (``likely``), and the ``least`` that the event simulator finds, which lets what is waited for fall
+    into gaps wherever it can."""
+
+    likely: float
+    least: float
+
+
+def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> QuickSeconds:
+    """Nothing is checked against any budget."""
     loads = _loads(profile, cluster, pipeline)
     ties = _tie_seconds(profile, cluster, pipeline)
-    return _finish(profile, cluster, pipeline, loads, ties)[1]
+    stalls = [_stall(cluster, pipeline, stage, [load]) for stage, load in enumerate(loads)]
+    likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
+    if not any(stalls):
+        return QuickSeconds(likely, likely)
+    positions = range(pipeline.positions)
+    busy = [
+        sum(s + load.compute_seconds for s, load in list(zip(stalls, loads))[p :: len(positions)]) for p in positions
+    ]
+    least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
+    return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * max(busy))))
 
 
 def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
@@ -173,22 +191,25 @@ def _finish(
     pipeline: Pipeline,
     loads: Sequence[StageLoad],
     ties: dict[int, float],
+    stalls: Sequence[float],
 ) -> tuple[Timeline, float, list[float], list[float]]:
-    """The timeline, the end of the step, and what reduction and update add to each position."""
+    """The timeline, the end of the step, and what reduction and update add to each position; stages wait for their
+    ``stalls`` in every backward."""
     positions = range(pipeline.positions)
-    times = [_stage_times(cluster, pipeline, stage, load) for stage, load in enumerate(loads)]
+    times = [_stage_times(cluster, pipeline, stage, load, stalls[stage]) for stage, load in enumerate(loads)]
     timeline = _timeline(pipeline, times)
     mine = [loads[p :: pipeline.positions] for p in positions]
     exposed = [_exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0) for p in positions]
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
-    reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
-    return timeline, reduced + max(updates), exposed, updates
+    ends = [float(end) + reduce + update for end, reduce, update in zip(timeline.end, exposed, updates)]
+    return timeline, max(ends), exposed, updates
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
     positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
     loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
-    timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties)
+    stalls = [_stall(cluster, pipeline, stage, [load]) for stage, load in enumerate(loads)]
+    timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties, stalls)
     mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
     stages, ranks = [], {}
     for position in positions:
@@ -248,15 +269,13 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
     return loads
 
 
-def _stage_times(cluster: Cluster, pipeline: Pipeline, index: int, load: StageLoad) -> StageTimes:
+def _stage_times(cluster: Cluster, pipeline: Pipeline, index: int, load: StageLoad, stall: float) -> StageTimes:
     weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
     position = index % pipeline.positions
     link = _link(cluster, pipeline, position, (index + 1) % pipeline.positions)
     return StageTimes(
         forward=sum(block.forward_seconds for block in load.blocks),
-        backward=sum(block.backward_seconds for block in load.blocks)
-        - weight
-        + _stall(cluster, pipeline, index, [load]),
+        backward=sum(block.backward_seconds for block in load.blocks) - weight + stall,
         weight=weight,
         send=link.seconds(load.output_bytes),
     )
@@ -272,16 +291,19 @@ def _link(cluster: Cluster, pipeline: Pipeline, position: int, other: int) -> Li
 
 
 def _stall(cluster: Cluster, pipeline: Pipeline, first: int, loads: Sequence[StageLoad]) -> float:
-    """Seconds per micro-batch by which copying to and from the tier outlasts the compute of ``loads``, those of stage
-    ``first`` and of the others on its position."""
+    """Seconds per micro-batch that ``loads``, those of stage ``first`` and of the others on its position, wait for the
+    tier: what copying takes longer than computing, or, without room to read ahead, what a backward reads."""
     position = first % pipeline.positions
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(position)[0]])
-    leaving = 0.0
+    leaving = reading = 0.0
     for stage, load in zip(range(first, len(pipeline.stages), pipeline.positions), loads):
-        limit = pipeline.stages[stage].swap_limit_bytes
-        leaving += float(leaving_bytes(load.moved_bytes, _flight(pipeline, stage), limit))
+        limit, flight, moved = pipeline.stages[stage].swap_limit_bytes, _flight(pipeline, stage), load.moved_bytes
+        leaves = float(leaving_bytes(moved, flight, limit))
+        leaving += leaves
+        if leaves and limit < buffer_bytes(load.smallest_swap_limit, flight * moved):
+            reading += device.read.seconds(leaves)
     copying = float(copying_seconds(device, np.array(leaving))) + sum(load.states.streaming_seconds for load in loads)
-    return max(0.0, copying - sum(load.compute_seconds for load in loads))
+    return max(reading, copying - sum(load.compute_seconds for load in loads))
 
 
 def _exposed_reduction(

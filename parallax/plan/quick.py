@@ -78,15 +78,17 @@ class QuickSearch:
         ceiling: float = math.inf,
         allowed: Sequence[Directive] | None = None,
         sharded: bool | None = None,
+        weights: Sequence[float] = (),
     ) -> Solved | None:
         """The pipeline with replicas as even as they can be whose slowest position is the fastest; None where nothing
         fits, or that position would cost more than ``ceiling`` seconds per micro-batch. Blocks have one of the
-        ``allowed`` directives; ``sharded`` says whether replicas share states (None: where that costs less)."""
+        ``allowed`` directives; ``sharded`` says whether replicas share states (None: where that costs less). What
+        positions cost is compared times their ``weights`` (none: all alike)."""
         if shape.positions < self.request.least_positions:
             return None
         replicas = self._even(shape)
         way = Way(tuple(allowed or self.request.allowed_in(shape)), sharded)
-        return self._solve(shape, replicas, ceiling, way) if replicas else None
+        return self._solve(shape, replicas, ceiling, way, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
         """Move devices to the slowest position, one after the other, for as long as the score falls."""
@@ -184,40 +186,46 @@ class QuickSearch:
         rows = -(-candidate.shape.microbatch // stage.replicas)
         return self.request.seconds(rows, stage.start, stage.stop)
 
-    def _solve(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> Solved | None:
+    def _solve(
+        self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way, weights: tuple[float, ...] = ()
+    ) -> Solved | None:
         """The least slowest position with these replicas."""
+        weights = weights or (1.0,) * shape.positions
         solve = self._deal if shape.interleave > 1 else self._cut
-        best = solve(shape, replicas, ceiling, way).places
+        best = solve(shape, replicas, ceiling, way, weights).places
         if not best:
             return None
-        low, high = shape.bound[1] / (self.request.count(shape) + shape.positions), _slowest(best)
+        low = shape.bound[1] / (self.request.count(shape) + shape.positions) * min(weights)
+        high = _slowest(best, weights)
         for _ in range(ROUNDS if shape.interleave == 1 else 0):
             if high <= low * TOLERANCE:
                 break
             middle = (low + high) / 2
-            found = solve(shape, replicas, middle, way)
+            found = solve(shape, replicas, middle, way, weights)
             if found.places:
-                best, high = found.places, _slowest(found.places)
+                best, high = found.places, _slowest(found.places, weights)
             else:
                 low = min(high, found.next_ceiling)
         candidate = self._candidate(shape, replicas, best, way)
         return Solved(candidate, low) if candidate is not None else None
 
-    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> _Cut:
-        """Positions filled from the last, none of which costs more than ``ceiling`` seconds."""
+    def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way, weights: Sequence[float]) -> _Cut:
+        """Positions filled from the last, none of which costs more than ``ceiling`` seconds over its weight."""
         self.looks += shape.positions
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_Place] = []
         stop, length, dearer = len(self.request.profile.blocks), 1, math.inf
         for position in reversed(range(shape.positions)):
             lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
-            flight = flights[position]
+            flight, weight = flights[position], weights[position]
 
-            def lane_from(start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight) -> Lane | None:
+            def lane_from(
+                start: int, stop: int = stop, lanes: Lanes = lanes, flight: int = flight, weight: float = weight
+            ) -> Lane | None:
                 nonlocal dearer
-                least = lanes.least_seconds(start, stop)
+                least = lanes.least_seconds(start, stop) * weight
                 lane = lanes.find(((start, stop, flight),)) if least <= ceiling else None
-                cost = lane.cost if lane is not None else least
+                cost = lane.cost * weight if lane is not None else least
                 if cost > ceiling:
                     dearer = min(dearer, cost)
                     return None
@@ -234,12 +242,14 @@ class QuickSearch:
             stop, length = start, stop - start
         return _Cut(places[::-1])
 
-    def _deal(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way) -> _Cut:
+    def _deal(
+        self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way, weights: Sequence[float]
+    ) -> _Cut:
         """Stages of nearly equal seconds, dealt out to the positions in turn."""
         places = []
-        for parts, lanes, _ in self._dealt(shape, replicas, way):
+        for (parts, lanes, _), weight in zip(self._dealt(shape, replicas, way), weights):
             lane = lanes.find(parts)
-            if lane is None or lane.cost > ceiling:
+            if lane is None or lane.cost * weight > ceiling:
                 return _Cut([])
             places.append(_Place(parts, lane))
         return _Cut(places)
@@ -350,8 +360,8 @@ class QuickSearch:
         return found
 
 
-def _slowest(places: Sequence[_Place]) -> float:
-    return max(place.lane.cost for place in places)
+def _slowest(places: Sequence[_Place], weights: Sequence[float]) -> float:
+    return max(place.lane.cost * weight for place, weight in zip(places, weights))
 
 
 def _furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:

@@ -284,13 +284,18 @@ class Request:
 
     def sizes(self, positions: int, schedule: str = AUTO) -> list[int]:
         """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that leave no replica of an
-        even pipeline with fewer rows than another. Only the largest of those with as many rows for a rank, and of those
-        with as many micro-batches, is worth trying; of interleaved schedules positions divide their number."""
+        even pipeline with fewer rows than another, of its positions with most replicas or of those with fewest. Only
+        the largest of those with as many rows for a rank, and of those with as many micro-batches, is worth trying; of
+        interleaved schedules positions divide their number."""
         if self.microbatch != AUTO:
             return self.microbatches
-        replicas = -(-len(self.devices) // positions)
         step = positions if schedule == "interleaved" else 1
-        return sorted({*self.microbatches, *dealt(self.global_batch, replicas, step)}, reverse=True)
+        found = [dealt(self.global_batch, replicas, step) for replicas in set(self._even_replicas(positions))]
+        return sorted({*self.microbatches, *itertools.chain(*found)}, reverse=True)
+
+    def _even_replicas(self, positions: int) -> tuple[int, int]:
+        """The fewest and the most of a position, where they are as even as they can be."""
+        return len(self.devices) // positions, -(-len(self.devices) // positions)
 
     def _interleaves(self, schedule: str, positions: int) -> Sequence[int]:
         if schedule != "interleaved":
@@ -414,8 +419,11 @@ class Request:
         return [r for r in ([left] if position == 0 else range(1, left - position + 1)) if self.has_rows(shape, r)]
 
     def has_rows(self, shape: Shape, replicas: int) -> bool:
-        """Whether each replica has a row of every micro-batch, or nothing larger can be had."""
-        return replicas <= shape.microbatch or shape.microbatch == max(self.microbatches)
+        """Whether each replica has a row of every micro-batch, or nothing larger can be had. Where devices do not
+        divide, one replica of some positions may go without: a row more would be a second one for all the others."""
+        fewest, most = self._even_replicas(shape.positions)
+        least = most if shape.microbatch >= fewest else 0
+        return replicas <= max(shape.microbatch, least) or shape.microbatch == max(self.microbatches)
 
     @cached_property
     def least_positions(self) -> int:

@@ -122,8 +122,8 @@ def _predict(timed: Sequence[Timed], forecasts: Forecasts, progress: Progress) -
     """The forecasts of the pipelines that may be the best, best first. The simulator finds waits that the longest path
     does not know, so all that seem faster than the best are asked for, and some more to be named."""
     best = forecasts.least()
-    for other in sorted(timed, key=lambda other: other.seconds):
-        enough = other.seconds >= best and len(forecasts.known) >= PREDICTED
+    for other in sorted(timed, key=lambda other: other.least):
+        enough = other.least >= best and len(forecasts.known) >= PREDICTED
         if enough or (forecasts.known and forecasts.effort > EFFORT):
             break
         progress(f"predicting plans: {len(forecasts.known)}, the best takes {best:.4g} s")

@@ -9,7 +9,7 @@ its action lists, in more than one way, and what is left out is left out by its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,11 +17,12 @@ from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.bounds import StepBound
 from parallax.plan.plan import Directive
 from parallax.plan.predict import Forecast, Pipeline, placements, predict, quick_seconds
-from parallax.plan.quick import QuickSearch
+from parallax.plan.quick import QuickSearch, Solved
 from parallax.plan.request import Candidate, Request, Shape
 
 EFFORT = 40_000  # positions filled after which no more shapes are looked at, once one has been found
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
+ALIKE = 0.99  # weights of positions above which they are taken as equal
 REBALANCED = 8  # numbers of positions whose best pipeline is tried with uneven replicas
 NEAR = 1.1  # pipelines up to so many times the best one's seconds are kept: the simulator may change their order
 
@@ -30,31 +31,34 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A pipeline and the seconds of its step by the longest path."""
+    """A pipeline and the seconds of its step by the longest path, and the least that a forecast finds."""
 
     seconds: float
+    least: float
     pipeline: Pipeline
     candidate: Candidate
 
 
 @dataclass(slots=True)
 class _Open:
-    """A shape and what is known of the slowest position of its pipelines."""
+    """A shape and what is known of the slowest position of its pipelines, plainly and by weight."""
 
     shape: Shape
     bound: float
     least_cost: float = 0.0
+    least_weighted: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What was found of one shape: pipelines, how many ways to cut it were ``compared``, the least cost of the slowest
-    position, and how many positions were filled for that."""
+    """What was found of one shape: pipelines, how many ways to cut it were ``compared``, how many positions were filled
+    for that, and the least cost of the slowest position, plainly and by weight."""
 
     found: list[Timed]
     compared: int
-    least_cost: float
     looks: int
+    least_cost: float = 0.0
+    least_weighted: float = 0.0
 
 
 class Forecasts:
@@ -96,35 +100,57 @@ class _Looker:
         that makes blocks offload, without: what leaves the device may be waited for longer than the greedy rule knows.
         When asked ``again``, with one directive for all blocks: where more leaves the device than must, there is room
         to read ahead; and with states shared by replicas or not."""
-        before, found = self.quick.looks, _Found(self.request, self._forecasts)
-        best, allowed = found.best, self.request.allowed_in(shape)
-        least_cost, ways, solved = 0.0, list[list[Directive]](), None
-        if again:
-            ways = [[d] for d in allowed if d is not Directive.KEEP and len(allowed) > 1]
-            for sharded in () if self.request.small else (False, True):  # as in the exact search
-                found.compared += 1
-                other = self.quick.solve(shape, self._ceiling(shape, found), sharded=sharded)
-                if other is not None:
-                    found.add(other.candidate)
-        else:
-            found.compared += 1
-            solved = self.quick.solve(shape, self._ceiling(shape, found))
-            least_cost = solved.least_cost if solved is not None else 0.0
-            if solved is None and shape.interleave > 1:  # what two stages of a position need together may not fit
-                ways = [[directive] for directive in allowed if len(allowed) > 1]
-            if solved is not None:
-                found.add(solved.candidate)
-                rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
-                ways = [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
-        for way in ways:
-            found.compared += 1
-            other = self.quick.solve(shape, self._ceiling(shape, found), way)
-            if other is not None:
-                solved = other
-                found.add(other.candidate)
-        if not again and solved is None:
-            least_cost = self.bound.ceiling(shape, best * NEAR)
-        return _Look(found.timed, found.compared, least_cost, self.quick.looks - before)
+        found, before = _Found(self.request, self._forecasts), self.quick.looks
+        least = self._look_again(shape, found) if again else self._look_first(shape, found)
+        return _Look(found.timed, found.compared, self.quick.looks - before, *least)
+
+    def _look_first(self, shape: Shape, found: _Found) -> tuple[float, float]:
+        """Returns the least costs of the slowest position, plainly and by weight."""
+        weights, least_weighted = self.bound.weights(shape), 0.0
+        if weights[0] < ALIKE:
+            ceiling = self.bound.weighted_ceiling(shape, found.best * NEAR)
+            solved = self._solve(shape, found, ceiling=ceiling, weights=weights)
+            if solved is None:
+                return 0.0, ceiling
+            least_weighted = solved.least_cost
+        ceiling = self._ceiling(shape, found)
+        solved = self._solve(shape, found)
+        allowed, ways = self.request.allowed_in(shape), list[list[Directive]]()
+        if solved is not None:
+            rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
+            ways = [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
+        elif shape.interleave > 1:  # what two stages of a position need together may not fit
+            ways = [[directive] for directive in allowed if len(allowed) > 1]
+        others = [self._solve(shape, found, way) for way in ways]
+        if solved is not None:
+            return solved.least_cost, least_weighted
+        return (0.0 if any(others) else ceiling), least_weighted
+
+    def _look_again(self, shape: Shape, found: _Found) -> tuple[float, float]:
+        allowed = self.request.allowed_in(shape)
+        for sharded in () if self.request.small else (False, True):  # as in the exact search
+            self._solve(shape, found, sharded=sharded)
+        for directive in allowed:
+            if directive is not Directive.KEEP and len(allowed) > 1:
+                self._solve(shape, found, [directive])
+        return 0.0, 0.0
+
+    def _solve(
+        self,
+        shape: Shape,
+        found: _Found,
+        allowed: Sequence[Directive] | None = None,
+        *,
+        ceiling: float | None = None,
+        sharded: bool | None = None,
+        weights: Sequence[float] = (),
+    ) -> Solved | None:
+        ceiling = self._ceiling(shape, found) if ceiling is None else ceiling
+        solved = self.quick.solve(shape, ceiling, allowed, sharded, weights)
+        found.compared += 1
+        if solved is not None:
+            found.add(solved.candidate)
+        return solved
 
     def _ceiling(self, shape: Shape, found: _Found) -> float:
         return self.bound.ceiling(shape, found.best * NEAR)
@@ -135,7 +161,7 @@ class _Looker:
         for other in self.quick.rebalance(candidate):
             found.compared += 1
             found.add(other)
-        return _Look(found.timed, found.compared, 0.0, self.quick.looks - before)
+        return _Look(found.timed, found.compared, self.quick.looks - before)
 
 
 class _Found:
@@ -151,7 +177,7 @@ class _Found:
         for timed in timed_placements(self._request, candidate):
             if timed.seconds <= self.best * NEAR:
                 self.timed.append(timed)
-            if timed.seconds < self.best:
+            if timed.least < self.best:
                 self.best = min(self.best, self._forecasts.seconds(timed.pipeline))
 
 
@@ -207,6 +233,7 @@ class Survey:
     def _look(self, entry: _Open, *, again: bool) -> None:
         look = self._looker.look(entry.shape, again)
         entry.least_cost = max(entry.least_cost, look.least_cost)
+        entry.least_weighted = max(entry.least_weighted, look.least_weighted)
         self._take(look)
 
     def _take(self, look: _Look) -> None:
@@ -230,13 +257,15 @@ class Survey:
     @property
     def bound_seconds(self) -> float:
         """No even pipeline takes less; infinite where there is no shape."""
-        return min((self._looker.bound.seconds(e.shape, e.least_cost) for e in self._open), default=math.inf)
+        return min(
+            (self._looker.bound.seconds(e.shape, e.least_cost, e.least_weighted) for e in self._open), default=math.inf
+        )
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
     """A candidate in all its placements, timed."""
     pipelines = placements(request.cluster, as_pipeline(request, candidate))
-    return [Timed(quick_seconds(request.profile, request.cluster, p), p, candidate) for p in pipelines]
+    return [Timed(*quick_seconds(request.profile, request.cluster, p), p, candidate) for p in pipelines]
 
 
 def as_pipeline(request: Request, candidate: Candidate) -> Pipeline:
