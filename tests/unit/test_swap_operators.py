@@ -1,0 +1,231 @@
+"""PyTorch's own databases of operators and modules: with all that they save below the device, each computes what it
+computes without, bit for bit, and refuses what it refuses without.
+
+Their samples come from ``torch.testing._internal``, which changes settings of the whole process when it is imported:
+so each test has a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+import parallax
+from parallax.swap.scope import Swapping
+
+OPERATORS, MODULES = 24, 8  # one in so many by default
+EACH = 4  # samples of an operator by default
+PARTS = 6  # of the thorough run
+UNWRITTEN = ("empty", "new_empty")  # how the names of those begin whose results are whatever was in the memory
+THOROUGH = [pytest.param(part, marks=pytest.mark.thorough) for part in range(PARTS)]
+LEAVE_SECONDS = 30.0
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Found:
+    """What came of one process. ``itself``: what is not the same twice without swap."""
+
+    equal: int = 0
+    refused: int = 0
+    itself: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+    def compare(self, name: str, model: nn.Module, call: Call, inputs: list[Tensor], scratch: str) -> None:
+        expected = outcome(call, inputs, lambda: None)
+        with parallax.swap(model, "1GiB", eager=True, minimum_bytes=0, directory=scratch) as scope:
+            found = outcome(call, inputs, lambda: settle(scope))
+        self.bytes_out += scope.statistics.bytes_out
+        self.bytes_in += scope.statistics.bytes_in
+        if found == expected:
+            self.equal += 1
+            self.refused += isinstance(expected, tuple)
+        elif isinstance(expected, list) and outcome(call, inputs, lambda: None) != expected:
+            self.itself.append(name)
+        else:
+            self.different.append(f"{name}: {shown(expected)}, with swap {shown(found)}")
+
+
+def settle(scope: Swapping) -> None:
+    """All that is saved leaves the device: what an operator saves begins to leave when the next one saves."""
+    marker = torch.zeros(1, requires_grad=True).exp()
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while scope.activations_now() > marker.nbytes:
+        assert time.monotonic() < deadline, f"{scope.activations_now()} bytes stay on the device"
+        time.sleep(0.0001)
+
+
+def outcome(call: Call, inputs: list[Tensor], leave: Call) -> list[Any] | tuple[str, str]:
+    """The bits of results, gradients and second gradients; or the error's kind and words."""
+    seed()
+    sources = [each for each in inputs if each.requires_grad]
+    try:
+        found = tensors(call())
+        results = [each.detach().clone() for each in found]
+        leave()
+        gradients = derived(found, sources, create_graph=True)
+        results += [each.detach().clone() for each in gradients]
+        return [bits(each) for each in [*results, *second(gradients, sources)]]
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def derived(found: list[Tensor], sources: list[Tensor], **options: bool) -> list[Tensor]:
+    roots = [each for each in found if each.requires_grad]
+    if not roots or not sources:
+        return []
+    begin = [torch.randn_like(root) if root.layout is torch.strided else torch.ones_like(root) for root in roots]
+    return [g for g in torch.autograd.grad(roots, sources, begin, allow_unused=True, **options) if g is not None]
+
+
+def second(gradients: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
+    """Where the operator has second derivatives."""
+    try:
+        return derived(gradients, sources)
+    except (RuntimeError, NotImplementedError) as error:
+        return [torch.tensor(bytearray(f"{type(error).__name__}: {error}".encode()))]
+
+
+def bits(tensor: Tensor) -> Any:
+    """What is equal where every bit is."""
+    if tensor.is_nested:
+        return [bits(each) for each in tensor.unbind()]
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    whole = dense.resolve_conj().resolve_neg()
+    array = whole.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
+    return str(tensor.layout), str(tensor.dtype), tuple(tensor.shape), dense.stride(), array.tobytes()
+
+
+def shown(found: list[Any] | tuple[str, str]) -> str:
+    return f"{len(found)} tensors" if isinstance(found, list) else ": ".join(found)[:200]
+
+
+def tensors(found: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  samples of torch's own take numbers from it
+
+
+def spread(samples: Iterable[Any], most: int | None) -> list[Any]:
+    """At most so many of them, evenly."""
+    found = list(samples)
+    return found if most is None else found[:: -(-len(found) // most) or 1]
+
+
+def operators(start: int, step: int, most: int | None) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    model = nn.Linear(1, 1)
+    for operator in op_db[start::step]:
+        if torch.float32 not in operator.supported_dtypes("cpu") or operator.name.startswith(UNWRITTEN):
+            continue
+        seed()
+        samples = operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
+        for number, sample in enumerate(spread(samples, most)):
+            name = f"{operator.name} {operator.variant_test_name} {number}"
+            inputs = tensors((sample.input, sample.args, sample.kwargs))
+            yield name, model, lambda: operator.op(sample.input, *sample.args, **sample.kwargs), inputs  # noqa: B023
+            inplace = operator.get_inplace()
+            if inplace is not None:
+                yield (
+                    f"{name} in place",
+                    model,
+                    lambda: inplace(sample.input.clone(), *sample.args, **sample.kwargs),  # noqa: B023
+                    inputs,
+                )
+
+
+def modules(start: int, step: int, most: int | None) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
+    from torch.testing._internal.common_modules import module_db
+
+    for info, training in itertools.product(module_db[start::step], (True, False)):
+        seed()
+        samples = info.module_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+        )
+        for number, sample in enumerate(spread(samples, most)):
+            given, taken = sample.constructor_input, sample.forward_input
+            if taken is None:
+                continue
+            seed()
+            model = info.module_cls(*given.args, **given.kwargs).train(training)
+            if any(is_lazy(each) for each in model.parameters()):
+                model(*taken.args, **taken.kwargs)  # as parallax.swap asks for
+            state = {key: value.clone() for key, value in model.state_dict().items()}
+
+            def call(model: nn.Module = model, state: Any = state, taken: Any = taken) -> Any:
+                model.load_state_dict(state)  # statistics of batches
+                return model(*taken.args, **taken.kwargs), [*model.buffers()]
+
+            inputs = [*tensors((taken.args, taken.kwargs)), *model.parameters()]
+            yield f"{info.name} training={training} {number}", model, call, inputs
+
+
+def compare(kind: str, start: int, step: int, most: int | None, scratch: str) -> None:
+    """In a process of its own."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = Found()
+    for case in globals()[kind](start, step, most):
+        found.compare(*case, scratch)
+    print(json.dumps(vars(found)))
+
+
+def run(kind: str, scratch: Path, start: int, step: int, most: int | None = None) -> dict[str, Any]:
+    code = f"from tests.unit.test_swap_operators import *; compare({kind!r}, {start}, {step}, {most}, {str(scratch)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["different"] == []
+    assert found["bytes_out"] > 0
+    assert found["bytes_in"] > 0
+    return found
+
+
+@pytest.fixture(autouse=True)
+def internals() -> None:
+    pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+
+
+def test_a_sample_of_the_operators(scratch: Path) -> None:
+    found = run("operators", scratch, 0, OPERATORS, EACH)
+    assert found["equal"] > 60
+
+
+def test_a_sample_of_the_modules(scratch: Path) -> None:
+    found = run("modules", scratch, 0, MODULES, EACH)
+    assert found["equal"] > 20
+
+
+@pytest.mark.parametrize("part", THOROUGH)
+def test_all_operators(part: int, scratch: Path) -> None:
+    found = run("operators", scratch, part, PARTS)
+    assert len(found["itself"]) < found["equal"] // 50, found["itself"]
+
+
+@pytest.mark.thorough
+def test_all_modules(scratch: Path) -> None:
+    assert run("modules", scratch, 0, 1)["itself"] == []
