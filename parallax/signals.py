@@ -64,6 +64,37 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
     raise Stopped(number)
 
 
+class _Kept:
+    """A handler that keeps the first interrupt for later; the second is taken at once."""
+
+    def __init__(self, before: Handler) -> None:
+        self.before, self.first = before, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.first:
+            self.before(number, frame)
+        self.first = True
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes at the end of the block, not in the middle of books that would stay half written. Whoever presses it
+    again does not want to wait, and does not. On other threads than the main one no interrupt arrives."""
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(before) or isinstance(before, _Kept):
+        yield
+        return
+    keep = _Kept(before)
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if keep.first:
+            before(signal.SIGINT, None)
+
+
 class Requests:
     """Requests so far: the ``first`` signal counts, what follows at once is the same request, and a second Ctrl-C is
     ``impatient``: the process is to end whatever it is doing."""

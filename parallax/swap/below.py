@@ -213,10 +213,9 @@ class Below(dict[Any, Any]):
     def settle(self) -> dict[Any, Any]:
         """What :meth:`full` returns, and what who still has this finds from now on; the places are given back."""
         self.call()
-        found = self.full()
+        self._became = self.full()  # before the places go: who is interrupted between may begin again
         self.free()
-        self._became = found
-        return found
+        return self._became
 
     def on_host(self) -> dict[Any, Any]:
         """The state, its large tensors as copies on the host."""
@@ -224,12 +223,13 @@ class Below(dict[Any, Any]):
 
     def free(self) -> None:
         """Give the places back, when nothing runs on them."""
-        for place in self._places:
+        self._values = {}
+        while self._places:
+            place = self._places.pop()
             if not place.pending.cancel():
                 self._wait(place)
             self._store.free(place.slot)
         super().clear()
-        self._values, self._places = {}, []
 
     def _put(self, tensor: Tensor) -> _Place:
         self._places.append(_Place(tensor, self._store))
@@ -306,8 +306,9 @@ class _Place:
         return storage is None
 
     def call(self, store: Store) -> None:
-        self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        self.pending = store.read(self.slot, self.flat)
+        flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.pending = store.read(self.slot, flat)
+        self.flat = flat  # only now: without a read it would be taken for the bytes
 
     def tensor(self, flat: Tensor) -> Tensor:
         found = torch.empty(0, dtype=self._dtype, device=flat.device)

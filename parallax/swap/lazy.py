@@ -1,4 +1,4 @@
-"""A store that costs nothing until something moves."""
+"""A store that costs nothing until something moves, in a process that somebody may interrupt and go on with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from parallax.signals import uninterrupted
 from parallax.swap.forks import mind_forks
 from parallax.swap.slots import Slot, SlotMap
 from parallax.swap.store import Pending, Store
@@ -26,6 +27,7 @@ class LazyStore:
         """Another thread may have held the lock."""
         self._lock = threading.Lock()
 
+    @uninterrupted()
     def write(self, data: Tensor) -> tuple[Slot, Pending]:
         """Open first where that is needed."""
         with self._lock:
@@ -35,16 +37,19 @@ class LazyStore:
         assert self._store is not None
         return self._store.write(data)
 
+    @uninterrupted()
     def read(self, slot: Slot, target: Tensor) -> Pending:
         """What was written."""
         assert self._store is not None
         return self._store.read(slot, target)
 
+    @uninterrupted()
     def free(self, slot: Slot) -> None:
         """What was written."""
         assert self._store is not None
         self._store.free(slot)
 
+    @uninterrupted()
     def close(self) -> None:
         """Close what was opened."""
         with self._lock:

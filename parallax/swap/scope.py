@@ -35,6 +35,7 @@ from parallax.errors import BudgetExceeded, ConfigError, SwapError, check_choice
 from parallax.files import disk_free_bytes
 from parallax.host import available_memory, relieve_memory
 from parallax.model.saved import Selector
+from parallax.signals import uninterrupted
 from parallax.swap import arguments
 from parallax.swap.activations import offloading
 from parallax.swap.arguments import AUTO
@@ -175,6 +176,15 @@ class Swapping:
     def __enter__(self) -> Self:
         self._refuse_twice()
         self._thread = threading.get_ident()
+        try:
+            self._begin()
+        except KeyboardInterrupt:
+            self._exit.close()  # there is no block yet that could be left
+            raise
+        return self
+
+    @uninterrupted()
+    def _begin(self) -> None:
         with contextlib.ExitStack() as stack:
             options = self._options
             _TAKEN.add(self)
@@ -201,9 +211,19 @@ class Swapping:
             self._observed = observe(self._model, self._optimizers, share.limit, options.device)
             stack.callback(self._observed.close)
             self._exit = stack.pop_all()
-        return self
 
     def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._leave(kind, error, trace)
+        except KeyboardInterrupt:
+            if self.open:  # it came before anything was taken down
+                self._leave(kind, error, trace)
+            raise
+
+    @uninterrupted()
+    def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.open and threading.get_ident() != self._thread:

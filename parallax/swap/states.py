@@ -16,7 +16,8 @@ States that fit beside the activations stay, and leave when the activations need
 
 A step that fails between two pieces cannot be taken back: the first are stepped, and a second attempt would step them
 again. So what can be known before is asked before (the room for the largest piece); after any other failure no step is
-taken until a checkpoint is loaded.
+taken until a checkpoint is loaded. An interrupt from the keyboard is such a failure where it arrives between two
+pieces or inside one; while states move it waits until they have (:func:`~parallax.signals.uninterrupted`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from parallax.errors import BudgetExceeded, ParallaxError, SwapError
+from parallax.signals import uninterrupted
 from parallax.swap.below import Below, movable, moved_bytes, yet_to_be_made
 from parallax.swap.stand_in import Arguments, Piece, PieceByPiece, check_per_parameter, evaluated, raw_step
 from parallax.swap.store import Store
@@ -98,6 +100,7 @@ class OptimizerStates:
             f"{format_bytes(self.bytes_in)} in; waited {format_seconds(self.stall_seconds)}"
         )
 
+    @uninterrupted()
     def count(self) -> None:
         """Look at what the optimizer holds now: it may have made, loaded or dropped states since."""
         state = self._optimizer.state
@@ -120,6 +123,7 @@ class OptimizerStates:
             if self._leaving:
                 self._land()
 
+    @uninterrupted()
     def close(self) -> None:
         """All states are on the device again, and the optimizer is as it was before."""
         vars(self._optimizer).pop("register_step_pre_hook", None)
@@ -171,6 +175,7 @@ class OptimizerStates:
                 raise
             raise SwapError(f"{error}; {self._half_done_words()}") from error
 
+    @uninterrupted()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         if optimizer is not self._optimizer:
             return
@@ -286,6 +291,7 @@ class OptimizerStates:
                 return
             self._call(below)
 
+    @uninterrupted()
     def _let_go(self, piece: Piece, kept: int) -> int:
         """Stepped states stay as far as they fit beside the activations; the others begin to leave."""
         for _, parameter in piece:
@@ -328,6 +334,7 @@ class OptimizerStates:
 
     # ---- down and up
 
+    @uninterrupted()
     def _leave(self, parameter: Tensor) -> None:
         size = self._here.pop(parameter)
         if not size:
@@ -337,6 +344,7 @@ class OptimizerStates:
         self._optimizer.state[parameter] = self._below[parameter] = below
         self._leaving.append(below)
 
+    @uninterrupted()
     def _land(self) -> None:
         """Wait for the oldest write. Where it failed its states are taken back, so that nothing is lost."""
         below = self._leaving.popleft()
@@ -361,6 +369,7 @@ class OptimizerStates:
         while self._leaving and self._leaving[0].landed():
             self._land()
 
+    @uninterrupted()
     def _call(self, below: Below) -> None:
         below.call()
         self.device_bytes += below.size
@@ -377,6 +386,7 @@ class OptimizerStates:
         found: dict[Any, Any] = self._optimizer.state.get(parameter, {})
         return found
 
+    @uninterrupted()
     def _return(self, parameter: Tensor, below: Below) -> None:
         if not below.on_device:
             self._call(below)
@@ -391,6 +401,7 @@ class OptimizerStates:
     def _forget_write(self, key: int) -> None:
         self._leaving = deque(other for other in self._leaving if id(other) != key)
 
+    @uninterrupted()
     def _drop(self, below: Below, alone: object) -> None:
         """The optimizer has it no more. Somebody else may have it, unlike ``alone``, perhaps to give it to another
         parameter."""

@@ -1,0 +1,76 @@
+"""Ctrl-C waits for books to be right, once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from parallax.signals import uninterrupted
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_comes_at_the_end() -> None:
+    seen = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def work() -> None:
+        with uninterrupted():
+            with uninterrupted():
+                press()
+            seen.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == ["all"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    seen = []
+    before = signal.getsignal(signal.SIGINT)
+
+    @uninterrupted()
+    def work() -> None:
+        press()
+        seen.append("once")
+        press()
+        seen.append("twice")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == ["once"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_counts_for_more_than_an_error() -> None:
+    def work() -> None:
+        with uninterrupted():
+            press()
+            raise ValueError
+
+    with pytest.raises(KeyboardInterrupt) as found:
+        work()
+    assert isinstance(found.value.__context__, ValueError)
+
+
+def test_other_threads_and_other_handlers_are_left_alone() -> None:
+    seen = []
+
+    def look() -> None:
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        look()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_IGN, before]
