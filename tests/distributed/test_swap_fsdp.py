@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import parallax
 from parallax.swap.wrapped import local_bytes
 from tests.distributed.pool import Pool
+from tests.unit.swap_fakes import assert_equal
 
 MIB = 2**20
 WIDTH = 128
@@ -115,23 +116,6 @@ def train(directory: Path | None, kind: str, optimize: str, habits: tuple[str, .
 def both(*arguments: Any) -> tuple[Any, Any]:
     directory, *rest = arguments
     return train(None, *rest), train(directory, *rest)
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(found, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(found, dict):
-        assert list(found) == list(expected)
-        for key in found:
-            assert_equal(found[key], expected[key])
-    elif isinstance(found, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected):
-            assert_equal(one, other)
-    else:
-        assert found == expected
 
 
 CASES = [

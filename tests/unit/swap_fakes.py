@@ -1,4 +1,5 @@
-"""What the tests of the swap share: a store that obeys the test, copies that lag, managers, tensors to save."""
+"""What the tests of the swap share: a store that obeys the test, copies that lag, managers, tensors to save, and what
+equal means."""
 
 from __future__ import annotations
 
@@ -25,6 +26,25 @@ from parallax.swap.store import DiskStore, HostStore, Pending, Store
 
 MIB = 2**20
 Make = Callable[..., SwapManager]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Bit for bit, whatever the nesting."""
+    assert type(found) is type(expected)
+    if isinstance(found, Tensor):
+        assert found.dtype == expected.dtype
+        assert found.stride() == expected.stride()
+        assert torch.equal(found, expected)
+    elif isinstance(found, dict):
+        assert list(found) == list(expected)
+        for key in found:
+            assert_equal(found[key], expected[key])
+    elif isinstance(found, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert_equal(one, other)
+    else:
+        assert found == expected
 
 
 class LateEvent:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from parallax.swap.scope import Swapping
-from tests.unit.test_swap_scope import assert_equal
+from tests.unit.swap_fakes import assert_equal
 from tests.unit.test_swap_states import WIDTH, below, build, tight
 
 __all__ = ["tight"]

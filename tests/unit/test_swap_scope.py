@@ -28,6 +28,7 @@ import parallax
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.host import return_freed_memory
 from parallax.swap.scope import Swapping
+from tests.unit.swap_fakes import assert_equal
 
 MIB = 2**20
 WIDTH, LAYERS, ROWS, STEPS = 128, 6, 256, 4
@@ -105,25 +106,6 @@ def tightly(scratch: Path) -> Callable[..., Swapping]:
 
 def outcome(model: nn.Module, optimizer: Optimizer, losses: list[float]) -> Outcome:
     return losses, model.state_dict(), optimizer.state_dict()
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    """Bit for bit, whatever the nesting."""
-    assert type(found) is type(expected)
-    if isinstance(found, Tensor):
-        assert found.dtype == expected.dtype
-        assert found.stride() == expected.stride()
-        assert torch.equal(found, expected)
-    elif isinstance(found, dict):
-        assert list(found) == list(expected)
-        for key in found:
-            assert_equal(found[key], expected[key])
-    elif isinstance(found, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected):
-            assert_equal(one, other)
-    else:
-        assert found == expected
 
 
 def assert_moved(swapping: Swapping) -> None:

@@ -17,7 +17,7 @@ import parallax
 from parallax.errors import BudgetExceeded
 from parallax.swap.below import Below
 from parallax.swap.scope import Swapping
-from tests.unit.test_swap_scope import assert_equal
+from tests.unit.swap_fakes import assert_equal
 
 WIDTH = 64
 Optimizer = torch.optim.Optimizer
