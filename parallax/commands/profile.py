@@ -38,6 +38,13 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(json.loads(profile.to_json()))
         return 0
-    console.print(profile_table(profile, min(MEASURED_ROWS, config.trainer.global_batch)))
+    rows = min(MEASURED_ROWS, config.trainer.global_batch)
+    console.print(profile_table(profile, rows))
+    if not any(block.moved.at(rows) for block in profile.blocks) and any(b.stays.at(rows) for b in profile.blocks):
+        console.print(
+            f"of what {rows} row(s) save, nothing may leave the device: tensors smaller than "
+            f"swap.minimum_bytes={config.swap.minimum_bytes} stay",
+            soft_wrap=True,
+        )
     console.print(f"profile: {parsed.output}", soft_wrap=True)
     return 0

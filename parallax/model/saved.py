@@ -21,6 +21,7 @@ NOT_PLAIN = "not plain strided memory"
 # are such): one of them may change while a copy of the others, and so of it, is already under way.
 PART = "part of a memory that it is no view of"
 _LEAF = "view or cast of a parameter"
+SMALL = "smaller than swap.minimum_bytes"
 _LOOKUPS = ("Embedding", "Index", "Gather", "Take")  # read a parameter at places that the data chose
 
 
@@ -69,7 +70,7 @@ class Selector:
             return NOT_PLAIN
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._minimum:
-            return "smaller than swap.minimum_bytes"
+            return SMALL
         if address(storage) in self._held or self._streams(tensor):
             return "parameter or buffer"
         if tensor.nbytes < storage.nbytes() and not tensor._is_view():

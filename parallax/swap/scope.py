@@ -34,7 +34,7 @@ from parallax.device import copies_for, no_delay
 from parallax.errors import BudgetExceeded, ConfigError, SwapError, check_choice
 from parallax.files import disk_free_bytes
 from parallax.host import available_memory, relieve_memory
-from parallax.model.saved import Selector
+from parallax.model.saved import SMALL, Selector
 from parallax.signals import uninterrupted
 from parallax.swap import arguments
 from parallax.swap.activations import offloading
@@ -260,7 +260,7 @@ class Swapping:
         """What moved, what it cost, and why."""
         found = self.statistics
         lines = [str(self._share) if self._share else "not entered yet"]
-        lines.append(f"activations: {_transfers(found)}" if found.bytes_out else "activations: all fitted")
+        lines.append(f"activations: {_transfers(found) if found.bytes_out else self._stayed(found)}")
         lines.append(
             f"high water: {format_bytes(found.high_water)} of activations on {self._options.device}, "
             f"{format_bytes(found.tier_high_water)} in the {self._options.tier} tier"
@@ -269,9 +269,18 @@ class Swapping:
         lines += [states.report() for states in self._states]
         reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
         for reason, (tensors, size) in reasons:
-            own = reason.replace("swap.minimum_bytes", "minimum_bytes")
+            own = self._small() if reason is SMALL else reason
             lines.append(f"  {own}: {tensors} tensors, {format_bytes(size)}")
         return "\n".join(lines)
+
+    def _small(self) -> str:
+        return f"smaller than minimum_bytes={self._options.minimum_bytes}"
+
+    def _stayed(self, found: SwapStatistics) -> str:
+        """Why nothing left the device."""
+        if found.high_water or SMALL not in found.decisions:
+            return "all fitted"
+        return f"none may move: they are {self._small()}; lower it where they do not fit"
 
     # ---- the limit
 

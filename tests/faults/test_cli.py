@@ -334,6 +334,15 @@ def test_people_get_tables(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
         assert not err.strip()
 
 
+def test_a_profile_says_why_nothing_moves(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "tensors smaller than swap.minimum_bytes="
+    small = ["profile", "model=mlp", "model.layers=1", "model.hidden=64"]
+    assert cli.main(small) == 0
+    assert f"nothing may leave the device: {said}65536 stay" in capfd.readouterr().out
+    assert cli.main([*small, "swap.minimum_bytes=1"]) == 0
+    assert said not in capfd.readouterr().out
+
+
 def test_a_profile_is_used_instead_of_measuring(here: Path, said: Callable[..., Any]) -> None:
     profile = said("profile", *DGX, "--output", "mine.json")
     assert profile["source"] == "analytic"

@@ -304,6 +304,18 @@ def test_the_report_names_arguments(scratch: Path) -> None:
     assert "swap.minimum_bytes" not in swapping.report()
 
 
+def test_the_report_says_why_nothing_moves(scratch: Path) -> None:
+    """It said that all fitted, of tensors that no limit moves."""
+    for least, said in (
+        (65536, "none may move: they are smaller than minimum_bytes=65536; "),
+        (1, "all fitted"),
+    ):
+        model = build()
+        with parallax.swap(model, "1GiB", directory=scratch, minimum_bytes=least) as swapping:
+            model(torch.ones(2, WIDTH)).sum().backward()
+        assert f"activations: {said}" in swapping.report()
+
+
 def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"):
         PinnedArena(2**60, SCOPE.pinning)
