@@ -16,7 +16,7 @@ from parallax.model.saved import address
 from parallax.swap.wrapped import local_bytes, parts
 from parallax.units import format_bytes
 
-_TOLERATED = 64 * 2**20  # bytes beyond a limit that any loop may take: libraries, Python's own objects
+_TOLERATED = 16 * 2**20  # bytes beyond a limit that any loop may take: libraries (4 MiB seen), Python's own objects
 
 
 @dataclass(frozen=True)

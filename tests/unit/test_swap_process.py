@@ -142,13 +142,15 @@ def test_open_bounds_add_up() -> None:
         second.close()
 
 
-def test_a_limit_that_does_not_limit_is_not_silent(scratch: Path) -> None:
+@pytest.mark.parametrize("more", [24, 100])
+def test_a_limit_that_does_not_limit_is_not_silent(more: int, scratch: Path) -> None:
+    """24 MiB, of a limit of 1, were."""
     model = nn.Linear(8, 8)
     scope = parallax.swap(model, "1MiB", directory=scratch)
 
     def hold_more() -> None:
         with scope:
-            ours = torch.ones(100 * MIB // 4)
+            ours = torch.ones(more * MIB // 4)
             model(torch.ones(1, 8)).sum().backward()
             del ours
 
