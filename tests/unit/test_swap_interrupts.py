@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,12 @@ from torch import nn
 
 import parallax
 from parallax.errors import ParallaxError
+from parallax.model.describe import describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
+from tests.plans import make_plan
 
 TIMES = 25
 
@@ -180,6 +187,63 @@ def test_an_interrupt_tears_no_state(where: str, thorough: bool, scratch: Path) 
     """Those that were being read held whatever was in the memory, others could not be read at all; a checkpoint that
     is saved because of the interrupt would have had them."""
     call = f"steps_interrupted({where!r}, {thorough}, Path({str(scratch)!r}))"
+    code = f"from tests.unit.test_swap_interrupts import *; {call}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False)
+    assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
+
+
+# ---- the engine's step, with activations and optimizer states below
+
+
+def engine_interrupted(at: int, plan: dict[str, Any], folder: Path) -> Keyboard:
+    """Ctrl-C in the second step, beside which the first one is applied; then the engine is closed."""
+    config = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=16)
+    chain = describe(config.build)
+    tokens = torch.randint(0, 16, (8, 17), generator=torch.Generator().manual_seed(1))
+    batch = TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    threads = {*threading.enumerate()}
+    swap = SwapConfig(minimum_bytes=1)
+    engine = Engine.build(chain, make_plan(chain, **plan), loss=GPT.loss, scratch=folder, swap=swap)
+    keyboard, interrupted = Keyboard(at), False
+    try:
+        first = engine.step(batch)
+        assert first.swap.bytes_out > 0
+        with keyboard:
+            engine.step(batch)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        engine.close()
+    hit = f"line {at}, {keyboard.lines[-1]}"
+    assert interrupted == (len(keyboard.lines) >= at), hit
+    kept = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert kept() is None, hit
+    assert {*threading.enumerate()} <= threads, hit
+    return keyboard
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "activations": {"directive": "offload", "swap_limit": 2**16},
+    "optimizer": {"directive": "offload", "optimizer_offload": 1.0},
+}
+
+
+def engines_interrupted(name: str, some: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(500, exit=True)
+    lines = engine_interrupted(10**9, PLANS[name], folder).lines
+    first = sorted({line: at for at, line in reversed([*enumerate(lines, 1)])}.values())
+    for at in first[:: -(-len(first) // some)]:
+        engine_interrupted(at, PLANS[name], folder)
+    print("done")
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("some", [5, pytest.param(60, marks=pytest.mark.thorough)])
+def test_an_interrupted_step_of_the_engine_ends(name: str, some: int, scratch: Path) -> None:
+    call = f"engines_interrupted({name!r}, {some}, Path({str(scratch)!r}))"
     code = f"from tests.unit.test_swap_interrupts import *; {call}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False)
     assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
