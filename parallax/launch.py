@@ -52,7 +52,7 @@ from parallax.runtime.watch import Watch
 from parallax.signals import exit_code, heeding, interrupt, stopped_by
 from parallax.terminal import safe_console
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, TrainerConfig, train
-from parallax.trust import check_named, check_own, class_paths, remember
+from parallax.trust import class_paths, remember
 from parallax.units import format_seconds
 
 RUNS = Path("runs")
@@ -219,9 +219,9 @@ def rank_environment(run: Run) -> dict[str, str]:
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
 
-def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
+def work(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -> NoReturn:
     """What one rank under torchrun does, with which its process ends. Without a prepared directory, rank 0 prepares one
-    for all.
+    for all. ``trusts`` is asked about the class paths of one that somebody else has prepared.
 
     After an exception the process ends without more ado: leaving the world in order would wait for the others.
     """
@@ -237,7 +237,10 @@ def work(overrides: Sequence[str], directory: Path | None) -> NoReturn:
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds)
         with watch.phase("planning"):
-            run = _read_for_all(directory, held) if directory is not None else _prepare_for_all(overrides, held)
+            if directory is None:
+                run = _prepare_for_all(overrides, held)
+            else:
+                run = _read_for_all(directory, held, trusts)
             watch.limit(*_limits(run), run.directory)
             _compare(run)
         stopped = _train(run, watch)
@@ -268,11 +271,12 @@ def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> Ru
     return Run.read(_told_by_first(lambda: prepare(sized, safe_console(), held).directory))
 
 
-def _read_for_all(directory: Path, held: contextlib.ExitStack) -> Run:
-    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all; a launcher of ours has."""
+def _read_for_all(directory: Path, held: contextlib.ExitStack, trusts: Trusts) -> Run:
+    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all, and every rank asks whether
+    to trust it; a launcher of ours has done both."""
     if "PARALLAX_RENDEZVOUS" in os.environ:
         return Run.read(directory)
-    run = Run.read(directory, own)
+    run = Run.read(directory, trusts)
     _told_by_first(lambda: held.enter_context(locked(directory)))
     return run
 
@@ -290,14 +294,6 @@ def _told_by_first(call: Callable[[], Any]) -> Any:
     if failure is not None:
         raise found(failure)
     return found
-
-
-def own(file: Path, found: Mapping[str, str]) -> None:
-    """``--run-dir`` is the user's word for what the directory names, where nobody else can write it."""
-    try:
-        check_named(file, found)
-    except ConfigError:
-        check_own(file.parent, [file, file.parent / "plan.yaml"])
 
 
 def _compare(run: Run) -> None:

@@ -61,18 +61,6 @@ def check_named(file: Path, found: Mapping[str, str], typed: Collection[str] = (
         )
 
 
-def check_own(folder: Path, files: Collection[Path]) -> None:
-    """Raise :class:`ConfigError` unless ``folder`` and ``files`` are this user's and nobody else can write them."""
-    for path in (folder, *files):
-        status = path.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            whose = f"belongs to user {status.st_uid}" if status.st_uid != os.geteuid() else "can be written by others"
-            raise ConfigError(
-                f"{printable(str(path))} {whose}, and its class paths would be imported: make it yours alone "
-                f"(chown, chmod go-w), or name them: parallax train name={printable(folder.name)} and its class paths"
-            )
-
-
 def _file() -> Path:
     return cache_directory() / "named-class-paths.txt"
 

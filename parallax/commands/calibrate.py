@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from parallax.commands.options import RUNS, add_json, add_words, console_of, print_json, words_of
+from parallax.commands.options import RUNS, add_json, add_words, console_of, print_json, trusting, words_of
 from parallax.feedback import CALIBRATED, correct
 from parallax.launch import Run
-from parallax.trust import check_named
 from parallax.units import format_seconds
 
 EXAMPLES = """examples:
@@ -31,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Correct, write, print; the exit code."""
-    console, typed = console_of(parsed), [f"{key}={target}" for key, target in words_of(parsed).items()]
+    console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
-    found = Run.read(directory, lambda file, paths: check_named(file, paths, typed))
+    found = Run.read(directory, trusting(words_of(parsed)))
     with console.status("calibrating") as status:
         corrected = correct(found.directory, found.config, found.plan, status.update)
     if parsed.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,22 @@ def words_of(parsed: argparse.Namespace) -> dict[str, str]:
             )
         named[key] = value
     return named
+
+
+def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
+    """What is asked about the class paths of a stored configuration, see :mod:`parallax.trust`. ``words`` are those
+    that the user has named on this command line; the file must name each of them, too."""
+
+    def ask(file: Path, found: Mapping[str, str]) -> None:
+        for key, typed in words.items():
+            if typed != found.get(key):
+                named = f"says {key}={found[key]}" if key in found else f"names no {key}"
+                raise ConfigError(
+                    f"{key}={printable(typed)}: {printable(f'{file} {named}')}, and its settings stand; leave that out"
+                )
+        check_named(file, found, [f"{key}={typed}" for key, typed in words.items()])
+
+    return ask
 
 
 def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> None:

@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from parallax import launch
-from parallax.commands.options import add_overrides
-from parallax.errors import ConfigError
+from parallax.commands.options import add_overrides, trusting, words_of
+from parallax.errors import ConfigError, printable
 from parallax.lock import locked
 from parallax.signals import heeding, interrupt
 from parallax.terminal import safe_console
+from parallax.trust import KEYS
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -20,6 +21,7 @@ EXAMPLES = """examples:
   parallax train model=custom model.target=mymodel:build plan.stages=3
   parallax train plan.replan=auto                       plans again, once, where steps are not as predicted
   parallax train name=deeper                            continues runs/deeper from its last checkpoint
+  parallax train --run-dir theirs model.target=mymodel:build   a directory that was prepared elsewhere
   torchrun --nproc-per-node=4 -m parallax train trainer.global_batch=32
 """
 
@@ -32,15 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Train; the exit code."""
-    if parsed.run_dir is not None and parsed.overrides:
-        raise ConfigError(f"{parsed.overrides[0]}: --run-dir is prepared already; leave out one of them")
+    trusts = _trusts(parsed)
     if launch.under_torchrun():
-        return launch.work(parsed.overrides, parsed.run_dir)
+        return launch.work(parsed.overrides, parsed.run_dir, trusts)
     with ExitStack() as held:
         if parsed.run_dir is None:
             with heeding(interrupt):
                 run = launch.prepare(parsed.overrides, safe_console(), held)
         else:
-            run = launch.Run.read(parsed.run_dir, launch.own)
+            run = launch.Run.read(parsed.run_dir, trusts)
             held.enter_context(locked(parsed.run_dir))
         return launch.launch(run)
+
+
+def _trusts(parsed: argparse.Namespace) -> launch.Trusts:
+    """What is asked about a prepared directory: its settings stand, so nothing but class paths can be typed with it."""
+    if parsed.run_dir is None:
+        return trusting({})
+    for word in parsed.overrides:
+        if word.partition("=")[0] not in KEYS:
+            raise ConfigError(f"{printable(word)}: --run-dir is prepared already; leave out one of them")
+    return trusting(words_of(parsed))

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallax import cli, config
+from parallax import cli, config, trust
 from parallax.job import build_chain
 from parallax.plan.calibrate import times
 from parallax.plan.plan import Plan
@@ -136,13 +136,14 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 
 
 def prepared(*overrides: str, name: str = "run", plan: Callable[[Plan], Plan] = lambda plan: plan) -> Path:
-    """A run directory as ``prepare`` writes it, without measuring anything."""
+    """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything."""
     settings = config.compose([*overrides, f"name={name}"])
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config.dump(settings))
     made = make_plan(build_chain(settings), replicas=(1, 1), global_batch=settings.trainer.global_batch)
     plan(made).save(folder / "plan.yaml")
+    trust.remember(folder, trust.class_paths(config.dump(settings)))
     return folder
 
 
@@ -217,6 +218,7 @@ WRONG = [
     (["experiment=tiny", "model.vocabulary=7"], "model.vocabulary=7"),
     (["--run-dir", "no/run"], "no/run is no run directory"),
     (["--run-dir", "no/run", "trainer.steps=3"], "leave out one of them"),
+    (["--run-dir", "no/run", "model.target=mlp"], "accepted are the class paths that they name"),
 ]
 
 
