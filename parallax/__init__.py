@@ -1,24 +1,26 @@
-"""Parallax trains PyTorch models that are too large for their devices."""
+"""Parallax trains PyTorch models that are too large for their devices.
 
-from typing import TYPE_CHECKING
+A name is imported where it is first asked for. Torch alone takes seconds: a command that is interrupted meanwhile has
+begun by then and can say so, and what only plans does without it.
+"""
 
-from parallax.errors import ParallaxError
-from parallax.machine import ClusterConfig
-from parallax.model.describe import describe
-from parallax.model.precision import PrecisionConfig
-from parallax.plan.plan import Plan
-from parallax.plan.request import PlanConfig
-from parallax.plan.schedule import register_schedule
-from parallax.planning import plan_model, plan_together
-from parallax.runtime.batch import Rows, TensorRows
-from parallax.runtime.engine import Engine
-from parallax.runtime.optimizer import OptimizerConfig
-from parallax.swap.config import SwapConfig
+import importlib
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # at run time the package itself is called
+if TYPE_CHECKING:
+    from parallax.errors import ParallaxError
+    from parallax.machine import ClusterConfig
+    from parallax.model.describe import describe
+    from parallax.model.precision import PrecisionConfig
+    from parallax.plan.plan import Plan
+    from parallax.plan.request import PlanConfig
+    from parallax.plan.schedule import register_schedule
+    from parallax.planning import plan_model, plan_together
+    from parallax.runtime.batch import Rows, TensorRows
+    from parallax.runtime.engine import Engine
+    from parallax.runtime.optimizer import OptimizerConfig
+    from parallax.swap.config import SwapConfig
     from parallax.swap.scope import swap
-else:
-    from parallax import swap
 
 __version__ = "0.1.0"
 
@@ -39,3 +41,35 @@ __all__ = [
     "register_schedule",
     "swap",
 ]
+
+_HOMES = {
+    "ClusterConfig": "machine",
+    "Engine": "runtime.engine",
+    "OptimizerConfig": "runtime.optimizer",
+    "ParallaxError": "errors",
+    "Plan": "plan.plan",
+    "PlanConfig": "plan.request",
+    "PrecisionConfig": "model.precision",
+    "Rows": "runtime.batch",
+    "SwapConfig": "swap.config",
+    "TensorRows": "runtime.batch",
+    "describe": "model.describe",
+    "plan_model": "planning",
+    "plan_together": "planning",
+    "register_schedule": "plan.schedule",
+    "swap": "swap",  # the package itself is called
+}
+
+if not TYPE_CHECKING:  # a type checker knows what there is, and what is not
+
+    def __getattr__(name: str) -> Any:
+        """One of the names above."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+        globals()[name] = found = home if _HOMES[name] == name else getattr(home, name)
+        return found
+
+    def __dir__() -> list[str]:
+        """What is there, asked for or not."""
+        return sorted({*globals(), *__all__})

@@ -1,4 +1,7 @@
-"""The command line: words before ``key=value`` belong to the command, the rest is Hydra's override grammar."""
+"""The command line: words before ``key=value`` belong to the command, the rest is Hydra's override grammar.
+
+Little is imported here, and the rest inside of :func:`main`, where Ctrl-C is answered.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from typing import NoReturn
 
 from parallax import __version__
 from parallax.errors import ConfigError, ParallaxError, UserError, printable
-from parallax.signals import exit_code, stopped_by
-from parallax.terminal import SafeFormatter, lines, print_exception
+from parallax.signals import ending_at_once, exit_code, stopped_by, under_torchrun
 
 COMMANDS = {
     "train": "plan and train; under torchrun, one rank of it",
@@ -32,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        parsed = _parse(typed)
+        with ending_at_once():
+            from parallax.terminal import SafeFormatter, lines, print_exception
+
+            parsed = _parse(typed)
     except ConfigError as error:
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -44,10 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = parsed.call(parsed)
         return code
     except (Exception, KeyboardInterrupt) as error:
-        from parallax.launch import under_torchrun  # most commands do without, until they fail
-        from parallax.runtime.leaving import leave
-
         if under_torchrun():
+            from parallax.runtime.leaving import leave
+
             leave(error)
         if isinstance(error, KeyboardInterrupt):
             number = getattr(error, "number", signal.SIGINT)

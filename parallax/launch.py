@@ -84,11 +84,6 @@ class Run:
         return configuration.fingerprint(self.config), self.plan.hash()
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-
-
 def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> Run:
     """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
     is continued from its last checkpoint, which any plan can load, with its own settings under what is typed."""

@@ -8,6 +8,7 @@ else just ends.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -56,6 +57,33 @@ def heeding(handler: Handler) -> Iterator[None]:
 def heeded() -> list[signal.Signals]:
     """The requests that are meant for this process: under ``nohup`` a terminal that goes is none."""
     return [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C while inside ends the process, with its line: for imports, which may go on without what an exception in
+    their middle has left out, or fail with another. There is nothing to put in order yet."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del frame
+    if not under_torchrun():  # whoever started the ranks speaks
+        os.write(2, f"parallax: {stopped_by(number)}\n".encode())
+    os._exit(exit_code(number))
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def interrupt(number: int, frame: FrameType | None = None) -> None:

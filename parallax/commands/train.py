@@ -10,7 +10,7 @@ from parallax import launch
 from parallax.commands.options import add_overrides, trusting, words_of
 from parallax.errors import ConfigError, printable
 from parallax.lock import locked
-from parallax.signals import heeding, interrupt
+from parallax.signals import heeding, interrupt, under_torchrun
 from parallax.terminal import safe_console
 from parallax.trust import KEYS
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Train; the exit code."""
     trusts = _trusts(parsed)
-    if launch.under_torchrun():
+    if under_torchrun():
         return launch.work(parsed.overrides, parsed.run_dir, trusts)
     with ExitStack() as held:
         if parsed.run_dir is None:

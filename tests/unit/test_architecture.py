@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import parallax
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "parallax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -101,6 +103,21 @@ def test_import_is_light() -> None:
         "import sys, parallax; print(*({'hydra', 'omegaconf', 'matplotlib', 'tensorboard'} & set(sys.modules)))",
     )
     assert heavy.strip() == ""
+
+
+def test_the_command_begins_before_what_takes_long_is_imported() -> None:
+    loaded = run(
+        sys.executable, "-c", "import sys, parallax.cli; print(*({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    assert loaded.strip() == ""
+
+
+def test_public_names_are_imported_where_they_are_asked_for() -> None:
+    assert set(parallax.__all__) <= set(dir(parallax))
+    assert {name for name in parallax.__all__ if getattr(parallax, name) is None} == set()
+    assert callable(parallax.swap)
+    with pytest.raises(AttributeError, match="has no attribute 'Engin'"):
+        parallax.Engin  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_no_file_is_longer_than_one_room() -> None:
