@@ -33,6 +33,7 @@ from parallax.planning import (
     stepped_by,
 )
 from parallax.runtime.batch import Rows
+from parallax.targets import check_call
 from parallax.train.data import Source, TextDataConfig, TextSource, build_source
 
 BYTES = 256  # values that a byte can have: what a model of text must know
@@ -79,8 +80,15 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 def build_loss(config: RunConfig) -> Loss:
     """The model's own ``loss(outputs, targets)``, or cross-entropy over the last dimension of its outputs."""
-    own = getattr(build_on_meta(built_model(config).build), "loss", None)
-    return own if callable(own) else cross_entropy
+    model = build_on_meta(built_model(config).build)
+    own = getattr(model, "loss", None)
+    if not callable(own):
+        return cross_entropy
+    called = getattr(own, "forward", own)  # a module's call takes anything
+    check_call(f"the loss of {type(model).__name__}: loss", called, "outputs", "targets")
+    if callable(count := getattr(own, "count", None)):
+        check_call(f"the loss of {type(model).__name__}: count", count, "targets")
+    return own
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -118,9 +126,13 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
             f"{sequence_length(config)} + 1 bytes; use trainer.global_batch={len(source)} or less, or name more text "
             "(data.path, data.pattern, data.max_bytes)"
         )
-    batch = source.validation(0, wanted)
+    batch, target = source.validation(0, wanted), getattr(config.data, "target", "")
+    if missing := [name for name in ("__len__", "inputs", "targets") if not callable(getattr(batch, name, None))]:
+        raise DataError(
+            f"data.target={printable(target)}: validation(0, {wanted}) gave a {type(batch).__name__} without "
+            f"{', '.join(missing)}; return parallax.TensorRows(inputs, targets), or what has these methods"
+        )
     if not text and len(batch) < wanted:
-        target = getattr(config.data, "target", "")
         raise DataError(
             f"data.target={printable(target)}: validation(0, {wanted}) gave {len(batch)} row(s), fewer than "
             f"trainer.global_batch={wanted}; "

@@ -12,7 +12,7 @@ from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.plan.transformer import TransformerConfig
-from parallax.targets import load_target
+from parallax.targets import call_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class CustomModelConfig:
 
     def build(self) -> nn.Module:
         """Call the factory."""
-        return load_target("model.target", self.target)(**self.kwargs)
+        model: nn.Module = call_target("model", self.target, self.kwargs)
+        return model
 
 
 BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig

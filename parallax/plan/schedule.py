@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.errors import PlanError, check_choice, printable
-from parallax.targets import load_target
+from parallax.targets import check_call, load_target
 
 Numbers = NDArray[np.int64]
 
@@ -262,7 +262,9 @@ def load_schedule(target: str) -> None:
     """Make ``package.module:function`` of the user's own configuration known by that name; see
     :func:`register_schedule`."""
     if target not in ORDERS:
-        register_schedule(target, load_target("plan.schedule", target))
+        listing = load_target("plan.schedule", target)
+        check_call(f"plan.schedule={target}", listing, "positions", "position", "micro_batches")
+        register_schedule(target, listing)
 
 
 def _check_complete(name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
 from parallax.files import cache_directory, replacing
 from parallax.runtime.batch import Rows
-from parallax.targets import load_target
+from parallax.targets import call_target, check_call
 from parallax.units import parse_bytes
 
 Windows = NDArray[np.uint8]  # (rows, sequence + 1)
@@ -34,6 +34,7 @@ MINIMUM_ROWS = 4
 ROWS_PER_COUNT = 4096
 PIECE_BYTES = 2**20
 DIGEST_BYTES = 64
+_OFFERED = {"batch": ("rows",), "validation": ("index", "rows"), "state_dict": (), "load_state_dict": ("state",)}
 NOT_TEXT_OF_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
@@ -85,13 +86,15 @@ def build_source(config: TextDataConfig | CustomDataConfig, sequence: int, seed:
     """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering."""
     if isinstance(config, TextDataConfig):
         return TextSource(config, sequence, seed, quiet=quiet)
-    source = load_target("data.target", config.target)(**config.kwargs)
-    offered = ("batch", "validation", "state_dict", "load_state_dict")
-    if missing := [name for name in offered if not callable(getattr(source, name, None))]:
+    source: Source = call_target("data", config.target, config.kwargs)
+    if missing := [name for name in _OFFERED if not callable(getattr(source, name, None))]:
         raise DataError(
             f"data.target={config.target} returned a {type(source).__name__} without {', '.join(missing)}: "
             "see parallax.train.data.Source for what a source offers"
         )
+    for name, arguments in _OFFERED.items():
+        what = f"data.target={config.target} returned a {type(source).__name__} with {name}"
+        check_call(what, getattr(source, name), *arguments)
     return source
 
 
