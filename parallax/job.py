@@ -157,6 +157,7 @@ def plan_run(
             microbatch=config.trainer.microbatch,
             progress=progress,
         )
+    config.replicas.check_asked(config.plan)
     chain = build_chain(config)
     check_model(
         chain,

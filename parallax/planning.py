@@ -130,6 +130,8 @@ def check_model(
             microbatch=microbatch,
             swap=swap.tier != "none",
             chosen=cluster.devices != AUTO,
+            model=type(chain.model).__name__,
+            tied=bool(chain.ties),
         )
     )
 
@@ -239,6 +241,7 @@ def plan_catalog(
             rows=global_batch,
             microbatch=microbatch,
             swap=swap.tier != "none",
+            runnable=False,
         )
     )
     progress(f"searching plans for {len(found.devices)} device(s)")

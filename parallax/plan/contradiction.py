@@ -19,7 +19,8 @@ from parallax.plan.rows import micro_batch_count
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of the planner, in numbers. ``chosen``: whether the user said how many devices there are."""
+    """What is asked of the planner, in numbers. ``chosen``: whether the user said how many devices there are; ``tied``:
+    whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not only planned."""
 
     config: PlanConfig
     blocks: int
@@ -28,6 +29,9 @@ class Question:
     microbatch: int | str = AUTO
     swap: bool = True
     chosen: bool = True
+    model: str = "the model"
+    tied: bool = False
+    runnable: bool = True
 
     @property
     def positions(self) -> Sequence[int]:
@@ -77,6 +81,14 @@ def _check_settings(question: Question) -> None:
         raise ConfigError(
             "plan.activations=offload needs a tier: swap.tier is none; use swap.tier=auto, or plan.activations=auto"
         )
+    if not question.swap and "host" in (config.optimizer, config.parameters):
+        key = "optimizer" if config.optimizer == "host" else "parameters"
+        raise ConfigError(
+            f"plan.{key}=host needs a host that can step, and a place there: swap.tier is none; use swap.tier=auto, or "
+            f"plan.{key}=device"
+        )
+    if question.runnable:
+        config.check_streaming(question.model, tied=question.tied)
     if config.activations == Directive.OFFLOAD and question.interleaves:
         raise ConfigError(
             "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "

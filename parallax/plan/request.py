@@ -92,6 +92,29 @@ class PlanConfig:
                 f"plan.interleave={self.interleave}: plan.schedule={self.schedule} has 1 stage per device"
             )
 
+    @property
+    def schedules(self) -> list[str]:
+        """Schedules to try."""
+        if self.interleave not in (AUTO, 1):
+            return ["interleaved"]
+        if self.schedule != AUTO:
+            return [self.schedule]
+        return [name for name in BUILT_IN if name != "interleaved" or self.interleave == AUTO]
+
+    def check_streaming(self, model: str, *, tied: bool) -> None:
+        """Raise :class:`ConfigError` where the runtime cannot have all parameters below the device, as is asked for."""
+        if self.parameters == "host" and tied:
+            raise ConfigError(
+                f"plan.parameters=host: blocks of {model} share parameters, which must stay on the device: use "
+                "plan.parameters=device, or a model without shared parameters"
+            )
+        if self.parameters == "host" and all(name == "interleaved" or splits(name) for name in self.schedules):
+            raise ConfigError(
+                f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "
+                f"plan.schedule={self.schedules[0]} does not have; use plan.schedule=1f1b or gpipe, or "
+                "plan.parameters=device"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -147,7 +170,7 @@ class Request:
         check_count("trainer.global_batch", global_batch)
         self.profile, self.cluster, self.config = profile, cluster, config
         self.global_batch, self.microbatch, self.swap, self.runnable = global_batch, microbatch, swap, runnable
-        self.microbatches = sizes(global_batch, microbatch)
+        self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
         self._powers = list(accumulate((device.speed for device in self.devices), initial=0.0))
@@ -160,11 +183,8 @@ class Request:
         if not self.allowed:
             raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
         self._check_schedule()
-        if runnable and config.parameters == "host" and profile.ties:
-            raise ConfigError(
-                f"plan.parameters=host: blocks of {profile.model} share parameters, which must stay on the device: use "
-                "plan.parameters=device, or a model without shared parameters"
-            )
+        if runnable:
+            config.check_streaming(profile.model, tied=bool(profile.ties))
 
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` where what is asked for does not go together."""
@@ -178,11 +198,6 @@ class Request:
             raise ConfigError(
                 "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
                 "use plan.schedule=1f1b, or plan.activations=auto"
-            )
-        if self.runnable and config.parameters == "host" and all(n == "interleaved" or splits(n) for n in asked):
-            raise ConfigError(
-                f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "
-                f"plan.schedule={asked[0]} does not have; use plan.schedule=1f1b or gpipe, or plan.parameters=device"
             )
 
     def changed(self, **changes: object) -> Request:
@@ -212,15 +227,6 @@ class Request:
         """Directives that blocks may have."""
         wanted = list(Directive) if self.config.activations == AUTO else [Directive(self.config.activations)]
         return [d for d in wanted if d is not Directive.OFFLOAD or self.swap]
-
-    @cached_property
-    def schedules(self) -> list[str]:
-        """Schedules to try."""
-        if self.config.interleave not in (AUTO, 1):
-            return ["interleaved"]
-        if self.config.schedule != AUTO:
-            return [self.config.schedule]
-        return [name for name in BUILT_IN if name != "interleaved" or self.config.interleave == AUTO]
 
     @cached_property
     def host_states(self) -> tuple[Below, ...]:

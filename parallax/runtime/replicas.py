@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from parallax.errors import PlanError, check_choice, check_positive
 from parallax.model.norms import BATCHNORM
 from parallax.plan.plan import Plan
+from parallax.plan.request import PlanConfig
 from parallax.plan.schedule import splits
 from parallax.runtime.compress import COMPRESSIONS
 
@@ -34,6 +35,13 @@ class ReplicasConfig:
         check_positive("replicas.powersgd_rank", self.powersgd_rank)
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
+    def check_asked(self, plan: PlanConfig) -> None:
+        """:meth:`check` of what is asked of the planner, as far as that says what the plan will be."""
+        counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
+        if self.compress != "powersgd" or not any(isinstance(count, int) and count > 1 for count in counts):
+            return
+        self._check_whole(plan.schedule if all(map(splits, plan.schedules)) else "", plan.parameters == "host")
+
     def check(self, plan: Plan) -> None:
         """Refuse what ``plan`` cannot do: PowerSGD needs all gradients of a backward at once, on the device of every
         replica."""
@@ -46,10 +54,13 @@ class ReplicasConfig:
                 f"replicas.compress=powersgd cannot run where {last} rows of a micro-batch leave some of {most} "
                 f"replicas without any: use replicas.compress=bf16, or plan with trainer.microbatch={most}"
             )
-        split = splits(plan.schedule)
         below = any(stage.parameter_offload for stage in plan.stages)
+        self._check_whole(plan.schedule if splits(plan.schedule) else "", below)
+
+    def _check_whole(self, split: str, below: bool) -> None:
+        """``split``: the schedule, where it splits backwards. ``below``: whether parameters live below the device."""
         if split or below:
-            why = f"the backwards of {plan.schedule} are split" if split else "parameters live below the device"
+            why = f"the backwards of {split} are split" if split else "parameters live below the device"
             raise PlanError(
                 f"replicas.compress=powersgd cannot run where {why}: use replicas.compress=bf16, or plan with "
                 f"{'plan.schedule=1f1b' if split else 'plan.parameters=device'}"

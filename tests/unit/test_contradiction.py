@@ -56,6 +56,51 @@ def test_settings_that_exclude_each_other() -> None:
         check_question(nowhere)
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["plan.optimizer=host", "swap=off"], "plan.optimizer=host needs a host that can step"),
+        (["plan.optimizer=host", "plan.parameters=host", "swap.tier=none"], "use swap.tier=auto, or plan.optimizer"),
+        (["plan.parameters=host", "swap.tier=none"], "plan.parameters=host needs a host that can step"),
+        (
+            ["plan.parameters=host", "plan.schedule=zb-h1", "model.tied=false"],
+            "which plan.schedule=zb-h1 does not have",
+        ),
+        (
+            ["model=mlp", "plan.parameters=host", "plan.schedule=interleaved"],
+            "which plan.schedule=interleaved does not have",
+        ),
+        (
+            ["model=mlp", "plan.parameters=host", "plan.schedule=auto", "plan.interleave=2"],
+            "plan.schedule=interleaved does not have",
+        ),
+        (["plan.parameters=host"], "blocks of GPT share parameters, which must stay on the device"),
+        (["replicas.compress=powersgd", "plan.replicas=2", "plan.schedule=zb-h2"], "where the backwards of zb-h2 are"),
+        (
+            ["model=mlp", "replicas.compress=powersgd", "plan.replicas=[1,2]", "plan.parameters=host"],
+            "powersgd cannot run where parameters live below the device",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_live_below_the_device_is_known_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: list[str], expected: str
+) -> None:
+    def measures(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(planning, "measure", measures)
+    assert cli.main(["plan", "cluster.devices=2", "data.max_bytes=64KiB", *typed]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_what_is_only_planned_may_live_where_it_cannot_run() -> None:
+    for settings in ({"schedule": "zb-h1"}, {}):
+        config = PlanConfig(parameters="host", **settings)
+        check_question(Question(config=config, blocks=4, devices=2, rows=8, tied=True, runnable=False))
+
+
 def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
     """Stages, replicas, schedules and micro-batches of small pipelines: what is refused early is what the search finds
     no shape for. Too few rows are left out: a replica without rows has a shape."""
