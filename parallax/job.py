@@ -61,6 +61,14 @@ def _inputs(config: RunConfig, rows: int) -> Any:
     return batch.inputs(0, min(rows, len(batch)))
 
 
+def doing(config: RunConfig, what: str) -> str:
+    """What is being done, with the user's function that is called for it."""
+    group = {"building the model": config.model, "fetching rows": config.data}[what]
+    key = "model.target" if group is config.model else "data.target"
+    target = getattr(group, "target", "")
+    return f"{what} ({key}={printable(target)})" if target else what
+
+
 def built_model(config: RunConfig) -> BuiltModelConfig:
     """The model of ``config``, which must have code."""
     if isinstance(config.model, TransformerConfig):
@@ -158,6 +166,7 @@ def plan_run(
             progress=progress,
         )
     config.replicas.check_asked(config.plan)
+    progress(doing(config, "building the model"))
     chain = build_chain(config)
     check_model(
         chain,
@@ -167,11 +176,14 @@ def plan_run(
         swap=config.swap,
         microbatch=config.trainer.microbatch,
     )
-    source = open_source(config, quiet=False)
+    loss = build_loss(config)
+    progress(doing(config, "fetching rows"))
+    batch = first_batch(config, open_source(config, quiet=False))
+    progress("planning")
     return plan_model(
         chain,
-        build_loss(config),
-        first_batch(config, source),
+        loss,
+        batch,
         cluster=config.cluster,
         plan=config.plan,
         swap=config.swap,
@@ -189,11 +201,15 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     """The profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog cluster."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return price(model_work(config, progress), config.cluster.kind)
-    chain, source = build_chain(config), open_source(config, quiet=False)
+    progress(doing(config, "building the model"))
+    chain, loss = build_chain(config), build_loss(config)
+    progress(doing(config, "fetching rows"))
+    batch = first_batch(config, open_source(config, quiet=False))
+    progress("profiling")
     return measure_model(
         chain,
-        build_loss(config),
-        first_batch(config, source),
+        loss,
+        batch,
         settled(config.cluster, config.plan),
         precision=config.precision,
         swap=config.swap,
@@ -219,6 +235,7 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
     """What ``config``'s model asks of any device; nothing is computed and no weight is made."""
     if isinstance(config.model, TransformerConfig):
         return config.model.work(str(config.precision))
+    progress(doing(config, "building the model"))
     chain = build_chain(config)
     return count(
         chain,

@@ -54,6 +54,7 @@ from parallax.terminal import safe_console
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, TrainerConfig, train
 from parallax.trust import class_paths, remember
 from parallax.units import format_seconds
+from parallax.working import working
 
 RUNS = Path("runs")
 Trusts = Callable[[Path, Mapping[str, str]], None]  # given a file and the class paths in it, key by key
@@ -87,19 +88,21 @@ class Run:
 def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> Run:
     """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
     is continued from its last checkpoint, which any plan can load, with its own settings under what is typed."""
-    found = settings(overrides, RUNS)
-    config = found.config
-    local_cluster(config)
-    name = config.name if config.name != "auto" else _free_name()
-    config, directory = replace(config, name=name), RUNS / name
-    if config.trainer.resume == "never" and (directory / "checkpoints").exists():
-        raise ConfigError(f"trainer.resume=never: {directory} holds checkpoints; choose another name, or resume=auto")
-    held.enter_context(locked(directory))
-    if found.changed is not None:
-        changed = f", but {'; '.join(found.changed)}" if found.changed else ""
-        console.print(f"{directory} goes on with its own settings{changed}", highlight=False, markup=False)
-    with console.status("planning") as status:
-        planned = plan_run(config, directory / "swap", status.update)
+    with working(console, "planning") as work:
+        found = settings(overrides, RUNS)
+        config = found.config
+        work.limit(config.trainer)
+        local_cluster(config)
+        name = config.name if config.name != "auto" else _free_name()
+        config, directory = replace(config, name=name), RUNS / name
+        if config.trainer.resume == "never" and (directory / "checkpoints").exists():
+            refused = f"{directory} holds checkpoints; choose another name, or resume=auto"
+            raise ConfigError(f"trainer.resume=never: {refused}")
+        held.enter_context(locked(directory))
+        if found.changed is not None:
+            changed = f", but {'; '.join(found.changed)}" if found.changed else ""
+            console.print(f"{directory} goes on with its own settings{changed}", highlight=False, markup=False)
+        planned = plan_run(config, directory / "swap", work)
     _write(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))
@@ -183,9 +186,10 @@ def _replanned(run: Run, reason: str, console: Console) -> Run:
     """The run under the plan that is best by its own measurements; the old one where no other can be had."""
     console.print(f"planning again: {reason}", highlight=False)
     try:
-        with console.status("planning again") as status:
-            found = correct(run.directory, run.config, run.plan, status.update)
-            planned = plan_run(run.config, run.directory / "swap", status.update, profile=found.profile)
+        with working(console, "planning again") as work:
+            work.limit(run.config.trainer)
+            found = correct(run.directory, run.config, run.plan, work)
+            planned = plan_run(run.config, run.directory / "swap", work, profile=found.profile)
     except ParallaxError as error:
         console.print(f"going on with the old plan: {error}", highlight=False, markup=False)
         return run

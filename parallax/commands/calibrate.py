@@ -13,6 +13,7 @@ from parallax.commands.options import RUNS, add_json, add_words, console_of, pri
 from parallax.feedback import CALIBRATED, correct
 from parallax.launch import Run
 from parallax.units import format_seconds
+from parallax.working import working
 
 EXAMPLES = """examples:
   parallax calibrate runs/deeper                        after `parallax train name=deeper`
@@ -32,9 +33,10 @@ def run(parsed: argparse.Namespace) -> int:
     """Correct, write, print; the exit code."""
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
-    found = Run.read(directory, trusting(words_of(parsed)))
-    with console.status("calibrating") as status:
-        corrected = correct(found.directory, found.config, found.plan, status.update)
+    with working(console, "calibrating") as work:
+        found = Run.read(directory, trusting(words_of(parsed)))
+        work.limit(found.config.trainer)
+        corrected = correct(found.directory, found.config, found.plan, work)
     if parsed.json:
         names = ("measured_seconds", "first_seconds", "first_error", "second_seconds", "second_error")
         print_json({**{name: getattr(corrected, name) for name in names}, "profile": str(corrected.path)})

@@ -12,6 +12,7 @@ from parallax.plan.contradiction import check_rows
 from parallax.plan.estimate import estimate
 from parallax.planning import stepped_by
 from parallax.report import estimate_table
+from parallax.working import working
 
 EXAMPLES = """examples:
   parallax estimate                                     the main job's model
@@ -29,11 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Count, print; the exit code."""
-    console, config = console_of(parsed), compose(parsed.overrides)
-    check_rows(config.trainer.global_batch, config.trainer.microbatch)
-    with console.status("counting") as status:
-        work = stepped_by(model_work(config, status.update), config.optimizer)
-        found = estimate(work, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch)
+    console = console_of(parsed)
+    with working(console, "counting") as work:
+        config = compose(parsed.overrides)
+        work.limit(config.trainer)
+        check_rows(config.trainer.global_batch, config.trainer.microbatch)
+        costs = stepped_by(model_work(config, work), config.optimizer)
+        found = estimate(costs, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch)
     if parsed.json:
         print_json(asdict(found))
         return 0

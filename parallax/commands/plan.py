@@ -17,6 +17,7 @@ from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, plan_table
 from parallax.trust import remember
+from parallax.working import working
 
 if TYPE_CHECKING:
     from parallax.planning import Planned
@@ -56,10 +57,11 @@ def run(parsed: argparse.Namespace) -> int:
         return _diff(parsed, console)
     if parsed.what_if is not None:
         return what_if(parsed, console)
-    config = compose(parsed.overrides)
-    profile = read_profile(config, parsed.profile) if parsed.profile is not None else None
-    with console.status("planning") as status:
-        planned = plan_run(config, Path.cwd(), status.update, profile=profile)
+    with working(console, "planning") as work:
+        config = compose(parsed.overrides)
+        work.limit(config.trainer)
+        profile = read_profile(config, parsed.profile) if parsed.profile is not None else None
+        planned = plan_run(config, Path.cwd(), work, profile=profile)
     with writing("--output", parsed.output) as path:
         planned.plan.save(path)
         Inputs(planned.profile, planned.cluster).save(inputs_path(path))

@@ -11,6 +11,7 @@ from parallax.config import compose
 from parallax.job import profile_run
 from parallax.planning import MEASURED_ROWS
 from parallax.report import profile_table
+from parallax.working import working
 
 EXAMPLES = """examples:
   parallax profile                                      measures the main job's blocks on this machine
@@ -30,9 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure or derive, write, print; the exit code."""
-    console, config = console_of(parsed), compose(parsed.overrides)
-    with console.status("profiling") as status:
-        profile = profile_run(config, status.update)
+    console = console_of(parsed)
+    with working(console, "profiling") as work:
+        config = compose(parsed.overrides)
+        work.limit(config.trainer)
+        profile = profile_run(config, work)
     with writing("--output", parsed.output) as path:
         path.write_text(profile.to_json() + "\n", encoding="utf-8")
     if parsed.json:

@@ -17,6 +17,7 @@ from parallax.job import plan_run, read_profile, tokens_per_row
 from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Plan
 from parallax.report.what_if import Outcome, what_if_table
+from parallax.working import working
 
 SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 
@@ -25,13 +26,14 @@ def what_if(parsed: argparse.Namespace, console: Console) -> int:
     """Plan every combination; the exit code. All of them are read before the first is planned."""
     alternatives = [_alternative(text) for text in parsed.what_if]
     combinations = [dict(chosen) for chosen in itertools.product(*alternatives)]
-    configs = [compose([*parsed.overrides, *_overrides(settings)]) for settings in combinations]
     outcomes: list[Outcome] = []
     mistakes: list[ConfigError] = []
-    with console.status("planning") as status:
+    with working(console, "planning") as work:
+        configs = [compose([*parsed.overrides, *_overrides(settings)]) for settings in combinations]
         for number, (settings, config) in enumerate(zip(combinations, configs), start=1):
             progress = f"plan {number} of {len(configs)} ({' '.join(_overrides(settings))})"
-            status.update(progress)
+            work(progress)
+            work.limit(config.trainer)
             try:
                 outcomes.append(_plan(settings, config, parsed.profile))
             except ConfigError as error:  # of this combination, unless it is of all

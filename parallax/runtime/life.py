@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 import psutil
 
 BUSY = 0.02  # of an interval's seconds, by other threads and child processes: less is housekeeping
+_INSTALLED = {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib", "scripts")}
+_OTHERS = (str(Path(__file__).parents[1]), "<", *sorted(_INSTALLED))  # where code lies that is not the user's
 _WAITING = ("torch.distributed", "parallax.runtime.shared_channel", "parallax.runtime.group_channel")
 
 
@@ -69,6 +72,9 @@ def waits_for_others() -> bool:
 
 
 def where() -> str:
-    """The line that the main thread is in."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """The line that the main thread is in: the innermost of the user's own code, where it is in such."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
+        frame = frame.f_back
+    frame = frame if frame is not None else innermost
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else ""

@@ -157,7 +157,7 @@ def complaint(
     waiting = [f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action]
     waiting += [f"rank {r} waits, {each}" for r, each in enumerate(seen) if r != rank and each.waits]
     late = not found.action and bool(phase_seconds) and found.seconds > phase_seconds
-    remark = f"{f' while {waiting[0]}' if waiting else ''}; {_remedy(limit_seconds, phase_seconds if late else 0.0)}"
+    remark = f"{f' while {waiting[0]}' if waiting else ''}; {remedy(limit_seconds, phase_seconds if late else 0.0)}"
     if how is How.SILENT:
         what = f"has not answered for {found.silent_seconds:.0f} s (stopped, or its host is gone){found.last}"
         return what, remark
@@ -166,7 +166,8 @@ def complaint(
     return f"has been {where}, for {found.seconds:.0f} s{still}", remark
 
 
-def _remedy(limit_seconds: float, phase_seconds: float) -> str:
+def remedy(limit_seconds: float, phase_seconds: float) -> str:
+    """Which limit it was, and how to change it; ``phase_seconds`` where it was that one."""
     if phase_seconds:
         return f"the limit is {phase_seconds:g} s (trainer.phase_seconds; 0 sets none)"
     return f"the limit is {limit_seconds:g} s (trainer.watchdog_seconds; 0 sets none)"
