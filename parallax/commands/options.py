@@ -139,9 +139,17 @@ def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
     return plan, inputs
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Raise :class:`ConfigError` where no file can be at ``path``: before the work, not after it."""
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"
+        raise ConfigError(f"{option} {printable(str(path))}: cannot be written ({reason})")
+
+
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
     """A file that cannot be written is the user's mistake, named by the option that asked for it."""
+    check_writable(option, path)
     try:
         yield path
     except OSError as error:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from parallax.commands.options import HOUR, add_json, add_overrides, console_of, price_per_hour, print_json, writing
+from parallax.commands.options import (
+    HOUR,
+    add_json,
+    add_overrides,
+    check_writable,
+    console_of,
+    price_per_hour,
+    print_json,
+    writing,
+)
 from parallax.commands.what_if import what_if
 from parallax.config import compose
 from parallax.errors import ConfigError
@@ -57,6 +66,7 @@ def run(parsed: argparse.Namespace) -> int:
         return _diff(parsed, console)
     if parsed.what_if is not None:
         return what_if(parsed, console)
+    check_writable("--output", parsed.output)
     with working(console, "planning") as work:
         config = compose(parsed.overrides)
         work.limit(config.trainer)

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from parallax.commands.options import add_json, add_overrides, console_of, print_json, writing
+from parallax.commands.options import add_json, add_overrides, check_writable, console_of, print_json, writing
 from parallax.config import compose
 from parallax.job import profile_run
 from parallax.planning import MEASURED_ROWS
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Measure or derive, write, print; the exit code."""
     console = console_of(parsed)
+    check_writable("--output", parsed.output)
     with working(console, "profiling") as work:
         config = compose(parsed.overrides)
         work.limit(config.trainer)

@@ -230,7 +230,7 @@ def register_schedule(name: str, listing: Listing) -> None:
         raise PlanError(f"schedule {printable(name)}: there is one of that name; choose another")
 
     def listed(positions: int, position: int, micro_batches: int) -> list[Action]:
-        found = list(listing(positions, position, micro_batches))
+        found = _actions_of(name, listing(positions, position, micro_batches))
         _check_complete(name, found, positions, position, micro_batches)
         return found
 
@@ -252,6 +252,14 @@ def register_schedule(name: str, listing: Listing) -> None:
 
     ORDERS[name] = ordering
     splits.cache_clear()
+
+
+def _actions_of(name: str, listed: object) -> list[Action]:
+    """What a schedule's function has returned."""
+    found = list(listed) if isinstance(listed, Iterable) else [listed]
+    if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:
+        raise PlanError(f"schedule {printable(name)}: its function gave {strange[0]}; accepted is a list of Action")
+    return found
 
 
 def _splits(listed: Sequence[Action]) -> bool:

@@ -44,6 +44,8 @@ class SwapConfig:
         check_choice("swap.tier", self.tier, ["auto", "host", "disk", "none"])
         check_positive("swap.threads", self.threads)
         check_positive("swap.minimum_bytes", self.minimum_bytes, zero=True)
+        if not self.directory or (Path(self.directory).exists() and not Path(self.directory).is_dir()):
+            raise ConfigError(f"swap.directory={self.directory}: accepted is auto or a folder; a missing one is made")
         self.policy()
 
     def policy(self, *, eager: bool = True) -> Policy:

@@ -52,6 +52,10 @@ class TextDataConfig:
     max_bytes: int | str = "64MiB"
 
     def __post_init__(self) -> None:
+        for key in ("path", "pattern"):
+            if not getattr(self, key):  # of a variable that is not set, most likely; as a path it would be this folder
+                raise ConfigError(f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out")
+        parse_bytes(self.max_bytes, "data.max_bytes")
         check_positive("data.validation", self.validation)
         if self.validation >= 1:
             raise ConfigError(f"data.validation={self.validation}: accepted are shares between 0 and 1")

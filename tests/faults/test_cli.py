@@ -413,6 +413,15 @@ WRONG_ELSEWHERE = [
     (["explain", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
     (["explain", "nowhere", "--png", "swap.png"], "cannot read plan nowhere"),
     (["estimate", "model.layrs=3"], "did you mean 'layers'"),
+    (["plan", *DGX, "data.path="], "data.path=: it is empty"),
+    (["plan", *DGX, "data.pattern="], "data.pattern=: it is empty"),
+    (["plan", *DGX, "data.max_bytes=lots"], "data.max_bytes=lots"),
+    (["plan", *DGX, "swap.directory="], "swap.directory=: accepted is auto or a folder"),
+    (["plan", *DGX, "swap.directory=/dev/null"], "swap.directory=/dev/null: accepted is auto or a folder"),
+    (["plan", *DGX, "--output", ""], "--output .: cannot be written (it is a folder)"),
+    (["profile", "experiment=tiny", "--output", "no/folder/x.json"], "cannot be written (no/folder is no folder)"),
+    (["plan", *DGX, "plan.schedule=math:floor"], "plan.schedule=math:floor(x, /): it is called with (positions, "),
+    (["plan", *DGX, "plan.schedule=builtins:max"], "its function gave int; accepted is a list of Action"),
     (["calibrate", "nowhere"], "runs/nowhere is no run directory"),
 ]
 
