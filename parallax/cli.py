@@ -6,8 +6,10 @@ Little is imported here, and the rest inside of :func:`main`, where Ctrl-C is an
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,6 +32,9 @@ COMMANDS = {
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""
 
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}  # of what has no name: a file's error has one
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
@@ -47,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("parallax").setLevel(logging.INFO)  # others' remarks (fonts, imports) are not the user's
     try:
         code: int = parsed.call(parsed)
+        if sys.stdout is not None:  # None: the caller has closed it
+            sys.stdout.flush()  # here, where it can be said that there is no room
         return code
     except (Exception, KeyboardInterrupt) as error:
         if under_torchrun():
@@ -60,11 +67,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a mistake of ours
             print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
             return UserError.exit_code
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _give_up_output()
+            print(f"parallax: cannot write the output: {error.strerror}", file=sys.stderr)
+            return ParallaxError.exit_code
         if not isinstance(error, ParallaxError):
             print(print_exception(error), end="", file=sys.stderr)
             return 1
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
+
+
+def _give_up_output() -> None:
+    """What is left of it would fail again when the process ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -253,6 +253,9 @@ def work(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -> No
 
 def _meet() -> None:
     """Join the other ranks; where that fails, it is for an address or a port that the user can change."""
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not os.environ.get(key, "0").isdecimal():
+            raise ConfigError(f"{key}={printable(os.environ[key])}: accepted is a whole number, as torchrun sets it")
     try:
         start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
     except (dist.DistError, ValueError) as error:

@@ -254,7 +254,7 @@ def register_schedule(name: str, listing: Listing) -> None:
     splits.cache_clear()
 
 
-def _actions_of(name: str, listed: object) -> list[Action]:
+def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
     """What a schedule's function has returned."""
     found = list(listed) if isinstance(listed, Iterable) else [listed]
     if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:

@@ -101,7 +101,8 @@ def follows(error: BaseException) -> bool:
 
 def verdict_on(error: BaseException, watch: Watch | None) -> Verdict:
     """What is said of an exception. Wrong input, for one, is the same for every rank: no one is named."""
-    rank, text = int(os.environ.get("RANK", "0")), printable(str(error))
+    said, text = os.environ.get("RANK", "0"), printable(str(error))
+    rank = int(said) if said.isdecimal() else 0  # what else it says may be the error
     if isinstance(error, ParallaxError) and error.common:
         return Verdict(rank, How.RAISED, "", text, code=error.exit_code)
     code = error.exit_code if isinstance(error, ParallaxError) else 1

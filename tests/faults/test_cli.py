@@ -438,6 +438,22 @@ def test_wrong_input_of_planning_is_one_line(
     assert out.strip() == ""
 
 
+def test_an_output_without_room_is_one_line(here: Path) -> None:
+    assert cli.main(["plan", *DGX]) == 0
+    for arguments in (["explain", "plan.yaml"], ["explain", "plan.yaml", "--json"]):
+        with open("/dev/full", "w") as full:
+            found = subprocess.run([*MODULE, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        line = "parallax: cannot write the output: No space left on device"
+        assert (found.returncode, one_line(found.stderr)) == (1, line)
+
+
+@pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_an_environment_that_is_no_rank(here: Path, key: str) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    code, _, err = finish(start([*MODULE, "train", *TINY], **world | {key: "x"}))
+    assert (code, one_line(err)) == (2, f"parallax: {key}=x: accepted is a whole number, as torchrun sets it")
+
+
 def test_files_that_do_not_belong_together(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *DGX]) == 0
     assert cli.main(["plan", *DGX]) == 0
