@@ -6,9 +6,10 @@ before it::
 
     step >= Σ of all positions + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
 
-for every p. What stands behind t_p is its *weight*: most for the last position, least for the first. How little the most
-of weight times t can be over all cuts is found by cutting the blocks so (:class:`~parallax.plan.quick.QuickSearch`);
-before that, positions are taken to be as even as the weights allow, and where all blocks are alike as even as can be.
+for every p. What stands behind t_p is its *weight*: most for the last position, least for the first. How little the
+most of weight times t can be over all cuts is found by cutting the blocks so
+(:class:`~parallax.plan.quick.QuickSearch`); before that, positions are taken to be as even as the weights allow, and
+where all blocks are alike as even as can be.
 The parts cannot be less than these, whatever is cut where and whatever becomes of activations:
 
 * **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
