@@ -63,7 +63,11 @@ class CheckpointError(UserError):
 
 
 class BudgetExceeded(ParallaxError):
-    """The device budget cannot be kept because nothing is left to move."""
+    """The device budget cannot be kept because nothing is left to move; ``needed_bytes`` more were asked for."""
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class SwapError(ParallaxError):

@@ -328,7 +328,8 @@ class SwapManager:
                     f"the device may hold {format_bytes(self._ledger.limit)} of offloaded activations; "
                     f"{format_bytes(self._ledger.resident)} are in use by the running backward and "
                     f"{format_bytes(size)} more are needed: raise cluster.device_memory, lower "
-                    "trainer.microbatch, or use more plan.stages"
+                    "trainer.microbatch, or use more plan.stages",
+                    needed_bytes=size,
                 )
             self._reap()
 

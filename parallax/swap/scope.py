@@ -361,15 +361,15 @@ def _saving(
                 make_way(size)
         try:
             return hooks.pack_hook(tensor)
-        except BudgetExceeded:
-            raise _exceeded(share, manager) from None  # its words are those of a plan
+        except BudgetExceeded as error:
+            raise _exceeded(share, manager, error.needed_bytes) from None  # its words are those of a plan
 
     def unpack(packed: Any) -> Tensor:
         make_way(0)  # what the manager has brought back since
         try:
             found: Tensor = hooks.unpack_hook(packed)
-        except BudgetExceeded:
-            raise _exceeded(share, manager) from None  # its words are those of a plan
+        except BudgetExceeded as error:
+            raise _exceeded(share, manager, error.needed_bytes) from None  # its words are those of a plan
         return found
 
     # Autograd calls these from compiled blocks too, and the compiler would compile them as a part of the block.
@@ -384,10 +384,11 @@ def _transfers(found: SwapStatistics) -> str:
     )
 
 
-def _exceeded(share: Share, manager: SwapManager) -> BudgetExceeded:
+def _exceeded(share: Share, manager: SwapManager, needed_bytes: int) -> BudgetExceeded:
     return BudgetExceeded(
-        f"{share}: {format_bytes(manager.resident_bytes)} of activations are in use at the same time: "
-        "raise limit, or use smaller batches"
+        f"{share}: {format_bytes(manager.resident_bytes)} of activations are in use at the same time and "
+        f"{format_bytes(needed_bytes)} more are needed: raise limit, or use smaller batches",
+        needed_bytes,
     )
 
 

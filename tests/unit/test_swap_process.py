@@ -52,7 +52,7 @@ def convolutions() -> tuple[nn.Module, Loss]:
 
 
 def recurrent() -> tuple[nn.Module, Loss]:
-    model, x = nn.LSTM(128, 128, 3, batch_first=True), torch.randn(64, 96, 128)
+    model, x = nn.LSTM(128, 128, 5, batch_first=True), torch.randn(48, 96, 128)
     return model, lambda: model(x)[0].square().mean()
 
 
