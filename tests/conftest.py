@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 from tests.distributed.pool import Pool  # noqa: E402
+
+
+def pytest_collection_finish() -> None:
+    """Many tests collect garbage, and would look through the half a million objects of all libraries every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

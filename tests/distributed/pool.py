@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ TIMEOUT_SECONDS = 120
 def _worker(connection: Connection) -> None:
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
+    gc.freeze()  # what libraries have made need not be looked through by each collection
     while True:
         job = connection.recv()
         if job is None:
