@@ -477,16 +477,11 @@ def test_a_run_that_measured_nothing_cannot_be_calibrated(here: Path, capfd: pyt
     assert "runs/run has measured no steps" in one_line(capfd.readouterr().err)
 
 
-def test_a_thousand_devices_are_planned_for_in_time(here: Path) -> None:
-    """Start-up included. The limit is for a machine that does other things as well."""
-    model = ["model=transformer", "model.layers=998", "model.hidden=8192", "model.heads=64", "precision=bf16"]
-    begun = time.monotonic()
-    code, out, err = call(
-        "plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=4096", "--json"
-    )
-    assert (code, err.strip()) == (0, "")
-    assert sum(stage["replicas"] for stage in json.loads(out)["stages"]) >= 1024
-    assert time.monotonic() - begun < 30
+def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
+    """How long deeper models take is kept by benchmarks/regret.py."""
+    model = ["model=transformer", "model.layers=96", "model.hidden=12288", "model.heads=96", "precision=bf16"]
+    planned = said("plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=4096")
+    assert sum(stage["replicas"] for stage in planned["stages"]) >= 1024
 
 
 # ---- from a run back to the planner
@@ -528,7 +523,9 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
 # ---- what a run records on request
 
 
-@pytest.mark.parametrize("record", ["trace", "profiler", "memory"])
+@pytest.mark.parametrize(
+    "record", ["trace", pytest.param("profiler", marks=pytest.mark.thorough), "memory"]
+)  # memory records what profiler does, and more
 def test_every_rank_records_the_steps_asked_for(here: Path, record: str) -> None:
     run = prepared(*TINY, f"debug={record}", "debug.steps=[2,3]", "trainer.steps=4", "trainer.checkpoint_every=0")
     code, _, err = call("train", "--run-dir", str(run))
@@ -605,7 +602,10 @@ def test_killed_and_interrupted_runs(here: Path) -> None:
     assert running(here) == []
     assert temporary() == []
 
-    process = started(run)
+
+@pytest.mark.thorough  # test_left_over.py kills a launcher too, and waits for the end of its ranks
+def test_the_ranks_of_a_launcher_that_was_killed_end(here: Path) -> None:
+    process = started(prepared(*TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"))
     process.kill()
     finish(process)
     wait_for(lambda: not running(here), "the ranks of a launcher that was killed")

@@ -20,7 +20,7 @@ __all__ = ["here"]
 SWAPPING = ["swap.tier=disk", "swap.minimum_bytes=1"]
 
 
-@pytest.mark.parametrize("whom", ["launcher", "all"])
+@pytest.mark.parametrize("whom", ["launcher", pytest.param("all", marks=pytest.mark.thorough)])
 def test_what_a_killed_launcher_leaves_goes_with_the_next(
     here: Path, monkeypatch: pytest.MonkeyPatch, whom: str
 ) -> None:

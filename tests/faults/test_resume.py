@@ -208,6 +208,13 @@ def test_a_directory_that_is_held_under_torchrun(here: Path) -> None:  # noqa: F
     assert code != 0
     assert err.count("is being trained by process") == 1
     assert "Traceback" not in err.split("parallax: ")[0]
+
+
+@pytest.mark.thorough  # test_requests_to_end.py trains a prepared run under torchrun, test_cli.py one to its end
+def test_a_directory_that_was_held_under_torchrun(here: Path) -> None:  # noqa: F811
+    run = prepared(*TINY, "trainer.steps=1")
+    with locked(run):
+        pass
     code, out, _ = call("-m", "parallax", "train", "--run-dir", str(run), launcher=TORCHRUN)
     assert code == 0
     assert out.count("results: runs/run") == 1
@@ -254,8 +261,10 @@ def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:  # noqa: 
     assert not [name for name in names if name.startswith(".")]
 
 
-def test_nothing_is_left_of_a_run_that_could_not_be_planned(here: Path) -> None:  # noqa: F811
-    code, _, err = call("train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB", "name=run")
-    assert code == 2
-    one_line(err)
+def test_nothing_is_left_of_a_run_that_could_not_be_planned(
+    here: Path,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB", "name=run"]) == 2
+    one_line(capfd.readouterr().err)
     assert list(here.iterdir()) == []
