@@ -1,6 +1,7 @@
 """Every file below ``configs`` composes, every mistake is one line, and nothing is left behind."""
 
 import dataclasses
+import functools
 import logging
 import os
 from pathlib import Path
@@ -31,6 +32,12 @@ CUSTOM = ["model=custom", "model.target=a:b"]
 NEEDS = {"custom": ["{group}.target=package.module:factory"]}
 
 
+@functools.cache
+def option(group: str, name: str) -> RunConfig:
+    """The main job with one option of a group."""
+    return compose([f"{group}={name}", *(text.format(group=group) for text in NEEDS.get(name, []))])
+
+
 def error_of(*overrides: str) -> str:
     """The message of a refused command line, after the checks that hold for each of them."""
     with pytest.raises(ConfigError) as caught:
@@ -46,22 +53,20 @@ def error_of(*overrides: str) -> str:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_every_option_composes_and_comes_back_from_text(file: Path) -> None:
-    group, option = file.parent.name, file.stem
-    needs = [text.format(group=group) for text in NEEDS.get(option, [])]
-    config = compose([f"{group}={option}", *needs])
+    group, name = file.parent.name, file.stem
+    config = option(group, name)
     assert load(dump(config)) == config
-    if group in ("model", "data") or option in ("adamw", "local"):
-        assert getattr(config, group).name == option
+    if group in ("model", "data") or name in ("adamw", "local"):
+        assert getattr(config, group).name == name
     if group == "cluster":
-        assert config.cluster.name == ("local" if option == "local" else "catalog")
+        assert config.cluster.name == ("local" if name == "local" else "catalog")
 
 
 # An experiment may pin a default, so it is not looked at here.
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name != "experiment"], ids=str)
 def test_a_file_holds_only_what_differs_from_the_dataclass(file: Path) -> None:
-    group, option = file.parent.name, file.stem
-    needs = [text.format(group=group) for text in NEEDS.get(option, [])]
-    kind = type(getattr(compose([f"{group}={option}", *needs]), group))
+    group = file.parent.name
+    kind = type(getattr(option(group, file.stem), group))
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     held = yaml.safe_load((CONFIGS / file).read_text())
     assert not [key for key, value in held.items() if key != "defaults" and defaults[key] == value]
@@ -115,7 +120,7 @@ def test_a_cluster_to_plan_for_leaves_the_plan_open() -> None:
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "cluster"], ids=str)
 def test_every_cluster_to_plan_for_can_be_built(file: Path) -> None:
-    cluster = compose([f"cluster={file.stem}"]).cluster
+    cluster = option("cluster", file.stem).cluster
     if isinstance(cluster, CatalogClusterConfig):
         assert all(device.memory_bytes > device.reserve_bytes for device in cluster.build().devices)
 

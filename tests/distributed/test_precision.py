@@ -88,7 +88,13 @@ def same(one: Outcome, other: Outcome) -> None:
     assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights | other.weights)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fp16", "bf16 autocast", "fp32"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bf16", "fp16 autocast", "tf32")),
+    ],
+)
 def test_every_plan_trains_alike_and_resumes_exactly(pool: Pool, tmp_path: Path, name: str) -> None:
     precision = FORMATS[name]
     (expected,) = pool.run(train, 1, precision, (1,), {}, tmp_path / "whole", 0, STEPS)

@@ -163,15 +163,21 @@ def many_steps(where: str) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def good_steps(pool: Pool) -> list[Any]:
+    """What steps that end leave on each rank."""
+    return pool.run(many_steps, RANKS, "nowhere")
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "backward_weight"])
-def test_failed_steps_leave_no_more_than_others(pool: Pool, where: str) -> None:
+def test_failed_steps_leave_no_more_than_others(pool: Pool, good_steps: list[Any], where: str) -> None:
     """Of files the groups of processes open as many as they need, one more or less."""
-    for ended, failed in zip(pool.run(many_steps, RANKS, "nowhere"), pool.run(many_steps, RANKS, where)):
+    for ended, failed in zip(good_steps, pool.run(many_steps, RANKS, where)):
         for kind, spare in enumerate((20, 0, 0)):
             grown, usual = (counted[-1][kind] - counted[0][kind] for counted in (failed, ended))
             assert grown <= usual + spare, (ended, failed)
 
 
-def test_engines_leave_nothing(pool: Pool) -> None:
-    for first, *_, last in pool.run(many_steps, RANKS, "nowhere"):
+def test_engines_leave_nothing(good_steps: list[Any]) -> None:
+    for first, *_, last in good_steps:
         assert all(after <= before for before, after in zip(first, last)), (first, last)

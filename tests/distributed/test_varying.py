@@ -196,7 +196,7 @@ def training_and_evaluating(case: Case) -> tuple[list[float], list[float], Gradi
     return training(case, evaluating=True)
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.thorough), (2, 1)], ids=str)
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_evaluation_between_steps_changes_nothing(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
     case = Case(schedule, replicas, "offload")

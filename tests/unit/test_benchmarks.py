@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,16 +195,22 @@ def test_host_adam_benchmark_prints_json_last() -> None:
         assert row["seconds_per_1e9"] == pytest.approx(min(row["seconds"]) / found["parameters"] * 1e9)
 
 
-@pytest.mark.slow
-def test_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
-    text = run("gpu", "--dry", "--output", str(tmp_path), "--parts", "gpt", "states")
-    (file,) = tmp_path.iterdir()
+def dry(part: str, folder: Path) -> Any:
+    """One part of the GPU's benchmark at toy sizes."""
+    text = run("gpu", "--dry", "--output", str(folder), "--parts", part)
+    (file,) = folder.iterdir()
     assert str(file) in text.replace("\n", "")
     found = json.loads(file.read_text(encoding="utf-8"))
-    parts = found["parts"]
-    assert set(parts) == {"gpt", "states"}
-    assert not [part["reason"] for part in parts.values() if "reason" in part]
-    rows = {row["way"]: row for row in parts["gpt"]["rows"]}
+    assert set(found["parts"]) == {part}
+    assert "reason" not in found["parts"][part]
+    assert {goal["met"] for goal in found["goals"]} <= {True, False, None}
+    assert found["goals"]
+    return found["parts"][part]
+
+
+@pytest.mark.bench
+def test_gpu_benchmark_runs_its_gpt_dry(tmp_path: Path) -> None:
+    rows = {row["way"]: row for row in dry("gpt", tmp_path)["rows"]}
     assert {"plain", "offload 100%", "offload 75%", "offload 50%", "offload 25%"} <= set(rows)
     assert {"save_on_cpu", "checkpoint", "fsdp"} <= set(rows)
     for way, row in rows.items():
@@ -213,22 +220,22 @@ def test_gpu_benchmark_runs_dry(tmp_path: Path) -> None:
         assert row["losses_equal"], (way, row)
     assert rows["offload 75%"]["within_cap"]
     assert rows["offload 50%"]["peak_bytes"] < rows["offload 75%"]["peak_bytes"] < rows["plain"]["peak_bytes"]
-    states = {row["way"]: row for row in parts["states"]["rows"]}
-    assert parts["states"]["states_over_cap"] >= 2
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_runs_its_states_dry(tmp_path: Path) -> None:
+    part = dry("states", tmp_path)
+    states = {row["way"]: row for row in part["rows"]}
+    assert part["states_over_cap"] >= 2
     assert "OutOfMemoryError" in states["plain"]["reason"]
-    assert states["offload"]["peak_bytes"] <= parts["states"]["cap_bytes"]
+    assert states["offload"]["peak_bytes"] <= part["cap_bytes"]
     assert states["offload, bf16 states"]["losses_equal"]
     assert states["offload"]["loss_difference"] < 1e-3
-    assert {goal["met"] for goal in found["goals"]} <= {True, False, None}
-    assert found["goals"]
 
 
 @pytest.mark.bench
 def test_gpu_benchmark_runs_its_pipeline_dry(tmp_path: Path) -> None:
-    run("gpu", "--dry", "--output", str(tmp_path), "--parts", "pipeline")
-    (file,) = tmp_path.iterdir()
-    part = json.loads(file.read_text(encoding="utf-8"))["parts"]["pipeline"]
-    assert "reason" not in part
+    part = dry("pipeline", tmp_path)
     rows = {row["way"]: row for row in part["rows"]}
     assert set(rows) == {"one process", "1f1b", "zb-h1", "swap"}
     for way, row in rows.items():

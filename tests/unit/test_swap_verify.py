@@ -293,12 +293,13 @@ def step(model: Chain, rows: Tensor, manager: SwapManager | None, seed: int) -> 
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_a_thousand_seeds(scratch: Path) -> None:
+@pytest.mark.parametrize("groups", [range(5), pytest.param(range(5, 20), marks=pytest.mark.thorough)], ids=str)
+def test_a_thousand_seeds(scratch: Path, groups: range) -> None:
     """Transfers late by up to 0.3 ms, at any limit, in any order, under any policy."""
     torch.manual_seed(0)
     model, rows = Chain(), torch.randn(2, 32, 16)
     moved = 0
-    for group in range(20):
+    for group in groups:
         store = DiskStore(scratch, MIB, CpuCopies(), threads=2, delay=Delays(group, 0.0003))
         try:
             for seed in range(50 * group, 50 * group + 50):
@@ -322,4 +323,4 @@ def test_a_thousand_seeds(scratch: Path) -> None:
                 moved += statistics.bytes_in
         finally:
             store.close()
-    assert moved > 5 * MIB
+    assert moved > len(groups) * MIB / 4
