@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -120,6 +121,24 @@ def call(*arguments: str, launcher: Sequence[str] = MODULE) -> tuple[int, str, s
     return finish(start([*launcher, *arguments]))
 
 
+@pytest.fixture
+def called(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """As ``call``, but this process is the launcher, which saves a start; ranks are processes of their own."""
+    folder = str(here.parent / "tmp")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{here}")
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = cli.main(arguments)
+        return code, *capfd.readouterr()
+
+    return run
+
+
 def one_line(err: str) -> str:
     """The only thing that was said on stderr."""
     (line,) = err.splitlines()
@@ -155,7 +174,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 # ---- a run from end to end
 
 
-def test_train_resume_and_torchrun(here: Path) -> None:
+def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
     settings = [*TINY, *SETTLED, "trainer.checkpoint_every=2"]
     code, out, err = call("train", *settings, "name=a", "cluster.devices=2", "trainer.steps=4")
     assert (code, err.strip()) == (0, "")
@@ -187,7 +206,7 @@ def test_train_resume_and_torchrun(here: Path) -> None:
     assert [path.name for path in here.iterdir()] == ["runs"]
     assert temporary() == []
 
-    code, out, err = call("train", *settings, "name=a", "cluster.devices=2", "trainer.steps=6")
+    code, out, err = called("train", *settings, "name=a", "cluster.devices=2", "trainer.steps=6")
     assert (code, err.strip()) == (0, "")
     assert "continuing after step 4 from runs/a/checkpoints/step-00000004" in out
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
@@ -488,18 +507,18 @@ def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
 
 
 def test_a_wrong_prediction_is_planned_again_and_corrected(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    called: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile in the cache says fifty times less than is true; a run finds out, stops, and goes on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = [*TINY, "cluster.devices=2", "plan.schedule=1f1b", "trainer.microbatch=2"]
-    code, _, err = call("plan", *settings)
+    code, _, err = called("plan", *settings)
     assert (code, err.strip()) == (0, "")
     (cached,) = (tmp_path / "cache" / "parallax").glob("profile-*.json")
     cached.write_text(times(ModelProfile.load(cached), 0.02).to_json())
 
     training = ["trainer.steps=16", "trainer.checkpoint_every=8", "trainer.eval_every=0", "name=a"]
-    code, out, err = call("train", *settings, *training, "plan.replan=auto")
+    code, out, err = called("train", *settings, *training, "plan.replan=auto")
     assert (code, err.strip()) == (0, "")
     assert out.count("another plan continues from here") == 1
     assert "planning again: a step takes" in out
@@ -510,7 +529,7 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert steps == list(range(1, 17))
 
-    code, out, err = call("calibrate", "a", "--json")
+    code, out, err = called("calibrate", "a", "--json")
     assert (code, err.strip()) == (0, "")
     found = json.loads(out)
     assert abs(found["second_error"]) <= max(0.05, abs(found["first_error"]))
@@ -526,9 +545,9 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
 @pytest.mark.parametrize(
     "record", ["trace", pytest.param("profiler", marks=pytest.mark.thorough), "memory"]
 )  # memory records what profiler does, and more
-def test_every_rank_records_the_steps_asked_for(here: Path, record: str) -> None:
+def test_every_rank_records_the_steps_asked_for(called: Callable[..., tuple[int, str, str]], record: str) -> None:
     run = prepared(*TINY, f"debug={record}", "debug.steps=[2,3]", "trainer.steps=4", "trainer.checkpoint_every=0")
-    code, _, err = call("train", "--run-dir", str(run))
+    code, _, err = called("train", "--run-dir", str(run))
     assert code == 0
     assert "parallax: " not in err  # torch.profiler has remarks of its own
     for rank in range(2):

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from parallax.events import EventLog, Span, read_events
 from parallax.files import AppendedFile
 from parallax.monitor import LoggerConfig, MetricsLog, Unwritten, read_metrics
 from parallax.runtime.checkpoint import list_checkpoints
-from tests.faults.test_cli import finish, here, prepared, running, start
+from tests.faults.test_cli import called, finish, here, prepared, running, start
 from tests.faults.test_requests_to_end import LONG
 
-__all__ = ["here"]
+__all__ = ["called", "here"]
 
 LIMIT = 112 * 1024  # bytes of any one file: what is longer fails as on a full disk
 
@@ -65,9 +65,11 @@ def test_a_run_goes_on_without_its_logs(here: Path) -> None:
     assert running(here) == []
 
 
-def test_a_checkpoint_that_cannot_be_written_keeps_the_last(here: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_keeps_the_last(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
     run = prepared(*LONG, "logger.events=false", "trainer.steps=2")
-    assert finish(start([sys.executable, "-m", "parallax", "train", "--run-dir", str(run)]))[0] == 0
+    assert called("train", "--run-dir", str(run))[0] == 0
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("\n  steps: 2\n", "\n  steps: 4\n"))
     code, _, err = finish(start([sys.executable, "-c", LIMITED, "train", "--run-dir", str(run)]))

@@ -32,8 +32,9 @@ def how():
         while True:
             pass
     begun = time.monotonic()
-    while time.monotonic() < begun + 5:  # works
+    while time.monotonic() < begun + 5 and not pathlib.Path("done").exists():  # works
         sum(range(10000))
+    pathlib.Path("done").touch()
 
 class Rows:
     def __init__(self):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from tests.faults.test_cli import (
     MODULE,
     TINY,
     TORCHRUN,
+    called,
     finish,
     here,
     one_line,
@@ -33,7 +35,7 @@ from tests.faults.test_cli import (
     weights,
 )
 
-__all__ = ["here"]
+__all__ = ["called", "here"]
 
 LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
 ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]
@@ -149,14 +151,14 @@ def is_served(here: Path, run: Path, process: subprocess.Popen[str], number: sig
     return step
 
 
-def test_what_was_stopped_goes_on_bit_for_bit(here: Path) -> None:
+def test_what_was_stopped_goes_on_bit_for_bit(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
     settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]
     whole, cut = prepared(*settings, name="whole"), prepared(*settings, name="cut")
     process = stepping(cut)
     process.send_signal(signal.SIGTERM)
     assert is_served(here, cut, process, signal.SIGTERM, 143) < 60
     for run in (cut, whole):
-        assert finish(start([*MODULE, "train", "--run-dir", str(run)]))[0] == 0
+        assert called("train", "--run-dir", str(run))[0] == 0
     first, second = weights(whole), weights(cut)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
