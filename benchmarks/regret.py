@@ -1,6 +1,6 @@
 """How much faster than the plan that the planner chose is the best of a grid of plans asked for by hand?
 
-Sixteen questions, from 7 billion parameters to a trillion, on 8 to 1,024 devices of four kinds, with little and much
+Seventeen questions, from 7 billion parameters to a trillion, on 8 to 1,024 devices of four kinds, with little and much
 memory and small and large batches. For each the planner chooses; then it is asked for every plan of a grid: stages ×
 micro-batch × schedule × interleave, and around the best of them activations × sharding. All are forecast in the same
 way, so the planner is held against its own prediction: *regret* is what the chosen plan takes over the fastest one of
@@ -74,6 +74,7 @@ QUESTIONS = {
         "deep",
         "precision=fp32 cluster=dgx_a100 cluster.nodes=128 cluster.device_memory=24GiB trainer.global_batch=2048",
     ),
+    "800b a100x1024 bf16": ("deep", "precision=bf16 cluster=dgx_a100 cluster.nodes=128 trainer.global_batch=4096"),
 }
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("interleaved", 4))
 ACTIVATIONS = ("auto", "keep", "offload", "recompute")
