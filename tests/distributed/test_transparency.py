@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,12 @@ def job(
     return loss, gradients, reduced, moved
 
 
-def compare(results: list[Any], model: str, dtype: torch.dtype, rows: int, tolerance: float) -> None:
+def jobs(model: str, options: dict[str, Any], ways: list[tuple[str, torch.dtype]]) -> list[Any]:
+    """One for each directive and type, in one world: making one takes as long as a step."""
+    return [job(model, dtype, {**options, "directive": directive}, ROWS) for directive, dtype in ways]
+
+
+def compare(results: Sequence[Any], model: str, dtype: torch.dtype, rows: int, tolerance: float) -> None:
     loss, gradients = reference(model, dtype, rows)
     seen: set[str] = set()
     for found, partial, _, _ in results:
@@ -100,13 +106,11 @@ REPLICAS = [(1,), (2,), (1, 1), (2, 2), (1, 2), (2, 1), (1, 1, 1), (1, 2, 1), (2
 )
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 def test_gradients_equal_plain_training(pool: Pool, model: str, schedule: str, replicas: tuple[int, ...]) -> None:
-    world = sum(replicas)
-    by_directive = {}
-    for directive, dtype in itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64]):
-        options = {"replicas": replicas, "schedule": schedule, "directive": directive, "swap_limit": 60000}
-        results = pool.run(job, world, model, dtype, options, ROWS)
+    ways = list(itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64]))
+    options = {"replicas": replicas, "schedule": schedule, "swap_limit": 60000}
+    by_directive = dict(zip(ways, zip(*pool.run(jobs, sum(replicas), model, options, ways))))
+    for (directive, dtype), results in by_directive.items():
         compare(results, model, dtype, ROWS, 1e-6 if dtype is torch.float32 else 1e-12)
-        by_directive[directive, dtype] = results
         moved = [r[3] for r in results]
         assert all(moved) if directive == "offload" else not any(moved)
     for dtype in (torch.float32, torch.float64):

@@ -120,7 +120,7 @@ def last_step(run: Path) -> int:
     [
         pytest.param(signal.SIGTERM, 143, "launcher", marks=pytest.mark.thorough),  # as what goes on bit for bit
         (signal.SIGINT, 130, "all"),
-        (signal.SIGTERM, 143, "rank"),
+        pytest.param(signal.SIGTERM, 143, "rank", marks=pytest.mark.thorough),  # as rank 1 asks in an evaluation
         pytest.param(signal.SIGHUP, 129, "launcher", marks=pytest.mark.thorough),
         pytest.param(signal.SIGUSR1, 0, "launcher", marks=pytest.mark.thorough),
         pytest.param(signal.SIGUSR1, 0, "all", marks=pytest.mark.thorough),

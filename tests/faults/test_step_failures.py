@@ -164,7 +164,7 @@ def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("fault", "rank", "expected"),
     [
-        ("raises", "1", RAISED),
+        pytest.param("raises", "1", RAISED, marks=pytest.mark.thorough),
         ("is_killed", "0", ENDED),
         pytest.param("is_killed", "1", ENDED, marks=pytest.mark.thorough),
     ],

@@ -139,7 +139,7 @@ def test_a_failed_step_ends_only_its_own_turns() -> None:
         check_same_losses(runs)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_swap_benchmark_puts_its_bars_at_the_top(tmp_path: Path) -> None:
     sizes = {"repetitions": 1, "layers": 3, "hidden": 64, "heads": 2, "sequence": 128, "rows": 16, "micro-batches": 4}
     options = [f"--{key}={value}" for key, value in sizes.items()]

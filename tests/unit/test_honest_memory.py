@@ -82,7 +82,9 @@ def limited(name: str, scratch: str) -> None:
     print(json.dumps({"failure": failure, "losses": losses, "limit": limit, "needed": needed}))
 
 
-@pytest.mark.parametrize("name", ["activations", "everything"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("activations", marks=pytest.mark.thorough), "everything"]
+)  # which has activations below as well
 def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
     program = f"from tests.unit.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
