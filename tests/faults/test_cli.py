@@ -254,8 +254,8 @@ def test_wrong_input_is_one_line(
     assert list(here.iterdir()) == []
 
 
-def test_infeasible_budget_is_one_line(here: Path) -> None:
-    code, out, err = call("train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB")
+def test_infeasible_budget_is_one_line(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = called("train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB")
     assert code == 2
     assert "MiB" in one_line(err)
     assert out.strip() == ""
@@ -269,11 +269,12 @@ def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
-def test_plan_as_json_of_an_own_folder(here: Path) -> None:
+def test_plan_as_json_of_an_own_folder(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
     texts = here / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("All happy families are alike. " * 400)
-    code, out, err = call("plan", *TINY, f"data.path={texts}", "cluster.devices=2", "--json", "--output", "mine.yaml")
+    folder = f"data.path={texts}"
+    code, out, err = called("plan", *TINY, folder, "cluster.devices=2", "--json", "--output", "mine.yaml")
     assert (code, err.strip()) == (0, "")
     assert len(out.splitlines()) == 1
     assert json.loads(out)["hash"] == Plan.load(Path("mine.yaml")).hash()
@@ -498,7 +499,7 @@ def test_a_run_that_measured_nothing_cannot_be_calibrated(here: Path, capfd: pyt
 
 def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
     """How long deeper models take is kept by benchmarks/regret.py."""
-    model = ["model=transformer", "model.layers=96", "model.hidden=12288", "model.heads=96", "precision=bf16"]
+    model = ["model=transformer", "model.layers=32", "model.hidden=8192", "model.heads=64", "precision=bf16"]
     planned = said("plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=4096")
     assert sum(stage["replicas"] for stage in planned["stages"]) >= 1024
 
