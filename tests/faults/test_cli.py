@@ -500,7 +500,7 @@ def test_a_run_that_measured_nothing_cannot_be_calibrated(here: Path, capfd: pyt
 def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
     """How long deeper models take is kept by benchmarks/regret.py."""
     model = ["model=transformer", "model.layers=32", "model.hidden=8192", "model.heads=64", "precision=bf16"]
-    planned = said("plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=4096")
+    planned = said("plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=1024")
     assert sum(stage["replicas"] for stage in planned["stages"]) >= 1024
 
 
