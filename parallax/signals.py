@@ -93,21 +93,21 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
 
 
 class _Kept:
-    """A handler that keeps the first interrupt for later; the second is taken at once."""
+    """A handler that keeps an interrupt for later; one of an impatient person is taken at once."""
 
     def __init__(self, before: Handler) -> None:
-        self.before, self.first = before, False
+        self.before, self.requests = before, Requests()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.first:
+        self.requests.add(number)
+        if self.requests.impatient:
             self.before(number, frame)
-        self.first = True
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C comes at the end of the block, not in the middle of books that would stay half written. Whoever presses it
-    again does not want to wait, and does not. On other threads than the main one no interrupt arrives."""
+    again does not want to wait, and does not; two at once are one. On other threads than the main one none arrives."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(before) or isinstance(before, _Kept):
@@ -119,7 +119,7 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if keep.first:
+        if keep.requests.first:
             before(signal.SIGINT, None)
 
 

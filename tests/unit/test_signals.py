@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from parallax import signals
 from parallax.signals import uninterrupted
 
 
@@ -30,7 +31,8 @@ def test_an_interrupt_comes_at_the_end() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_interrupt_does_not_wait() -> None:
+def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
     seen = []
     before = signal.getsignal(signal.SIGINT)
 
@@ -45,6 +47,21 @@ def test_a_second_interrupt_does_not_wait() -> None:
         work()
     assert seen == ["once"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_two_interrupts_at_once_are_one() -> None:
+    """Whoever passes signals on sends a second one: it must not tear what the first one waits for."""
+    seen = []
+
+    def work() -> None:
+        with uninterrupted():
+            press()
+            press()
+            seen.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == ["all"]
 
 
 def test_an_interrupt_counts_for_more_than_an_error() -> None:
