@@ -69,46 +69,69 @@ def working(console: Console, what: str) -> Iterator[Work]:
             return
         onlooker = _Onlooker(what, work)
         try:
+            onlooker.start()
             yield work
         finally:
+            onlooker.holding = True  # here: a call could be interrupted before its first line
             onlooker.close()
 
 
 class _Onlooker:
-    """The thread that looks on. Handlers of signals stay those of the caller, to which each is passed on."""
+    """The thread that looks on. Handlers of signals stay those of the caller, to which each is passed on: while it
+    starts and closes at the end of that, for half of either would end a process that goes on."""
 
     def __init__(self, what: str, work: Work) -> None:
         self._what, self._work = what, work
         self._requests, self._complaint = Requests(), ""
         self._deadline, self._last_words, self._code = float("inf"), "", ParallaxError.exit_code
         self._answered = self._closing = False
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
+        self.holding, self._held = True, list[int]()
         self._handlers: dict[int, Handler] = {n: each for n in heeded() if callable(each := signal.getsignal(n))}
-        self._wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._wakeup: int | None = None  # of before, once it is replaced
+        self._thread = threading.Thread(target=self._run, name="parallax-onlooker", daemon=True)
+        self._woken, self._wake = socket.socketpair()
+
+    def start(self) -> None:
+        """Look on, and answer signals. Whatever it raises, :meth:`close` puts back what there was."""
+        self._wake.setblocking(False)
         for number in self._handlers:
             signal.signal(number, self._answer)
-        self._thread = threading.Thread(target=self._run, name="parallax-onlooker", daemon=True)
+        self._wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread.start()
+        self.holding = False
+        self._answer_held()
 
     def close(self) -> None:
         """The work is done, or has failed."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup)
         self._closing = True
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            self._wake.send(b"\0")
-        self._thread.join()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup)
+        if self._thread.ident is not None:
+            with contextlib.suppress(BlockingIOError):  # it is awake
+                self._wake.send(b"\0")
+            self._thread.join()
         self._woken.close()
         self._wake.close()
+        try:
+            for number in sorted(self._handlers, key=lambda each: each == signal.SIGINT):  # the last that is held
+                signal.signal(number, self._handlers[number])
+        finally:
+            self.holding = False
+        self._answer_held()
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         """On the main thread, as soon as it heeds signals: there is no need to end the process over its head."""
         self._answered = True
+        if self.holding:
+            self._held.append(number)
+            return
         if self._complaint:
             raise ParallaxError(self._complaint)
         self._handlers[number](number, frame)
+
+    def _answer_held(self) -> None:
+        while self._held:
+            self._answer(self._held.pop(), None)
 
     # ---- the thread
 
