@@ -25,7 +25,7 @@ from types import FrameType
 from rich.console import Console
 
 from parallax.errors import ParallaxError, printable
-from parallax.runtime.life import Life, where
+from parallax.runtime.life import Life, waits_for_a_person, where
 from parallax.runtime.verdict import remedy
 from parallax.signals import Handler, Requests, exit_code, heeded, stopped_by, under_torchrun
 from parallax.train.loop import TrainerConfig
@@ -150,6 +150,8 @@ class _Onlooker:
             alive, gap, looked = life.shows(), now - looked, now
             if self._work.phase is not phase or gap > _PAUSE_SECONDS:
                 begun, idle, phase = now, 0.0, self._work.phase
+            if waits_for_a_person():  # who may take any time
+                alive, begun = True, begun + gap
             idle = 0.0 if alive else idle + gap
             if not self._complaint:
                 self._judge(phase[0], idle, now - begun)
