@@ -32,7 +32,12 @@ COMMANDS = {
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""
 
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}  # of what has no name: a file's error has one
+_NO_ROOM = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EPIPE,
+}  # of the output, and of any file or pipe that is written to
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a mistake of ours
             print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
             return UserError.exit_code
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            _give_up_output()
+        if isinstance(error, OSError) and error.errno in _NO_ROOM and (_give_up_output() or _printed(error)):
             print(f"parallax: cannot write the output: {error.strerror}", file=sys.stderr)
             return ParallaxError.exit_code
         if not isinstance(error, ParallaxError):
@@ -78,14 +82,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _give_up_output() -> None:
-    """What is left of it would fail again when the process ends."""
+def _give_up_output() -> bool:
+    """Whether it cannot be written: what is left of it would fail again when the process ends."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        return True
+    return False
+
+
+def _printed(error: OSError) -> bool:
+    """Whether it was raised where the console, or a function of ours, prints: nothing may be left of a long text."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    ours = module.startswith("parallax.") and "print" in trace.tb_frame.f_code.co_names
+    return module == "rich.console" or ours
 
 
 class _Parser(argparse.ArgumentParser):

@@ -467,6 +467,34 @@ def test_an_output_without_room_is_one_line(here: Path) -> None:
         assert (found.returncode, one_line(found.stderr)) == (1, line)
 
 
+def test_a_long_output_without_a_reader_is_one_line(here: Path) -> None:
+    """Of a text that is longer than Python's buffer nothing is left that could fail again."""
+    program = (
+        "import sys; from parallax import cli; from parallax.commands import explain, options; "
+        "explain.run = lambda parsed: options.print_json(['x' * 100000]) or 0; sys.exit(cli.main(['explain', 'x']))"
+    )
+    process = start([sys.executable, "-c", program])
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    code, _, err = finish(process)
+    assert (code, one_line(err)) == (1, "parallax: cannot write the output: Broken pipe")
+
+
+def test_room_that_another_file_lacks_is_no_fault_of_the_output(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("full_disk.py").write_text(
+        "import pathlib\ndef build():\n    pathlib.Path('/dev/full').write_text('x')\n"
+        "def pipe():\n    import os\n    ends = os.pipe()\n    os.close(ends[0])\n    os.write(ends[1], b'x')\n"
+    )
+    for function, expected in (("build", "No space left on device"), ("pipe", "Broken pipe")):
+        arguments = ["plan", "model=custom", f"model.target=full_disk:{function}", "trainer.global_batch=4"]
+        assert cli.main(arguments) == 1
+        _, err = capfd.readouterr()
+        assert expected in err.splitlines()[-1]
+        assert f"in {function}" in err
+        assert "cannot write the output" not in err
+
+
 @pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 def test_an_environment_that_is_no_rank(here: Path, key: str) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
