@@ -22,7 +22,7 @@ _UNEXPECTED = re.compile(r"^([\w.<>]+)\(\) got an unexpected keyword argument '(
 def load_target(key: str, target: str) -> Callable[..., Any]:
     """The object named by ``package.module:factory``; ``key`` is the setting named in errors."""
     module, _, name = target.partition(":")
-    if not name or not all(part.isidentifier() for part in module.split(".")):
+    if not name or not all(module.split(".")):  # a file's name need be no identifier
         raise ConfigError(f"{key}={target or '(empty)'}: accepted is package.module:factory")
     try:
         loaded = importlib.import_module(module)

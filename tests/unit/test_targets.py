@@ -126,7 +126,8 @@ def test_what_the_function_itself_raises_is_its_own() -> None:
         ("", "accepted is package.module:factory"),
         ("own_targets", "accepted is package.module:factory"),
         (".own_targets:Net", "accepted is package.module:factory"),
-        ("own targets:Net", "accepted is package.module:factory"),
+        ("own..targets:Net", "accepted is package.module:factory"),
+        ("own targets:Net", "cannot import own targets"),
         ("./own_targets.py:Net", "accepted is package.module:factory"),
         ("own_targets:Nets", "has no Nets (did you mean 'Net'?)"),
         ("own_targets:__name__", "is not callable"),
@@ -138,6 +139,14 @@ def test_a_name_that_means_nothing(target: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_target("model.target", target)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["train-gpt", "01_model", "own-package.02"])
+def test_a_file_whose_name_is_no_identifier(tmp_path: Path, module: str) -> None:
+    path = tmp_path / f"{module.replace('.', '/')}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(OWN)
+    assert load_target("model.target", f"{module}:Net").__name__ == "Net"
 
 
 def test_calls_that_cannot_be_made() -> None:
