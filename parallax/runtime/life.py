@@ -20,7 +20,8 @@ import psutil
 
 BUSY = 0.02  # of an interval's seconds, by other threads and child processes: less is housekeeping
 _INSTALLED = {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib", "scripts")}
-_OTHERS = (str(Path(__file__).parents[1]), "<", *sorted(_INSTALLED))  # where code lies that is not the user's
+_FOLDERS = [str(Path(__file__).parents[1]), *sorted(_INSTALLED)]
+_OTHERS = ("<", *(os.path.join(folder, "") for folder in _FOLDERS))  # where code lies that is not the user's
 _WAITING = ("torch.distributed", "parallax.runtime.shared_channel", "parallax.runtime.group_channel")
 _DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle"}
 _READ, _SELECTS = {"x86_64": (0, {23, 270}), "aarch64": (63, {72})}.get(platform.machine(), (-1, set[int]()))
