@@ -5,6 +5,7 @@ begun by then and can say so, and what only plans does without it.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ _HOMES = {
 if not TYPE_CHECKING:  # a type checker knows what there is, and what is not
 
     def __getattr__(name: str) -> Any:
-        """One of the names above."""
+        """One of the names above, or a module of the package."""
         if name not in _HOMES:
+            if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+                return importlib.import_module(f"{__name__}.{name}")
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
         globals()[name] = found = home if _HOMES[name] == name else getattr(home, name)

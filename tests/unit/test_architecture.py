@@ -120,6 +120,12 @@ def test_public_names_are_imported_where_they_are_asked_for() -> None:
         parallax.Engin  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_modules_are_there_after_a_bare_import() -> None:
+    names = [path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")]
+    found = run(sys.executable, "-c", f"import parallax; print(*(getattr(parallax, n).__name__ for n in {names}))")
+    assert found.split() == [f"parallax.{name}" for name in names]
+
+
 def test_no_file_is_longer_than_one_room() -> None:
     lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
     assert not {path: count for path, count in lines.items() if count > LONGEST_FILE_LINES}
