@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from types import TracebackType
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 from parallax.errors import ConfigError, nearest, printable
@@ -51,7 +52,8 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
         return function(**kwargs)
     except TypeError as error:
         found = _UNEXPECTED.match(str(error))
-        if found is None or found[2] not in kwargs:
+        frames = [each for each, _ in traceback.walk_tb(error.__traceback__)][1:]  # below this one
+        if found is None or found[2] not in kwargs or not _handed_on(found[2], frames):
             raise
         name, (accepted, place) = found[2], _callee(error.__traceback__, found[1])
         raise ConfigError(
@@ -101,6 +103,28 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 def _keywords(signature: inspect.Signature) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [name for name, each in signature.parameters.items() if each.kind in kinds]
+
+
+def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
+    """Whether what the last frame calls by keyword ``name`` can be the user's argument: in the target's own frame, and
+    in one that got it through a ``**kwargs`` of all above. Elsewhere it is an argument of somebody else's."""
+    if len(frames) < 2:
+        return True
+    *above, last = frames
+    if not all(name in _variable_keywords(frame) for frame in above):
+        return False
+    code = last.f_code
+    return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] or name in _variable_keywords(last)
+
+
+def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
+    """What the function's ``**kwargs`` holds, whatever its name."""
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return {}
+    index = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    held = frame.f_locals.get(code.co_varnames[index])
+    return held if isinstance(held, Mapping) else {}
 
 
 def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:

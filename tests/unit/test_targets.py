@@ -71,6 +71,24 @@ def further(**kwargs):
 def through_sizes(**kwargs):
     return Net(Sizes(**kwargs).width)
 
+def decorated(*args, **options):
+    return passing(*args, **options)
+
+def into_one(**kwargs):
+    return with_bias(**kwargs)
+
+def with_bias(biased):
+    return nn.Linear(4, 4, biased=biased)
+
+def mistaken(biased):
+    return with_bias(biased)
+
+def mistaken_below(**kwargs):
+    return without(kwargs["width"])
+
+def without(wide):
+    return nn.Linear(4, 4, width=wide)
+
 def only(width, /):
     return Net(width)
 
@@ -113,6 +131,17 @@ def test_a_keyword_that_is_handed_on() -> None:
     assert line.endswith("which takes no such argument; accepted are width, layers (did you mean 'layers'?)")
     assert "(did you mean 'width'?)" in refused("own_targets:through_sizes", wodth=3)
     assert "hands it on to Linear.__init__" in refused("own_targets:further", biass=False)
+
+
+def test_a_keyword_that_is_handed_on_and_on() -> None:
+    assert "hands it on to Net.__init__" in refused("own_targets:decorated", width=3, leyers=2)
+    assert "hands it on to Linear.__init__" in refused("own_targets:into_one", biased=False)
+
+
+def test_a_keyword_of_somebody_elses_is_a_mistake_of_theirs() -> None:
+    for target, kwargs in (("mistaken", {"biased": True}), ("mistaken_below", {"width": 3})):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            call_target("model", f"own_targets:{target}", kwargs)
 
 
 def test_what_the_function_itself_raises_is_its_own() -> None:
