@@ -8,8 +8,9 @@ before it::
 
 for every p. What stands behind t_p is its *weight*: most for the last position, least for the first. How little the
 most of weight times t can be over all cuts is found by cutting the blocks so
-(:class:`~parallax.plan.quick.QuickSearch`); before that, positions are taken to be as even as the weights allow, and
-where all blocks are alike as even as can be.
+(:class:`~parallax.plan.quick.QuickSearch`); before that, positions are taken to be as even as the weights allow. No
+rank updates before all have reduced their gradients, so an update comes on top.
+
 The parts cannot be less than these, whatever is cut where and whatever becomes of activations:
 
 * **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
@@ -25,10 +26,11 @@ The parts cannot be less than these, whatever is cut where and whatever becomes 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,7 @@ from numpy.typing import NDArray
 from parallax.plan.cost import BlockLoad, Sizes, gap_bytes, load_block, load_states
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
+from parallax.plan.quick import even_cuts
 from parallax.plan.request import ROUNDING, Request, Shape
 from parallax.plan.schedule import BUILT_IN, in_flight
 from parallax.plan.stages import block_kinds, copying_seconds
@@ -55,6 +58,7 @@ class _Rows:
     weight: float
     largest: float
     cheapest: NDArray[np.float64]
+    sums: list[float]
     common: BlockLoad
     cost: BlockCost
     count: int
@@ -65,12 +69,11 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Of a shape, in seconds: all positions for one micro-batch (``total``), their ``mean``, what the ``slowest`` takes
+    """Of a shape, in seconds: all positions for one micro-batch (``total``), what the ``slowest`` takes
     at least, the way of one micro-batch through all of them (``path``), the mean share's ``update``, the weight halves
     that can be put off (``deferred``) and what they save at most of the ramp (``halves``)."""
 
     total: float
-    mean: float
     slowest: float
     path: float
     update: float
@@ -93,9 +96,9 @@ class StepBound:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        numbers, self._costs = block_kinds(request.profile)
-        self._counts = Counter(numbers)
-        self._common_bytes = self._parameters(numbers)
+        self._numbers, self._costs = block_kinds(request.profile)
+        self._counts = Counter(self._numbers)
+        self._common_bytes = self._parameters(self._numbers)
         self._speed = max(device.speed for device in request.devices)
         self._device = max(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
         self._rows = lru_cache(maxsize=None)(self._find_rows)
@@ -105,25 +108,45 @@ class StepBound:
         """No even pipeline of ``shape`` takes less; ``least_cost`` is what is known of the slowest position: seconds
         per micro-batch, its part of what comes after the last one included; ``least_weighted`` of the one that is
         slowest by :meth:`weights`."""
-        terms, micro_batches = self._terms(shape), self.request.count(shape)
-        work = max(micro_batches * max(terms.slowest, least_cost), micro_batches * terms.mean + terms.update)
+        terms, micro_batches, fullness = self._terms(shape), self.request.count(shape), self._fullness(shape)
+        least_cost, least_weighted = fullness * least_cost, fullness * least_weighted
+        work = max(micro_batches * terms.slowest + terms.update, micro_batches * least_cost)
         if shape.schedule not in BUILT_IN:
-            return float(max(work, shape.bound[0]) * ROUNDING)
-        update = terms.update / micro_batches
-        slowest, weighted = max(terms.slowest, least_cost - update), max(0.0, least_weighted - update)
-        if shape.interleave > 1:  # of stages that are cut evenly, the first of each position has its part of the way
-            rest = max(0.0, terms.path - terms.slowest) / shape.interleave
-            filled = work + rest * (1 if self._alike else 1 - terms.forward_share)
-            return float(max(filled, shape.bound[0]) * ROUNDING)
+            return float(work * ROUNDING)
+        if shape.interleave > 1:
+            return float(max(work, self._dealt(shape) + terms.update) * ROUNDING)
         waits = self._waits(shape, terms.forward_share)
-        mean = (micro_batches - 1) * terms.mean if self._alike else terms.total / sum(1 / w for w in waits)
-        filled = max(0.0, terms.path - terms.halves) + max(waits[0] * slowest, waits[-1] * weighted, mean)
-        queued = micro_batches / self._in_flight(shape) * (terms.path - terms.deferred)
-        return float(max(filled, work, queued, shape.bound[0]) * ROUNDING)
+        even = max(waits[0] * terms.slowest, terms.total / sum(1 / wait for wait in waits)) + terms.update
+        slowest = max(even, waits[0] * least_cost, waits[-1] * least_weighted)
+        queued = micro_batches / self._in_flight(shape) * (terms.path - terms.deferred) + terms.update
+        return float(max(work, max(0.0, terms.path - terms.halves) + slowest, queued) * ROUNDING)
+
+    def _dealt(self, shape: Shape) -> float:
+        """Of interleaved stages, whose cuts are known: a position begins when the first stages of those before it have
+        had their forward, and these have their backward after its last one."""
+        if self.request.mixed:
+            return 0.0
+        rows = self._rows(self._mean_rows(shape), shape.split)
+        cuts = even_cuts(rows.sums, shape.positions * shape.interleave)
+        stages = [rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(cuts)]
+        before = itertools.accumulate(stages[: shape.positions - 1], initial=0.0)
+        work = [self.request.count(shape) * sum(stages[p :: shape.positions]) for p in range(shape.positions)]
+        return max(first + rest for first, rest in zip(before, work))
+
+    def likely(self, shape: Shape) -> float:
+        """What a pipeline of ``shape`` takes whose positions are equally slow, as far as that is known before it is
+        looked at: ``M · max + ramp · (Σ − max)``."""
+        terms, micro_batches = self._terms(shape), self.request.count(shape)
+        rest = max(0.0, (terms.path - terms.slowest) / shape.interleave - terms.halves)
+        return max(micro_batches * terms.slowest + rest + terms.update, self.seconds(shape))
+
+    def weighs(self, shape: Shape) -> bool:
+        """Whether the positions of ``shape`` are known to weigh anything."""
+        return shape.schedule in BUILT_IN and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
         """What a second of each position's micro-batch costs a step, in seconds of the last one's."""
-        if shape.schedule not in BUILT_IN or shape.interleave > 1:
+        if not self.weighs(shape):
             return [1.0] * shape.positions
         waits = self._waits(shape, self._terms(shape).forward_share)
         return [wait / waits[-1] for wait in waits]
@@ -134,25 +157,24 @@ class StepBound:
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         if shape.schedule not in BUILT_IN or most_seconds == math.inf:
             return most_seconds / micro_batches
-        rest = max(0.0, max(0.0, terms.path - terms.slowest) / shape.interleave - terms.halves)
+        rest = max(0.0, (terms.path - terms.slowest) / shape.interleave - terms.halves)
         return max(0.0, most_seconds - rest) / micro_batches
 
     def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
         """What the position that is slowest by :meth:`weights` may cost per micro-batch in any pipeline that takes up
         to ``most_seconds``."""
-        terms, micro_batches = self._terms(shape), self.request.count(shape)
+        terms = self._terms(shape)
         wait = self._waits(shape, terms.forward_share)[-1]
         rest = most_seconds - max(0.0, terms.path - terms.halves)
-        return max(0.0, rest / wait + terms.update / micro_batches)
+        return max(0.0, rest / wait / self._fullness(shape))
 
     def _terms(self, shape: Shape) -> _Terms:
         replicas, positions = self._replicas(shape), shape.positions
-        rows = self._rows(-(-shape.microbatch // replicas), shape.split)
+        rows = self._rows(self._mean_rows(shape), shape.split)
         least = -(-len(self.request.profile.blocks) // positions)
         total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
         return _Terms(
             total=total,
-            mean=total / positions,
             slowest=max(total / positions, rows.largest, float(rows.cheapest[least])),
             path=total + self._messages(shape, rows),
             update=self._update(positions, replicas),
@@ -161,15 +183,6 @@ class StepBound:
             forward_share=rows.forward_share,
         )
 
-    @cached_property
-    def _alike(self) -> bool:
-        """Whether no block but the last is much larger than most: then positions are about equally slow. Otherwise the
-        slowest may stand first, where its own forwards hide a part of what it waits for."""
-        cost = self._costs[self._common()]
-        most = 1.5 * (cost.forward_seconds.at(1) + cost.backward_seconds.at(1))
-        blocks = self.request.profile.blocks[:-1]
-        return all(block.forward_seconds.at(1) + block.backward_seconds.at(1) <= most for block in blocks)
-
     def _waits(self, shape: Shape, forward_share: float) -> list[float]:
         """For each position how many of its micro-batches' seconds a step has besides the way of one through all
         positions: all but one, less the forwards that can run while the first is on its way through those above."""
@@ -177,6 +190,17 @@ class StepBound:
         ahead = {"gpipe": 0, "zb-h2": 2}.get(shape.schedule, 1)
         hidden = [min(ahead * (positions - 1 - p), micro_batches - 1) for p in range(positions)]
         return [max(micro_batches - 1 - count * forward_share, 1e-9) for count in hidden]
+
+    def _mean_rows(self, shape: Shape) -> float:
+        """Rows of a micro-batch on the fullest rank, the mean over all: micro-batches of a batch that they do not
+        divide differ by a row."""
+        replicas, count = self._replicas(shape), self.request.count(shape)
+        fewest, more = divmod(self.request.global_batch, count)
+        return ((count - more) * -(-fewest // replicas) + more * -(-(fewest + 1) // replicas)) / count
+
+    def _fullness(self, shape: Shape) -> float:
+        """What of the cost of a micro-batch with most rows the mean one costs at least."""
+        return self._mean_rows(shape) / -(-shape.microbatch // self._replicas(shape))
 
     def _replicas(self, shape: Shape) -> int:
         """Of the position that has most."""
@@ -261,7 +285,7 @@ class StepBound:
 
         return max(self._counts, key=seconds)
 
-    def _find_rows(self, rows: int, split: bool) -> _Rows:
+    def _find_rows(self, rows: float, split: bool) -> _Rows:
         loads = [load_block(cost, Directive.KEEP, rows, speed=self._speed, split=split) for cost in self._costs]
         each = np.array([load.forward_seconds + load.backward_seconds for load in loads])
         counts = np.array([self._counts[number] for number in range(len(loads))])
@@ -274,6 +298,7 @@ class StepBound:
             weight=float((counts * np.array([load.weight_seconds for load in loads])).sum()),
             largest=float(ordered[-1]),
             cheapest=np.concatenate([[0.0], np.cumsum(ordered)]),
+            sums=[0.0, *np.cumsum(each[list(self._numbers)]).tolist()],
             common=loads[common],
             cost=self._costs[common],
             count=self._counts[common],
@@ -282,7 +307,7 @@ class StepBound:
             copying=float(copying_seconds(self._device, np.array(float(self._moved(common, rows, split))))),
         )
 
-    def _moved(self, common: int, rows: int, split: bool) -> int:
+    def _moved(self, common: int, rows: float, split: bool) -> int:
         return load_block(self._costs[common], Directive.OFFLOAD, rows, speed=self._speed, split=split).moved_bytes
 
     def _find_update(self, positions: int, replicas: int) -> float:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from parallax.plan.cluster import Device
 from parallax.plan.collective import all_reduce_seconds
 from parallax.plan.plan import Directive
-from parallax.plan.request import WORST, Candidate, Request, Score, Shape, worst
+from parallax.plan.request import WORST, Candidate, Request, Score, Shape
 from parallax.plan.schedule import in_flight
 from parallax.plan.stages import StageChoice, StageFitter
 
@@ -175,3 +175,8 @@ class PipelineSearch:
 def _insert(front: list[_Partial], new: _Partial) -> None:
     if not any(old.no_worse(new) for old in front):
         front[:] = [old for old in front if not new.no_worse(old)] + [new]
+
+
+def worst(best: Sequence[Candidate], most: int) -> Score:
+    """What a candidate must beat to be among the ``most`` best."""
+    return best[most - 1].score if len(best) >= most else WORST

@@ -201,8 +201,8 @@ def _finish(
     mine = [loads[p :: pipeline.positions] for p in positions]
     exposed = [_exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0) for p in positions]
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
-    ends = [float(end) + reduce + update for end, reduce, update in zip(timeline.end, exposed, updates)]
-    return timeline, max(ends), exposed, updates
+    reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
+    return timeline, reduced + max(updates), exposed, updates  # no rank updates before all have reduced
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:

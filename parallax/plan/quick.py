@@ -54,10 +54,10 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The greedy answer for one shape; the slowest position cannot cost less than ``least_cost`` seconds per
-    micro-batch, the blocks being alike."""
+    """The greedy answer for one shape, none where rounding says that a stage does not fit after all. The slowest
+    position cannot cost less than ``least_cost`` seconds per micro-batch times its weight, the blocks being alike."""
 
-    candidate: Candidate
+    candidate: Candidate | None
     least_cost: float
 
 
@@ -112,7 +112,7 @@ class QuickSearch:
             if moved[slowest] <= shape.microbatch:
                 ceiling = candidate.score[1] / self.request.count(shape)
                 found = self._solve(shape, tuple(moved), ceiling, self._any(shape))
-                if found is not None:
+                if found is not None and found.candidate is not None:
                     return found.candidate
         return None
 
@@ -171,6 +171,10 @@ class QuickSearch:
             stop, length = start, stop - start
         return True
 
+    def has_replicas(self, shape: Shape) -> bool:
+        """Whether there are replicas for a pipeline of this shape that are worth trying."""
+        return bool(self._even(shape))
+
     def _even(self, shape: Shape) -> tuple[int, ...]:
         """Replicas of each position; none where that leaves ranks without rows, or the numbers are not worth trying."""
         asked, devices, positions = self.request.config.replicas, len(self.request.devices), shape.positions
@@ -207,7 +211,7 @@ class QuickSearch:
             else:
                 low = min(high, found.next_ceiling)
         candidate = self._candidate(shape, replicas, best, way)
-        return Solved(candidate, low) if candidate is not None else None
+        return Solved(candidate, low)
 
     def _cut(self, shape: Shape, replicas: tuple[int, ...], ceiling: float, way: Way, weights: Sequence[float]) -> _Cut:
         """Positions filled from the last, none of which costs more than ``ceiling`` seconds over its weight."""
@@ -264,13 +268,8 @@ class QuickSearch:
         self, shape: Shape, replicas: tuple[int, ...], way: Way
     ) -> Iterator[tuple[tuple[Part, ...], Lanes, Device]]:
         """What each position holds, and where."""
-        stages, blocks = shape.positions * shape.interleave, len(self.request.profile.blocks)
-        sums = [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], way).seconds.tolist())]
-        cuts = [0]
-        for stage in range(1, stages):
-            ideal = bisect_left(sums, sums[-1] * stage / stages)
-            cuts.append(min(max(ideal, cuts[-1] + 1), blocks - (stages - stage)))
-        cuts.append(blocks)
+        stages = shape.positions * shape.interleave
+        cuts = even_cuts([0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], way).seconds.tolist())], stages)
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         for position in range(shape.positions):
             mine = range(position, stages, shape.positions)
@@ -358,6 +357,15 @@ class QuickSearch:
         ):
             return []
         return found
+
+
+def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
+    """Where to cut blocks into stages of nearly equal seconds; ``sums`` are those of the first 0, 1, … blocks."""
+    blocks, cuts = len(sums) - 1, [0]
+    for stage in range(1, stages):
+        ideal = bisect_left(sums, sums[-1] * stage / stages)
+        cuts.append(min(max(ideal, cuts[-1] + 1), blocks - (stages - stage)))
+    return [*cuts, blocks]
 
 
 def _slowest(places: Sequence[_Place], weights: Sequence[float]) -> float:

@@ -289,15 +289,14 @@ class Request:
                 yield replace(shape, bound=self.bound(shape, positions, blocks, devices, 0.0, 0.0, 0.0, 0.0))
 
     def sizes(self, positions: int, schedule: str = AUTO) -> list[int]:
-        """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that leave no replica of an
-        even pipeline with fewer rows than another, of its positions with most replicas or of those with fewest. Only
-        the largest of those with as many rows for a rank, and of those with as many micro-batches, is worth trying; of
-        interleaved schedules positions divide their number."""
+        """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that deal rows out evenly
+        (:mod:`parallax.plan.microbatches`) to a position with most replicas, or with fewest; of interleaved schedules
+        positions divide the number of micro-batches."""
         if self.microbatch != AUTO:
             return self.microbatches
-        step = positions if schedule == "interleaved" else 1
-        found = [dealt(self.global_batch, replicas, step) for replicas in set(self._even_replicas(positions))]
-        return sorted({*self.microbatches, *itertools.chain(*found)}, reverse=True)
+        step, replicas = positions if schedule == "interleaved" else 1, set(self._even_replicas(positions))
+        found = {size for count in replicas for size in dealt(self.global_batch, count, step)}
+        return sorted(found.union(self.microbatches), reverse=True)
 
     def _even_replicas(self, positions: int) -> tuple[int, int]:
         """The fewest and the most of a position, where they are as even as they can be."""
@@ -428,8 +427,8 @@ class Request:
         """Whether each replica has a row of every micro-batch, or nothing larger can be had. Where devices do not
         divide, one replica of some positions may go without: a row more would be a second one for all the others."""
         fewest, most = self._even_replicas(shape.positions)
-        least = most if shape.microbatch >= fewest else 0
-        return replicas <= max(shape.microbatch, least) or shape.microbatch == max(self.microbatches)
+        enough = max(shape.microbatch, most if shape.microbatch >= fewest else 0)
+        return replicas <= enough or shape.microbatch == max(self.microbatches)
 
     @cached_property
     def least_positions(self) -> int:
@@ -449,8 +448,3 @@ class Request:
         return math.ceil(
             (states.device_bytes - states.staging_bytes) / max(1, largest.memory_bytes - largest.reserve_bytes)
         )
-
-
-def worst(best: Sequence[Candidate], most: int) -> Score:
-    """What a candidate must beat to be among the ``most`` best."""
-    return best[most - 1].score if len(best) >= most else WORST

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from parallax.plan.cluster import Cluster
 from parallax.plan.pipelines import EFFORT as EXACT_EFFORT
-from parallax.plan.pipelines import PipelineSearch
+from parallax.plan.pipelines import PipelineSearch, worst
 from parallax.plan.plan import Alternative, Directive, Plan, Prediction
 from parallax.plan.predict import Forecast, Pipeline, predict
 from parallax.plan.profile import ModelProfile
 from parallax.plan.quick import QuickSearch
 from parallax.plan.refusal import refusal
-from parallax.plan.request import AUTO, Candidate, PlanConfig, Request, worst
+from parallax.plan.request import AUTO, Candidate, PlanConfig, Request
 from parallax.plan.survey import EFFORT as SURVEY_EFFORT
 from parallax.plan.survey import Forecasts, Progress, Survey, Timed, timed_placements
 
@@ -138,7 +138,7 @@ def _fits(request: Request) -> bool:
         quick = QuickSearch(ordered)
         for shape in quick.leanest(list(ordered.shapes())):
             solved = quick.solve(shape)
-            if solved is None:
+            if solved is None or solved.candidate is None:
                 continue
             if any(forecasts.seconds(each.pipeline) < math.inf for each in timed_placements(ordered, solved.candidate)):
                 return True

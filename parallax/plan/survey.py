@@ -8,6 +8,7 @@ its action lists, in more than one way, and what is left out is left out by its 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from parallax.plan.quick import QuickSearch, Solved
 from parallax.plan.request import Candidate, Request, Shape
 
 EFFORT = 40_000  # positions filled after which no more shapes are looked at, once one has been found
+AGAIN_EFFORT = 1.1  # times that, after which the best shapes are not looked at again
+PROOF_EFFORT = 0.3  # of that spent on the bound
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
 ALIKE = 0.99  # weights of positions above which they are taken as equal
 REBALANCED = 8  # numbers of positions whose best pipeline is tried with uneven replicas
@@ -99,41 +102,44 @@ class _Looker:
         """The pipelines of a shape that may take less than the best that is forecast: with all directives, and, where
         that makes blocks offload, without: what leaves the device may be waited for longer than the greedy rule knows.
         When asked ``again``, with one directive for all blocks: where more leaves the device than must, there is room
-        to read ahead; and with states shared by replicas or not."""
+        to read ahead; and with states shared by replicas or not, cut evenly and by weight."""
         found, before = _Found(self.request, self._forecasts), self.quick.looks
         least = self._look_again(shape, found) if again else self._look_first(shape, found)
         return _Look(found.timed, found.compared, self.quick.looks - before, *least)
 
     def _look_first(self, shape: Shape, found: _Found) -> tuple[float, float]:
         """Returns the least costs of the slowest position, plainly and by weight."""
-        weights, least_weighted = self.bound.weights(shape), 0.0
-        if weights[0] < ALIKE:
-            ceiling = self.bound.weighted_ceiling(shape, found.best * NEAR)
-            solved = self._solve(shape, found, ceiling=ceiling, weights=weights)
-            if solved is None:
-                return 0.0, ceiling
-            least_weighted = solved.least_cost
         ceiling = self._ceiling(shape, found)
         solved = self._solve(shape, found)
         allowed, ways = self.request.allowed_in(shape), list[list[Directive]]()
-        if solved is not None:
+        if solved is not None and solved.candidate is not None:
             rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
             ways = [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
         elif shape.interleave > 1:  # what two stages of a position need together may not fit
             ways = [[directive] for directive in allowed if len(allowed) > 1]
         others = [self._solve(shape, found, way) for way in ways]
-        if solved is not None:
-            return solved.least_cost, least_weighted
-        return (0.0 if any(others) else ceiling), least_weighted
+        least_cost = solved.least_cost if solved is not None else 0.0 if any(others) else ceiling
+        unlike = self.bound.weights(shape)[0] < ALIKE
+        return least_cost, self.weigh(shape, found, NEAR) if found.timed and unlike else 0.0
+
+    def weigh(self, shape: Shape, found: _Found, near: float = 1.0) -> float:
+        """Cut by weights. Returns the least cost of the slowest position by weight, as far as it matters to what takes
+        up to ``near`` times the best."""
+        weights = self.bound.weights(shape)
+        ceiling = self.bound.weighted_ceiling(shape, found.best * near)
+        solved = self._solve(shape, found, ceiling=ceiling, weights=weights)
+        return solved.least_cost if solved is not None else ceiling
 
     def _look_again(self, shape: Shape, found: _Found) -> tuple[float, float]:
-        allowed = self.request.allowed_in(shape)
-        for sharded in () if self.request.small else (False, True):  # as in the exact search
-            self._solve(shape, found, sharded=sharded)
+        allowed, weights = self.request.allowed_in(shape), self.bound.weights(shape)
         for directive in allowed:
             if directive is not Directive.KEEP and len(allowed) > 1:
                 self._solve(shape, found, [directive])
-        return 0.0, 0.0
+        for sharded in () if self.request.small else (False, True):  # as in the exact search
+            self._solve(shape, found, sharded=sharded)
+            if weights[0] < ALIKE:
+                self._solve(shape, found, sharded=sharded, weights=weights)
+        return 0.0, self.weigh(shape, found) if self.bound.weighs(shape) else 0.0
 
     def _solve(
         self,
@@ -148,12 +154,18 @@ class _Looker:
         ceiling = self._ceiling(shape, found) if ceiling is None else ceiling
         solved = self.quick.solve(shape, ceiling, allowed, sharded, weights)
         found.compared += 1
-        if solved is not None:
+        if solved is not None and solved.candidate is not None:
             found.add(solved.candidate)
         return solved
 
     def _ceiling(self, shape: Shape, found: _Found) -> float:
         return self.bound.ceiling(shape, found.best * NEAR)
+
+    def prove(self, shape: Shape) -> _Look:
+        """What is known of a shape that was not looked at, or was left out by the formula."""
+        found, before = _Found(self.request, self._forecasts), self.quick.looks
+        least_weighted = self.weigh(shape, found)
+        return _Look(found.timed, found.compared, self.quick.looks - before, 0.0, least_weighted)
 
     def rebalance(self, candidate: Candidate) -> _Look:
         """The candidate with devices moved to its slowest positions."""
@@ -202,30 +214,38 @@ class Survey:
     def run(self) -> None:
         """Look at every shape that may take less than the best that is forecast."""
         least = self.request.least_positions
-        shapes = [shape for shape in self.request.shapes() if shape.positions >= least]
-        self._open = sorted((_Open(s, self._looker.bound.seconds(s)) for s in shapes), key=lambda entry: entry.bound)
+        quick = self._looker.quick
+        shapes = [s for s in self.request.shapes() if s.positions >= least and quick.has_replicas(s)]
+        bound = self._looker.bound
+        ordered = sorted(shapes, key=bound.likely)
+        leading = {shape.positions: shape for shape in reversed(ordered)}.values()  # of each number of positions
+        self._open = [_Open(s, bound.seconds(s)) for s in dict.fromkeys([*sorted(leading, key=bound.likely), *ordered])]
         self._look_at_all()
         near = self.forecasts.least() * NEAR
         best = list(dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near))[:AGAIN]
-        for entry in self._open:
-            if entry.shape in best:
-                self._look(entry, again=True)
+        entries = {entry.shape: entry for entry in self._open}
+        for shape in best:
+            if self._looks <= AGAIN_EFFORT * self._effort:
+                self._look(entries[shape], again=True)
         fastest: dict[int, Timed] = {}
         for timed in self._fastest_first():
             fastest.setdefault(timed.pipeline.positions, timed)
         for timed in list(fastest.values())[:REBALANCED]:
             self._take(self._looker.rebalance(timed.candidate))
+        self._prove()
 
     def _fastest_first(self) -> list[Timed]:
         return sorted(self.found, key=lambda timed: timed.seconds)
 
     def _look_at_all(self) -> None:
-        """Best bounds first."""
+        """The likely best of each number of positions, then all that may be better, the likely best first."""
         left = [entry for entry in self._open if not self._too_large(entry)]
         for number, entry in enumerate(left):
             best = self.forecasts.least()
-            if entry.bound >= best or (self.found and self._looks > self._effort):
+            if self.found and self._looks > self._effort:
                 return
+            if entry.bound >= best:
+                continue
             done = number + len(self._open) - len(left)
             self._progress(f"searching plans: {done} of {len(self._open)} shapes, the best takes {best:.4g} s")
             self._look(entry, again=False)
@@ -235,6 +255,25 @@ class Survey:
         entry.least_cost = max(entry.least_cost, look.least_cost)
         entry.least_weighted = max(entry.least_weighted, look.least_weighted)
         self._take(look)
+
+    def _prove(self) -> None:
+        """Raise the least of all bounds for as long as that costs little: of each shape that it may be by a cut that
+        says whether it can be as fast as the best."""
+        bound, most = self._looker.bound, self._looks + PROOF_EFFORT * self._effort
+        by_bound = [(bound.seconds(e.shape, e.least_cost, e.least_weighted), i) for i, e in enumerate(self._open)]
+        heapq.heapify(by_bound)
+        while by_bound and self._looks < most:
+            least, number = heapq.heappop(by_bound)
+            entry = self._open[number]
+            best = self.forecasts.least()
+            known = entry.least_weighted or not self._looker.bound.weighs(entry.shape)
+            if least >= best or known or not math.isfinite(best):
+                return
+            self._progress(f"proving the plan: at most {best / least - 1:.1%} above the best")
+            look = self._looker.prove(entry.shape)
+            entry.least_weighted = look.least_weighted
+            self._take(look)
+            heapq.heappush(by_bound, (bound.seconds(entry.shape, entry.least_cost, entry.least_weighted), number))
 
     def _take(self, look: _Look) -> None:
         self.found += look.found

@@ -108,10 +108,10 @@ def test_work_is_no_hang(here: Path) -> None:
 
 
 def test_what_spins_has_a_limit_of_its_own(here: Path) -> None:
-    _, code, err = stuck("building the model", "spins", "trainer.phase_seconds=4")
+    _, code, err = stuck("building the model", "spins", "trainer.phase_seconds=6")
     assert code == 1
     assert "rank 1 has been building the model, for " in one_line(err)
-    assert "the limit is 4 s (trainer.phase_seconds; 0 sets none)" in one_line(err)
+    assert "the limit is 6 s (trainer.phase_seconds; 0 sets none)" in one_line(err)
 
 
 # ---- before there is a watch
