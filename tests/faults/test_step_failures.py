@@ -218,14 +218,14 @@ def test_a_hang(here: Path, gone: Callable[..., float], fault: str, rank: str, a
 
 def test_stopped_and_continued_is_no_hang(here: Path) -> None:
     """The whole job sleeps for longer than the limit, as with Ctrl-Z: nobody did anything wrong."""
-    run = training("trainer.watchdog_seconds=2")
+    run = training("trainer.watchdog_seconds=3")
     launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT="raises", FAULT_RANK="none")
     metrics = run / "metrics.jsonl"
     wait_for(lambda: (metrics.exists() and metrics.stat().st_size > 0) or launcher.poll() is not None, "a step")
     stopped = ranks(here)
     for process in stopped:
         process.suspend()
-    time.sleep(4)
+    time.sleep(5)
     for process in stopped:
         process.resume()
     size = metrics.stat().st_size
