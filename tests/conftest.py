@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in a shell's background jobs; the tests' own would have it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.distributed.pool import Pool  # noqa: E402
 

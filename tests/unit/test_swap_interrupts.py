@@ -36,7 +36,6 @@ TIMES = 25
 
 
 def interrupted(folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(30)])
