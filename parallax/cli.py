@@ -32,12 +32,7 @@ COMMANDS = {
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""
 
 
-_NO_ROOM = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EPIPE,
-}  # of the output, and of any file or pipe that is written to
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}  # in the output, or in any other file or pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

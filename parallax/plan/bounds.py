@@ -71,7 +71,8 @@ class _Rows:
 class _Terms:
     """Of a shape, in seconds: all positions for one micro-batch (``total``), what the ``slowest`` takes
     at least, the way of one micro-batch through all of them (``path``), the mean share's ``update``, the weight halves
-    that can be put off (``deferred``) and what they save at most of the ramp (``halves``)."""
+    that can be put off (``deferred``) and what they save at most of the ramp (``halves``); the least ``ramp`` of
+    positions that are equally slow."""
 
     total: float
     slowest: float
@@ -79,6 +80,7 @@ class _Terms:
     update: float
     deferred: float
     halves: float
+    ramp: float
     forward_share: float
 
 
@@ -137,8 +139,7 @@ class StepBound:
         """What a pipeline of ``shape`` takes whose positions are equally slow, as far as that is known before it is
         looked at: ``M · max + ramp · (Σ − max)``."""
         terms, micro_batches = self._terms(shape), self.request.count(shape)
-        rest = max(0.0, (terms.path - terms.slowest) / shape.interleave - terms.halves)
-        return max(micro_batches * terms.slowest + rest + terms.update, self.seconds(shape))
+        return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
 
     def weighs(self, shape: Shape) -> bool:
         """Whether the positions of ``shape`` are known to weigh anything."""
@@ -157,8 +158,7 @@ class StepBound:
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         if shape.schedule not in BUILT_IN or most_seconds == math.inf:
             return most_seconds / micro_batches
-        rest = max(0.0, (terms.path - terms.slowest) / shape.interleave - terms.halves)
-        return max(0.0, most_seconds - rest) / micro_batches
+        return max(0.0, most_seconds - terms.ramp) / micro_batches
 
     def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
         """What the position that is slowest by :meth:`weights` may cost per micro-batch in any pipeline that takes up
@@ -173,13 +173,17 @@ class StepBound:
         rows = self._rows(self._mean_rows(shape), shape.split)
         least = -(-len(self.request.profile.blocks) // positions)
         total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
+        slowest = max(total / positions, rows.largest, float(rows.cheapest[least]))
+        path = total + self._messages(shape, rows)
+        halves = _HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions
         return _Terms(
             total=total,
-            slowest=max(total / positions, rows.largest, float(rows.cheapest[least])),
-            path=total + self._messages(shape, rows),
+            slowest=slowest,
+            path=path,
             update=self._update(positions, replicas),
             deferred=deferred,
-            halves=_HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions,
+            halves=halves,
+            ramp=max(0.0, (path - slowest) / shape.interleave - halves),
             forward_share=rows.forward_share,
         )
 

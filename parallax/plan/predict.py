@@ -143,12 +143,10 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
     likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
     if not any(stalls):
         return QuickSeconds(likely, likely)
-    positions = range(pipeline.positions)
-    busy = [
-        sum(s + load.compute_seconds for s, load in list(zip(stalls, loads))[p :: len(positions)]) for p in positions
-    ]
+    each = [stall + load.compute_seconds for stall, load in zip(stalls, loads)]
+    slowest = max(sum(each[position :: pipeline.positions]) for position in range(pipeline.positions))
     least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
-    return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * max(busy))))
+    return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * slowest)))
 
 
 def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:

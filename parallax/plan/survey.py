@@ -1,9 +1,9 @@
-"""Every shape of a question, best bound first: solved by the greedy rule, timed, and left out once its bound says that
-it cannot win.
+"""Every shape of a question, the likely best first: solved by the greedy rule, timed, and left out where it cannot win.
 
 The formula ranks shapes of the same kind well and different kinds badly: what a zero-bubble schedule fills depends on
 which blocks keep their activations, what a message costs on where replicas lie. So each shape that may win is timed on
-its action lists, in more than one way, and what is left out is left out by its lower bound alone.
+its action lists, in more than one way. Left out is what its lower bound rules out, and what by the formula takes more
+than :data:`NEAR` times the best; the bound of all is proved afterwards, by :meth:`Survey._prove`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,6 @@ class _Open:
     least_weighted: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What was found of one shape: pipelines, how many ways to cut it were ``compared``, how many positions were filled
-    for that, and the least cost of the slowest position, plainly and by weight."""
-
-    found: list[Timed]
-    compared: int
-    looks: int
-    least_cost: float = 0.0
-    least_weighted: float = 0.0
-
-
 class Forecasts:
     """Forecasts of one question's pipelines, each made once. ``refused`` are those that do not fit after all, and why;
     ``effort`` counts the passes of blocks that were simulated."""
@@ -98,17 +86,11 @@ class _Looker:
         self._forecasts = forecasts
         self.request, self.quick, self.bound = request, QuickSearch(request), StepBound(request)
 
-    def look(self, shape: Shape, again: bool) -> _Look:
+    def look(self, shape: Shape) -> _Found:
         """The pipelines of a shape that may take less than the best that is forecast: with all directives, and, where
-        that makes blocks offload, without: what leaves the device may be waited for longer than the greedy rule knows.
-        When asked ``again``, with one directive for all blocks: where more leaves the device than must, there is room
-        to read ahead; and with states shared by replicas or not, cut evenly and by weight."""
-        found, before = _Found(self.request, self._forecasts), self.quick.looks
-        least = self._look_again(shape, found) if again else self._look_first(shape, found)
-        return _Look(found.timed, found.compared, self.quick.looks - before, *least)
-
-    def _look_first(self, shape: Shape, found: _Found) -> tuple[float, float]:
-        """Returns the least costs of the slowest position, plainly and by weight."""
+        that makes blocks offload, without: what leaves the device may be waited for longer than the greedy rule
+        knows."""
+        found = _Found(self.request, self._forecasts)
         ceiling = self._ceiling(shape, found)
         solved = self._solve(shape, found)
         allowed, ways = self.request.allowed_in(shape), list[list[Directive]]()
@@ -118,19 +100,15 @@ class _Looker:
         elif shape.interleave > 1:  # what two stages of a position need together may not fit
             ways = [[directive] for directive in allowed if len(allowed) > 1]
         others = [self._solve(shape, found, way) for way in ways]
-        least_cost = solved.least_cost if solved is not None else 0.0 if any(others) else ceiling
-        unlike = self.bound.weights(shape)[0] < ALIKE
-        return least_cost, self.weigh(shape, found, NEAR) if found.timed and unlike else 0.0
+        found.least_cost = solved.least_cost if solved is not None else 0.0 if any(others) else ceiling
+        if found.timed and self.bound.weights(shape)[0] < ALIKE:
+            self._weigh(shape, found, NEAR)
+        return found
 
-    def weigh(self, shape: Shape, found: _Found, near: float = 1.0) -> float:
-        """Cut by weights. Returns the least cost of the slowest position by weight, as far as it matters to what takes
-        up to ``near`` times the best."""
-        weights = self.bound.weights(shape)
-        ceiling = self.bound.weighted_ceiling(shape, found.best * near)
-        solved = self._solve(shape, found, ceiling=ceiling, weights=weights)
-        return solved.least_cost if solved is not None else ceiling
-
-    def _look_again(self, shape: Shape, found: _Found) -> tuple[float, float]:
+    def look_again(self, shape: Shape) -> _Found:
+        """The pipelines of one of the best shapes with one directive for all blocks: where more leaves the device than
+        must, there is room to read ahead; and with states shared by replicas or not, cut evenly and by weight."""
+        found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed_in(shape), self.bound.weights(shape)
         for directive in allowed:
             if directive is not Directive.KEEP and len(allowed) > 1:
@@ -139,7 +117,19 @@ class _Looker:
             self._solve(shape, found, sharded=sharded)
             if weights[0] < ALIKE:
                 self._solve(shape, found, sharded=sharded, weights=weights)
-        return 0.0, self.weigh(shape, found) if self.bound.weighs(shape) else 0.0
+        return found
+
+    def prove(self, shape: Shape) -> _Found:
+        """What a cut says of a shape that was not looked at, or was left out by the formula."""
+        found = _Found(self.request, self._forecasts)
+        self._weigh(shape, found, 1.0)
+        return found
+
+    def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
+        """Cut by weights: what is found matters to pipelines that take up to ``near`` times the best."""
+        ceiling = self.bound.weighted_ceiling(shape, found.best * near)
+        solved = self._solve(shape, found, ceiling=ceiling, weights=self.bound.weights(shape))
+        found.least_weighted = solved.least_cost if solved is not None else ceiling
 
     def _solve(
         self,
@@ -161,28 +151,24 @@ class _Looker:
     def _ceiling(self, shape: Shape, found: _Found) -> float:
         return self.bound.ceiling(shape, found.best * NEAR)
 
-    def prove(self, shape: Shape) -> _Look:
-        """What is known of a shape that was not looked at, or was left out by the formula."""
-        found, before = _Found(self.request, self._forecasts), self.quick.looks
-        least_weighted = self.weigh(shape, found)
-        return _Look(found.timed, found.compared, self.quick.looks - before, 0.0, least_weighted)
-
-    def rebalance(self, candidate: Candidate) -> _Look:
+    def rebalance(self, candidate: Candidate) -> _Found:
         """The candidate with devices moved to its slowest positions."""
-        before, found = self.quick.looks, _Found(self.request, self._forecasts)
+        found = _Found(self.request, self._forecasts)
         for other in self.quick.rebalance(candidate):
             found.compared += 1
             found.add(other)
-        return _Look(found.timed, found.compared, self.quick.looks - before)
+        return found
 
 
 class _Found:
-    """Pipelines of one shape; those that the longest path alone does not rule out are forecast."""
+    """What is found of one shape: pipelines, of which those are forecast that the longest path alone does not rule out,
+    in how many ways it was cut (``compared``), and the least cost of its slowest position, plainly and by weight."""
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._request, self._forecasts, self.best = request, forecasts, forecasts.least()
         self.timed: list[Timed] = []
         self.compared = 0
+        self.least_cost = self.least_weighted = 0.0
 
     def add(self, candidate: Candidate) -> None:
         """Time a candidate in all its placements."""
@@ -194,8 +180,8 @@ class _Found:
 
 
 class Survey:
-    """The shapes of one request. ``found`` are pipelines, ``compared`` counts what
-    was solved, ``bound_seconds`` is what no even pipeline takes less than. ``effort`` is in positions filled."""
+    """The shapes of one request. ``found`` are pipelines, ``compared`` counts what was solved, no even pipeline takes
+    less than ``bound_seconds``. ``effort`` is in positions filled."""
 
     def __init__(
         self,
@@ -207,32 +193,31 @@ class Survey:
     ) -> None:
         self.request, self.forecasts, self._effort, self._progress = request, forecasts, effort, progress
         self.found: list[Timed] = []
-        self.compared = self._looks = 0
+        self.compared = 0
         self._looker = _Looker(request, forecasts)
         self._open: list[_Open] = []
 
     def run(self) -> None:
         """Look at every shape that may take less than the best that is forecast."""
-        least = self.request.least_positions
-        quick = self._looker.quick
-        shapes = [s for s in self.request.shapes() if s.positions >= least and quick.has_replicas(s)]
-        bound = self._looker.bound
-        ordered = sorted(shapes, key=bound.likely)
+        least, looker = self.request.least_positions, self._looker
+        shapes = [s for s in self.request.shapes() if s.positions >= least and looker.quick.has_replicas(s)]
+        ordered = sorted(shapes, key=looker.bound.likely)
         leading = {shape.positions: shape for shape in reversed(ordered)}.values()  # of each number of positions
-        self._open = [_Open(s, bound.seconds(s)) for s in dict.fromkeys([*sorted(leading, key=bound.likely), *ordered])]
+        first = dict.fromkeys([*sorted(leading, key=looker.bound.likely), *ordered])
+        self._open = [_Open(shape, looker.bound.seconds(shape)) for shape in first]
         self._look_at_all()
         near = self.forecasts.least() * NEAR
-        best = list(dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near))[:AGAIN]
-        entries = {entry.shape: entry for entry in self._open}
-        for shape in best:
-            if self._looks <= AGAIN_EFFORT * self._effort:
-                self._look(entries[shape], again=True)
+        best = dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near)
+        for shape in list(best)[:AGAIN]:
+            if looker.quick.looks <= AGAIN_EFFORT * self._effort:
+                self._take(looker.look_again(shape))
         fastest: dict[int, Timed] = {}
         for timed in self._fastest_first():
             fastest.setdefault(timed.pipeline.positions, timed)
         for timed in list(fastest.values())[:REBALANCED]:
-            self._take(self._looker.rebalance(timed.candidate))
-        self._prove()
+            self._take(looker.rebalance(timed.candidate))
+        if not self.request.small:  # these are answered exactly
+            self._prove()
 
     def _fastest_first(self) -> list[Timed]:
         return sorted(self.found, key=lambda timed: timed.seconds)
@@ -242,43 +227,39 @@ class Survey:
         left = [entry for entry in self._open if not self._too_large(entry)]
         for number, entry in enumerate(left):
             best = self.forecasts.least()
-            if self.found and self._looks > self._effort:
+            if self.found and self._looker.quick.looks > self._effort:
                 return
             if entry.bound >= best:
                 continue
             done = number + len(self._open) - len(left)
             self._progress(f"searching plans: {done} of {len(self._open)} shapes, the best takes {best:.4g} s")
-            self._look(entry, again=False)
-
-    def _look(self, entry: _Open, *, again: bool) -> None:
-        look = self._looker.look(entry.shape, again)
-        entry.least_cost = max(entry.least_cost, look.least_cost)
-        entry.least_weighted = max(entry.least_weighted, look.least_weighted)
-        self._take(look)
+            look = self._looker.look(entry.shape)
+            entry.least_cost, entry.least_weighted = look.least_cost, look.least_weighted
+            self._take(look)
 
     def _prove(self) -> None:
         """Raise the least of all bounds for as long as that costs little: of each shape that it may be by a cut that
         says whether it can be as fast as the best."""
-        bound, most = self._looker.bound, self._looks + PROOF_EFFORT * self._effort
-        by_bound = [(bound.seconds(e.shape, e.least_cost, e.least_weighted), i) for i, e in enumerate(self._open)]
+        quick = self._looker.quick
+        most, proved = quick.looks + PROOF_EFFORT * self._effort, set[int]()
+        by_bound = [(self._bound_of(entry), number) for number, entry in enumerate(self._open)]
         heapq.heapify(by_bound)
-        while by_bound and self._looks < most:
+        while by_bound and quick.looks < most:
             least, number = heapq.heappop(by_bound)
-            entry = self._open[number]
-            best = self.forecasts.least()
-            known = entry.least_weighted or not self._looker.bound.weighs(entry.shape)
-            if least >= best or known or not math.isfinite(best):
+            entry, best = self._open[number], self.forecasts.least()
+            known = number in proved or entry.least_weighted or not self._looker.bound.weighs(entry.shape)
+            if known or not least < best < math.inf:
                 return
             self._progress(f"proving the plan: at most {best / least - 1:.1%} above the best")
             look = self._looker.prove(entry.shape)
             entry.least_weighted = look.least_weighted
+            proved.add(number)
             self._take(look)
-            heapq.heappush(by_bound, (bound.seconds(entry.shape, entry.least_cost, entry.least_weighted), number))
+            heapq.heappush(by_bound, (self._bound_of(entry), number))
 
-    def _take(self, look: _Look) -> None:
-        self.found += look.found
-        self.compared += look.compared
-        self._looks += look.looks
+    def _take(self, found: _Found) -> None:
+        self.found += found.timed
+        self.compared += found.compared
 
     def _too_large(self, entry: _Open) -> bool:
         """Whether even the leanest shape with as many positions does not fit."""
@@ -293,12 +274,13 @@ class Survey:
         quick = self._looker.quick
         return {lean.positions: quick.holds(lean) for lean in quick.leanest([entry.shape for entry in self._open])}
 
+    def _bound_of(self, entry: _Open) -> float:
+        return self._looker.bound.seconds(entry.shape, entry.least_cost, entry.least_weighted)
+
     @property
     def bound_seconds(self) -> float:
         """No even pipeline takes less; infinite where there is no shape."""
-        return min(
-            (self._looker.bound.seconds(e.shape, e.least_cost, e.least_weighted) for e in self._open), default=math.inf
-        )
+        return min(map(self._bound_of, self._open), default=math.inf)
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
