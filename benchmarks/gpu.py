@@ -42,8 +42,8 @@ from benchmarks.models import GPTTask, ResNetTask, Task
 from benchmarks.ratios import ratios, show
 from benchmarks.teams import Place
 from benchmarks.workers import Deadline, WayFailed, Worker, reason, rotated
-from parallax.host import available_memory, cpu_model
-from parallax.units import format_bytes
+from parallax.common.units import format_bytes
+from parallax.machine.host import available_memory, cpu_model
 
 GIB = 2**30
 CAPS = (1.0, 0.75, 0.5, 0.25)  # of plain's activations
@@ -83,10 +83,14 @@ def setup_for(device_bytes: int, host_bytes: int) -> Setup:
     activations = min(0.15 * device_bytes, 0.1 * host_bytes)
     ways = len(CAPS) + len(PEERS) + 2
     shapes = [(8, 4096), (6, 4096), (4, 4096), (8, 2048), (4, 2048), (2, 1024)]
-    tasks = [GPTTask(layers=layers, hidden=hidden, heads=hidden // 128) for layers, hidden in shapes]
+    tasks = [
+        GPTTask(layers=layers, hidden=hidden, heads=hidden // 128) for layers, hidden in shapes
+    ]
 
     def fits(task: GPTTask) -> bool:
-        alive = ways * (2 * task.parameters + CONTEXT_BYTES) + 2 * task.parameters + 1.5 * activations
+        alive = (
+            ways * (2 * task.parameters + CONTEXT_BYTES) + 2 * task.parameters + 1.5 * activations
+        )
         return alive <= 0.9 * device_bytes and 3 * STATE_BYTES * task.parameters <= 0.8 * host_bytes
 
     def shared(task: GPTTask) -> bool:
@@ -157,7 +161,9 @@ class Runner:
         turn: Turn | None = self.ask(deadline, *(message or ("turn", steps)))
         if turn is None:
             return
-        self.peak_bytes = max(self.peak_bytes, turn.peak_bytes) if counts and self.turns else turn.peak_bytes
+        self.peak_bytes = (
+            max(self.peak_bytes, turn.peak_bytes) if counts and self.turns else turn.peak_bytes
+        )
         self.losses |= turn.losses
         if counts:
             self.turns.append(sorted(turn.seconds)[len(turn.seconds) // 2])
@@ -255,7 +261,9 @@ def _exactness(ours: dict[int, float], theirs: dict[int, float]) -> dict[str, An
 # ------------------------------------------------------------------------------------------------------------ parts
 
 
-def throughput(task: Task, rows: int, setup: Setup, deadline: Deadline, say: Callable[[str], None]) -> dict[str, Any]:
+def throughput(
+    task: Task, rows: int, setup: Setup, deadline: Deadline, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Every way against plain."""
     base = Spec(way="plain", device=setup.device, rows=rows, minimum_bytes=setup.minimum_bytes)
     caps = {f"offload {cap:.0%}": cap for cap in CAPS} | {"offload 50% eager": 0.5}
@@ -269,7 +277,9 @@ def throughput(task: Task, rows: int, setup: Setup, deadline: Deadline, say: Cal
             raise WayFailed(f"plain: {plain.why}")
         activations = plain.peak_bytes - plain.static_bytes
         budgets = {name: int(cap * activations) for name, cap in caps.items()}
-        say(f"plain: {format_bytes(activations)} of activations beside {format_bytes(plain.static_bytes)}")
+        say(
+            f"plain: {format_bytes(activations)} of activations beside {format_bytes(plain.static_bytes)}"
+        )
         for runner in others:
             _warm_up(runner, caps.get(runner.name), activations, deadline)
             say(f"{runner.name}: {runner.why or format_bytes(runner.peak_bytes) + ' at its peak'}")
@@ -284,7 +294,11 @@ def throughput(task: Task, rows: int, setup: Setup, deadline: Deadline, say: Cal
             budget = budgets.get(runner.name, activations)
             if row["reason"] is None:
                 share = (runner.peak_bytes - plain.static_bytes) / activations
-                row |= {"budget_bytes": budget, "of_activations": share, "within_cap": share <= budget / activations}
+                row |= {
+                    "budget_bytes": budget,
+                    "of_activations": share,
+                    "within_cap": share <= budget / activations,
+                }
                 row["caps_kept"] = [cap for cap in CAPS if share <= cap]
             found.append(row)
     return {
@@ -315,7 +329,12 @@ def largest_batch(
     """The most rows that train within ``cap`` bytes, per way."""
     below = min(available_memory() // 4, 4 * cap)
     base = Spec(
-        way="plain", device=setup.device, rows=1, cap_bytes=cap, tier_bytes=below, minimum_bytes=setup.minimum_bytes
+        way="plain",
+        device=setup.device,
+        rows=1,
+        cap_bytes=cap,
+        tier_bytes=below,
+        minimum_bytes=setup.minimum_bytes,
     )
     specs = {way: replace(base, way=way) for way in ("plain", "offload", *PEERS)}
     rows = []
@@ -323,7 +342,11 @@ def largest_batch(
         for index, runner in enumerate(runners):
             own = Deadline(deadline.left() / (len(runners) - index))
             room = cap - 2 * runner.static_bytes  # gradients are as large as the weights
-            limits = tuple(int(share * room) for share in (0.6, 0.3, 0.1)) if runner.name == "offload" else ()
+            limits = (
+                tuple(int(share * room) for share in (0.6, 0.3, 0.1))
+                if runner.name == "offload"
+                else ()
+            )
             most, why = _largest(runner, start, limits, own)
             say(f"{runner.name}: {most} rows ({why})")
             rows.append(
@@ -341,7 +364,9 @@ def largest_batch(
     return {"task": asdict(task), "cap_bytes": cap, "rows": rows}  # type: ignore[call-overload]
 
 
-def _largest(runner: Runner, start: int, limits: tuple[int, ...], deadline: Deadline) -> tuple[int, str]:
+def _largest(
+    runner: Runner, start: int, limits: tuple[int, ...], deadline: Deadline
+) -> tuple[int, str]:
     """Double until it fails, then look between, to an eighth."""
     good, bad, rows, why = 0, None, start, "no time was left"
     while not deadline.over():
@@ -369,9 +394,17 @@ def states_below(
     """A model whose states are more than twice the cap."""
     states = STATE_BYTES * task.parameters
     cap = int(states / STATES_OVER_CAP)
-    free = Spec(way="plain", device=setup.device, rows=rows, states="fp32", minimum_bytes=setup.minimum_bytes)
+    free = Spec(
+        way="plain",
+        device=setup.device,
+        rows=rows,
+        states="fp32",
+        minimum_bytes=setup.minimum_bytes,
+    )
     left = cap - 4 * task.parameters  # weights and gradients stay
-    capped = replace(free, cap_bytes=cap, limit_bytes=left // 3, tier_bytes=min(available_memory() // 4, 2 * cap))
+    capped = replace(
+        free, cap_bytes=cap, limit_bytes=left // 3, tier_bytes=min(available_memory() // 4, 2 * cap)
+    )
     specs = {
         "plain": capped,
         "offload": replace(capped, way="offload"),
@@ -437,12 +470,22 @@ def goals(parts: dict[str, Any]) -> list[dict[str, Any]]:
         half = rows.get("offload 50%", {}).get("throughput")
         peer = rows.get("save_on_cpu", {}).get("throughput")
         sharded = rows.get("fsdp", {}).get("throughput")
-        add(f"{part}: offload 50% of plain's throughput", "≥ 0.98", half, None if half is None else half >= 0.98)
+        add(
+            f"{part}: offload 50% of plain's throughput",
+            "≥ 0.98",
+            half,
+            None if half is None else half >= 0.98,
+        )
         kept = rows.get("offload 50%", {}).get("within_cap")
         add(f"{part}: offload 50% within its cap", "yes", kept, kept)
         for name, other, bar in (("save_on_cpu", peer, 2.0), ("FSDP2 CPU offload", sharded, 1.5)):
             over = half / other if half and other else None
-            add(f"{part}: offload 50% over {name}", f"≥ {bar}", over, None if over is None else over >= bar)
+            add(
+                f"{part}: offload 50% over {name}",
+                f"≥ {bar}",
+                over,
+                None if over is None else over >= bar,
+            )
     swapped = {row["way"]: row for row in parts.get("pipeline", {}).get("rows", ())}.get(SWAP, {})
     if swapped:
         kept = swapped.get("within_cap")
@@ -451,17 +494,31 @@ def goals(parts: dict[str, Any]) -> list[dict[str, Any]]:
     if states:
         trains = states["offload"]["reason"] is None
         add("states ≥ 2× the cap train", "≥ 2.0", parts["states"]["states_over_cap"], trains)
-        over = states["offload"].get("throughput") if parts["states"]["ratios_to"] == "fsdp" else None
-        add("states: tokens/s over FSDP2 CPU offload", "≥ 1.5", over, None if over is None else over >= 1.5)
+        over = (
+            states["offload"].get("throughput") if parts["states"]["ratios_to"] == "fsdp" else None
+        )
+        add(
+            "states: tokens/s over FSDP2 CPU offload",
+            "≥ 1.5",
+            over,
+            None if over is None else over >= 1.5,
+        )
         difference = states["offload"].get("loss_difference")
-        add("states: loss beside plain's", "≤ 0.001", difference, None if difference is None else difference <= 1e-3)
+        add(
+            "states: loss beside plain's",
+            "≤ 0.001",
+            difference,
+            None if difference is None else difference <= 1e-3,
+        )
     return found
 
 
 def tables(found: dict[str, Any]) -> Iterator[Table]:
     """The numbers for people."""
     for name, part in found["parts"].items():
-        table = Table(title=name if "reason" not in part else f"{name} did not run: {part['reason']}")
+        table = Table(
+            title=name if "reason" not in part else f"{name} did not run: {part['reason']}"
+        )
         if name == "batch":
             _batch_table(table, part)
         else:
@@ -472,13 +529,28 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
         table.add_column(column)
     for goal in found["goals"]:
         value = goal["value"]
-        text = f"{value:.4g}" if isinstance(value, float) else {None: "not measured", True: "yes", False: "no"}[value]
-        table.add_row(goal["name"], goal["goal"], text, {True: "yes", False: "NO", None: ""}[goal["met"]])
+        text = (
+            f"{value:.4g}"
+            if isinstance(value, float)
+            else {None: "not measured", True: "yes", False: "no"}[value]
+        )
+        table.add_row(
+            goal["name"], goal["goal"], text, {True: "yes", False: "NO", None: ""}[goal["met"]]
+        )
     yield table
 
 
 def _times_table(table: Table, part: dict[str, Any]) -> None:
-    for column in ("way", "throughput", "time by turns", "rate", "peak", "of activations", "within", "losses"):
+    for column in (
+        "way",
+        "throughput",
+        "time by turns",
+        "rate",
+        "peak",
+        "of activations",
+        "within",
+        "losses",
+    ):
         table.add_column(column, justify="left" if column == "way" else "right")
     notes = []
     for row in part.get("rows", ()):
@@ -486,7 +558,11 @@ def _times_table(table: Table, part: dict[str, Any]) -> None:
             table.add_row(row["way"], "did not run")
             notes.append(f"{row['way']}: {row['reason']}")
             continue
-        rate = next(f"{value:.0f} {key.split('_')[0]}/s" for key, value in row.items() if key.endswith("_per_second"))
+        rate = next(
+            f"{value:.0f} {key.split('_')[0]}/s"
+            for key, value in row.items()
+            if key.endswith("_per_second")
+        )
         share, difference = row.get("of_activations"), row["loss_difference"]
         table.add_row(
             row["way"],
@@ -496,11 +572,17 @@ def _times_table(table: Table, part: dict[str, Any]) -> None:
             format_bytes(row["peak_bytes"]),
             "" if share is None else f"{share:.0%}",
             {None: "", True: "yes", False: "NO"}[row.get("within_cap")],
-            "equal" if row["losses_equal"] else f"≤ {difference:.1e}" if difference is not None else "",
+            "equal"
+            if row["losses_equal"]
+            else f"≤ {difference:.1e}"
+            if difference is not None
+            else "",
         )
         if "plan" in row:
             peak = format_bytes(row["predicted_peak_bytes"])
-            notes.append(f"{row['way']}: {row['plan']}; predicted {row['predicted_throughput']:.3f}×, peak {peak}")
+            notes.append(
+                f"{row['way']}: {row['plan']}; predicted {row['predicted_throughput']:.3f}×, peak {peak}"
+            )
     if "cap_bytes" in part:
         states, cap = format_bytes(part["state_bytes"]), format_bytes(part["cap_bytes"])
         notes.append(f"{states} of states, cap {cap}; throughput is beside {part['ratios_to']}")
@@ -512,7 +594,9 @@ def _batch_table(table: Table, part: dict[str, Any]) -> None:
         table.add_column(column)
     for row in part.get("rows", ()):
         over = row["over_plain"]
-        table.add_row(row["way"], str(row["largest"]), "" if over is None else f"{over:.1f}×", row["stopped"])
+        table.add_row(
+            row["way"], str(row["largest"]), "" if over is None else f"{over:.1f}×", row["stopped"]
+        )
     if "cap_bytes" in part:
         table.caption = f"cap {format_bytes(part['cap_bytes'])}"
 
@@ -524,7 +608,9 @@ def run(setup: Setup, chosen: Sequence[str], say: Callable[[str], None]) -> dict
         deadline = Deadline(setup.seconds[name])
         start = time.perf_counter()
         try:
-            parts[name] = _part(name, setup, parts, deadline, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
+            parts[name] = _part(
+                name, setup, parts, deadline, lambda text, name=name: say(f"{name}: {text}")
+            )  # type: ignore[misc]
         except Exception as error:  # the other parts have their own processes and memory
             parts[name] = {"reason": reason(error), "rows": []}
             say(f"{name} did not run: {reason(error)}")
@@ -532,7 +618,9 @@ def run(setup: Setup, chosen: Sequence[str], say: Callable[[str], None]) -> dict
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name(0) if setup.device == "cuda" else f"a CPU, dry: {cpu_model()}",
+        "device": torch.cuda.get_device_name(0)
+        if setup.device == "cuda"
+        else f"a CPU, dry: {cpu_model()}",
         "host": cpu_model(),
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -553,9 +641,13 @@ def _part(
     if name == "pipeline":
         # A CPU with a budget gives freed memory back: only then is a peak what the tensors need.
         place = Place(
-            kind=setup.device, memory="auto" if setup.device == "cuda" else "4GiB", minimum_bytes=setup.minimum_bytes
+            kind=setup.device,
+            memory="auto" if setup.device == "cuda" else "4GiB",
+            minimum_bytes=setup.minimum_bytes,
         )
-        return pipelined(setup.pipeline, setup.pipeline_rows, setup.turns * setup.steps, place, deadline, say)
+        return pipelined(
+            setup.pipeline, setup.pipeline_rows, setup.turns * setup.steps, place, deadline, say
+        )
     measured = parts.get("resnet", {})
     cap = setup.batch_cap_bytes
     if "activation_bytes" in measured:
@@ -566,18 +658,30 @@ def _part(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, write, print."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--dry", action="store_true", help="toy sizes on the CPU: only whether it runs")
-    parser.add_argument("--output", type=Path, help="folder of the JSON file (default benchmarks/results; dry: none)")
-    parser.add_argument("--parts", nargs="+", choices=list(SECONDS), default=list(SECONDS), help="default all")
+    parser.add_argument(
+        "--dry", action="store_true", help="toy sizes on the CPU: only whether it runs"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder of the JSON file (default benchmarks/results; dry: none)",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(SECONDS), default=list(SECONDS), help="default all"
+    )
     given = parser.parse_args(arguments)
     if not given.dry and not torch.cuda.is_available():
         parser.error("no CUDA device is visible: --dry shows on the CPU that the benchmark runs")
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or a cap is lost to fragments
+    os.environ.setdefault(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    )  # or a cap is lost to fragments
     if given.dry:
         setup = dry_setup()
     else:

@@ -28,7 +28,7 @@ from benchmarks.teams import Answer, Ask, Place, Run, Team, by_turns, loss_diffe
 from benchmarks.workers import Deadline, WayFailed, Worker
 from parallax.model.gpt import GPTConfig
 from parallax.model.precision import PrecisionConfig
-from parallax.plan.request import PlanConfig
+from parallax.plan.config import PlanConfig
 
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # of 1F1B's activations that swap may be planned for
 ALLOCATOR_GAPS = 1.05  # what it may reserve for what tensors hold
@@ -36,7 +36,12 @@ ONE, SWAP = "one process", "swap"
 
 
 def pipelined(
-    task: GPTTask, rows: int, turns: int, place: Place, deadline: Deadline, say: Callable[[str], None]
+    task: GPTTask,
+    rows: int,
+    turns: int,
+    place: Place,
+    deadline: Deadline,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Steps of ``rows`` micro-batches of one row in each way; the numbers as plain data."""
     model = Transformer(
@@ -58,7 +63,9 @@ def pipelined(
     caps = {SWAP: cap if place.kind == "cuda" else None}
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(answers)) as together:
         starts = {
-            name: together.submit(_started, stack, model, rows, name, answer, place, caps.get(name), deadline)
+            name: together.submit(
+                _started, stack, model, rows, name, answer, place, caps.get(name), deadline
+            )
             for name, answer in answers.items()
             if answer.plan is not None
         }
@@ -71,15 +78,26 @@ def pipelined(
         runs |= by_turns(steps, turns, lambda longest: deadline.left() < 1.5 * longest)
     found = []
     for name, answer in answers.items():
-        row: dict[str, Any] = {"way": name, "rows": rows, "plan": answer.words, "reason": answer.reason}
-        found.append(row if answer.reason else row | _row(answer, runs[name], answers[ONE], runs[ONE], task, rows))
+        row: dict[str, Any] = {
+            "way": name,
+            "rows": rows,
+            "plan": answer.words,
+            "reason": answer.reason,
+        }
+        found.append(
+            row
+            if answer.reason
+            else row | _row(answer, runs[name], answers[ONE], runs[ONE], task, rows)
+        )
     for row in found:
         if row["way"] == SWAP and row["reason"] is None:
             row |= {"budget_bytes": cap, "within_cap": row["peak_bytes"] <= cap}
     return {"task": asdict(task), "swap_cap_bytes": cap, "rows": found}
 
 
-def _answers(model: Transformer, rows: int, place: Place, deadline: Deadline) -> tuple[dict[str, Answer], int]:
+def _answers(
+    model: Transformer, rows: int, place: Place, deadline: Deadline
+) -> tuple[dict[str, Answer], int]:
     """The plans, and the memory that swap's is for."""
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as cache:
         planner = Worker("planner", plans, model, rows, place, cache)
@@ -101,7 +119,9 @@ def _answers(model: Transformer, rows: int, place: Place, deadline: Deadline) ->
                 return found, 0
             for share in SHARES:
                 terms = [stage.memory for stage in kept.prediction.stages]
-                cap = max(sum(term.values()) - int((1 - share) * term["activations"]) for term in terms)
+                cap = max(
+                    sum(term.values()) - int((1 - share) * term["activations"]) for term in terms
+                )
                 found[SWAP] = ask(2, cap, schedule="1f1b", activations="offload")
                 if found[SWAP].plan is not None:
                     break
@@ -124,13 +144,17 @@ def _started(
     assert answer.plan is not None
     allowed = None if cap is None else int(ALLOCATOR_GAPS * cap)
     team = stack.enter_context(
-        Team(model, rows, answer.plan.world_size, place, cap_bytes=allowed, patience=deadline.left())
+        Team(
+            model, rows, answer.plan.world_size, place, cap_bytes=allowed, patience=deadline.left()
+        )
     )
     team.build(name, answer.plan, deadline.left())
     return team
 
 
-def _row(answer: Answer, run: Run, one: Answer, reference: Run, task: GPTTask, rows: int) -> dict[str, Any]:
+def _row(
+    answer: Answer, run: Run, one: Answer, reference: Run, task: GPTTask, rows: int
+) -> dict[str, Any]:
     assert answer.plan is not None
     pairs = min(len(run.seconds), len(reference.seconds))
     if run.reason is not None or not pairs:

@@ -36,10 +36,10 @@ from torch.utils.checkpoint import checkpoint
 import parallax
 from benchmarks.models import Task
 from benchmarks.workers import reason
-from parallax.device import copies_for
 from parallax.errors import BudgetExceeded, SwapError
-from parallax.swap.optimizer import HostOptimizer
-from parallax.swap.scope import Swapping
+from parallax.machine.device import copies_for
+from parallax.swap.lms.scope import Swapping
+from parallax.swap.optimizer.host import HostOptimizer
 
 AMPLE = 2**50  # bytes: no limit
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -181,8 +181,12 @@ class Trainer:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore
         if spec.way == "fsdp":
             with memory.elsewhere():
-                self._model = _sharded(self._model, task, self._device, stack, fp32=spec.states == "fp32")
-        self._settle: Callable[[], None] = lambda: None  # wait for updates that run beside the next step
+                self._model = _sharded(
+                    self._model, task, self._device, stack, fp32=spec.states == "fp32"
+                )
+        self._settle: Callable[[], None] = lambda: (
+            None
+        )  # wait for updates that run beside the next step
         self._moved: list[torch.optim.Optimizer] = []
         self._swapping: Swapping | None = None
         self._limit: int | None = None
@@ -206,7 +210,10 @@ class Trainer:
             return  # a new scope would pin its host memory anew
         self._scope.close()
         gc.collect()
-        fixed = sum(t.nbytes for t in [*self._model.parameters(), *self._model.buffers(), *self._model.parameters()])
+        fixed = sum(
+            t.nbytes
+            for t in [*self._model.parameters(), *self._model.buffers(), *self._model.parameters()]
+        )
         self._swapping = self._scope.enter_context(
             parallax.swap(
                 self._model,
@@ -271,7 +278,9 @@ class Trainer:
         that suits depends on what a block needs while it runs."""
         del self._batch
         why: str | None = None
-        for limit in [limit for limit in limits if self._limit is None or limit <= self._limit] or [0]:
+        for limit in [limit for limit in limits if self._limit is None or limit <= self._limit] or [
+            0
+        ]:
             try:
                 if self._spec.way == "offload":
                     self.limit(limit, self._spec.tier_bytes)
@@ -362,7 +371,9 @@ def _sharded(
     """FSDP2 on one rank: its parameters, gradients and optimizer are on the host, a block's weights come and go."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-benchmark-"))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        backend, init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
+    )
     stack.callback(dist.destroy_process_group)
     mesh = init_device_mesh(device.type, (1,))
     kind = next(model.parameters()).dtype
@@ -370,7 +381,10 @@ def _sharded(
     host = host.to(memory_format=torch.contiguous_format)  # FSDP2 knows no other
     policy = MixedPrecisionPolicy(param_dtype=kind if fp32 else None)
     shard = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     )
     for block in task.blocks(host):
         shard(block)

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from benchmarks.ratios import ratios, show
 from benchmarks.workers import reason, rotated
-from parallax.device import copies_for
+from parallax.machine.device import copies_for
 from parallax.model.gpt import GPTConfig
-from parallax.swap.optimizer import HostOptimizer
+from parallax.swap.optimizer.host import HostOptimizer
 
 GOAL = 1.02
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -143,7 +143,9 @@ def run(sizes: Sizes, threads: int) -> dict[str, Any]:
     }
 
 
-def _measure(parameters: Sequence[nn.Parameter], repetitions: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+def _measure(
+    parameters: Sequence[nn.Parameter], repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -155,7 +157,9 @@ def _measure(parameters: Sequence[nn.Parameter], repetitions: int) -> tuple[dict
                 step = stack.enter_context(way(parameters))
                 _time(step, parameters, gradients)  # the first step makes the states
                 _time(step, parameters, gradients)
-            except Exception as error:  # an optional peer: not there, or it cannot build its kernels here
+            except (
+                Exception
+            ) as error:  # an optional peer: not there, or it cannot build its kernels here
                 if name != "DeepSpeed":
                     raise
                 reasons[name] = reason(error)
@@ -185,18 +189,30 @@ def table(found: dict[str, Any]) -> Table:
         result.add_column(name, no_wrap=True, justify="left" if name == "way" else "right")
     for row in found["rows"]:
         over, alone = row["over_fused"], row["over_fused_alone"]
-        result.add_row(row["name"], f"{row['seconds_per_1e9']:.2f}", show(over), f"{over['fastest']:.3f}", show(alone))
+        result.add_row(
+            row["name"],
+            f"{row['seconds_per_1e9']:.2f}",
+            show(over),
+            f"{over['fastest']:.3f}",
+            show(alone),
+        )
     notes = [f"{name} did not run: {why}" for name, why in found["did_not_run"].items()]
-    result.caption = "\n".join([f"parallax over fused: {found['ratio']:.3f}, goal {found['goal']}", *notes])
+    result.caption = "\n".join(
+        [f"parallax over fused: {found['ratio']:.3f}, goal {found['goal']}", *notes]
+    )
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host_adam", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.host_adam",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     cores = os.cpu_count() or 1
     parser.add_argument("--threads", type=int, default=cores, help=f"default {cores}: all cores")
     for name, value in asdict(Sizes()).items():

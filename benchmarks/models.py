@@ -44,11 +44,16 @@ class Bottleneck(nn.Module):
         super().__init__()
         outside = 4 * width
         self.conv1, self.norm1 = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = (
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv3, self.norm3 = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
         self.down: nn.Module = nn.Identity()
         if stride > 1 or inside != outside:
-            self.down = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+            self.down = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, inside, height, width) → (rows, 4·width, height/stride, width/stride)."""
@@ -98,7 +103,9 @@ class ResNetTask:
     def build(self, device: torch.device) -> nn.Module:
         """The model, the same for the same seed of torch."""
         with device:
-            return ResNet(self.depths, self.width, self.classes).to(memory_format=torch.channels_last)
+            return ResNet(self.depths, self.width, self.classes).to(
+                memory_format=torch.channels_last
+            )
 
     def batch(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Noise, and random classes."""
@@ -137,7 +144,9 @@ class GPTTask:
     @property
     def parameters(self) -> int:
         """Weights of the matrices; vectors are less than a thousandth of them."""
-        return 12 * self.layers * self.hidden**2 + (2 * self.vocabulary + self.sequence) * self.hidden
+        return (
+            12 * self.layers * self.hidden**2 + (2 * self.vocabulary + self.sequence) * self.hidden
+        )
 
     def build(self, device: torch.device) -> nn.Module:
         """The model, the same for the same seed of torch; never in fp32, which would be the peak."""
@@ -158,7 +167,9 @@ class GPTTask:
     def batch(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Random tokens and those that follow."""
         generator = torch.Generator(device).manual_seed(1)
-        tokens = torch.randint(0, self.vocabulary, (rows, self.sequence + 1), generator=generator, device=device)
+        tokens = torch.randint(
+            0, self.vocabulary, (rows, self.sequence + 1), generator=generator, device=device
+        )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

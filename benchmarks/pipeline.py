@@ -51,8 +51,8 @@ from parallax.model.describe import Chain, describe, materialise
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.runtime.batch import TensorRows
+from parallax.runtime.channels.shared_channel import SharedReceiver
 from parallax.runtime.engine import Engine
-from parallax.runtime.shared_channel import SharedReceiver
 
 RANKS = 2
 # our schedule: stages to a process, TDP's schedule, and whether TDP wants a list of stages
@@ -100,7 +100,11 @@ class Scale(nn.Module):
 
 def run(sizes: Sizes) -> dict[str, Any]:
     """Measure each in clean processes; the numbers as plain data."""
-    found: dict[str, Any] = {"torch": torch.__version__, "cores": os.cpu_count(), "sizes": asdict(sizes)}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "sizes": asdict(sizes),
+    }
     for measure in (_compare, _overheads):
         with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
             mp.spawn(_worker, (folder, measure, sizes), nprocs=RANKS, join=True)
@@ -108,7 +112,9 @@ def run(sizes: Sizes) -> dict[str, Any]:
     return found
 
 
-def _worker(rank: int, folder: str, measure: Callable[[int, Sizes], dict[str, Any]], sizes: Sizes) -> None:
+def _worker(
+    rank: int, folder: str, measure: Callable[[int, Sizes], dict[str, Any]], sizes: Sizes
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -134,7 +140,9 @@ def _compare(rank: int, sizes: Sizes) -> dict[str, Any]:
         vocabulary=sizes.vocabulary,
         tied=False,  # TDP does not know ties
     )
-    tokens = torch.randint(0, sizes.vocabulary, (sizes.micro_batches * sizes.rows, sizes.sequence + 1))
+    tokens = torch.randint(
+        0, sizes.vocabulary, (sizes.micro_batches * sizes.rows, sizes.sequence + 1)
+    )
     dist.broadcast(tokens, 0)
     chain, batch = describe(config.build), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     turns = {
@@ -149,14 +157,22 @@ def _compare(rank: int, sizes: Sizes) -> dict[str, Any]:
             taken = _wall_seconds(turn)
             if repetition >= 0:
                 seconds[key].append(taken)
-    return {"schedules": {name: _summary(seconds[name, "ours"], seconds[name, "theirs"]) for name in SCHEDULES}}
+    return {
+        "schedules": {
+            name: _summary(seconds[name, "ours"], seconds[name, "theirs"]) for name in SCHEDULES
+        }
+    }
 
 
 def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
     chain = describe(lambda: nn.Sequential(*(Scale() for _ in range(RANKS))))
     rows, loss = torch.ones(sizes.idle_micro_batches, 8), nn.functional.mse_loss
     arguments = (chain, "1f1b", rank, (rows, rows), sizes.idle_micro_batches, loss)
-    turns = {"ours": _ours(*arguments), "theirs": _theirs(*arguments), "plain": lambda: _plain(rows, loss)}
+    turns = {
+        "ours": _ours(*arguments),
+        "theirs": _theirs(*arguments),
+        "plain": lambda: _plain(rows, loss),
+    }
     seconds: dict[str, list[float]] = {who: [] for who in (*turns, "awake")}
     with _timing_waits() as awake:
         for repetition in range(-2, sizes.idle_repetitions):
@@ -171,7 +187,9 @@ def _overheads(rank: int, sizes: Sizes) -> dict[str, Any]:
     stages: list[Any] = [None] * RANKS
     dist.all_gather_object(stages, mine)
     return {
-        "overhead_microseconds": max(stage["ours"] - stage["awake"] - stage["plain"] for stage in stages),
+        "overhead_microseconds": max(
+            stage["ours"] - stage["awake"] - stage["plain"] for stage in stages
+        ),
         "overhead_by_stage": {who: [stage[who] for stage in stages] for who in seconds},
     }
 
@@ -199,12 +217,21 @@ def _plain(rows: Tensor, loss: Loss) -> None:
         loss(block(row), row).backward()
 
 
-def _ours(chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss) -> Turn:
+def _ours(
+    chain: Chain,
+    schedule: str,
+    rank: int,
+    batch: tuple[Tensor, Tensor],
+    micro_batches: int,
+    loss: Loss,
+) -> Turn:
     del rank  # the engine finds out itself
     interleave, _, _ = SCHEDULES[schedule]
     count = RANKS * interleave
     stages = [_stage_plan(*_bounds(chain, stage, count)) for stage in range(count)]
-    proof = RankPrediction(peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    proof = RankPrediction(
+        peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
+    )
     plan = Plan(
         model="benchmark",
         fingerprint=chain.fingerprint(),
@@ -222,12 +249,20 @@ def _ours(chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], 
 
 
 def _theirs(
-    chain: Chain, schedule: str, rank: int, batch: tuple[Tensor, Tensor], micro_batches: int, loss: Loss
+    chain: Chain,
+    schedule: str,
+    rank: int,
+    batch: tuple[Tensor, Tensor],
+    micro_batches: int,
+    loss: Loss,
 ) -> Turn:
     device = torch.device("cpu")
     each, kind, listed = SCHEDULES[schedule]
     numbers = range(rank, RANKS * each, RANKS)
-    blocks = [nn.Sequential(*materialise(chain, *_bounds(chain, n, RANKS * each), device)) for n in numbers]
+    blocks = [
+        nn.Sequential(*materialise(chain, *_bounds(chain, n, RANKS * each), device))
+        for n in numbers
+    ]
     stages = [PipelineStage(part, n, RANKS * each, device) for part, n in zip(blocks, numbers)]
     last = rank == RANKS - 1
     runner = kind(
@@ -254,7 +289,9 @@ def _bounds(chain: Chain, stage: int, stages: int) -> tuple[int, int]:
 
 
 def _stage_plan(start: int, stop: int) -> StagePlan:
-    return StagePlan(start=start, stop=stop, replicas=1, directives=(Directive.KEEP,) * (stop - start))
+    return StagePlan(
+        start=start, stop=stop, replicas=1, directives=(Directive.KEEP,) * (stop - start)
+    )
 
 
 def _check_same_loss(turns: dict[tuple[str, str], Turn]) -> None:
@@ -288,7 +325,9 @@ def _summary(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]
 
 
 def _print(found: dict[str, Any]) -> None:
-    table = Table(title=f"forward + backward, {RANKS} processes, torch {found['torch']}, {found['cores']} cores")
+    table = Table(
+        title=f"forward + backward, {RANKS} processes, torch {found['torch']}, {found['cores']} cores"
+    )
     for column in ("schedule", "ours, ms", "TDP, ms", "ours / TDP", "quartiles"):
         table.add_column(column, justify="right")
     for name, row in found["schedules"].items():
@@ -308,9 +347,13 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Sizes, bool]:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pipeline", description="ours against torch's pipelining"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     for key, default in asdict(Sizes()).items():
-        parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(
+            f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}"
+        )
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if min(options.values()) < 1 or min(options["repetitions"], options["idle_repetitions"]) < 2:

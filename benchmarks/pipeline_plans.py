@@ -50,7 +50,7 @@ from benchmarks.workers import Worker
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
-from parallax.plan.request import PlanConfig
+from parallax.plan.config import PlanConfig
 from parallax.runtime.batch import TensorRows
 
 SCHEDULES = ("1f1b", "zb-h1", "interleaved")
@@ -94,7 +94,9 @@ class Transformer:
     def batch(self, rows: int) -> TensorRows:
         """Random tokens and those that follow."""
         generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(0, self.config.vocabulary, (rows, self.config.sequence + 1), generator=generator)
+        tokens = torch.randint(
+            0, self.config.vocabulary, (rows, self.config.sequence + 1), generator=generator
+        )
         return TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -160,7 +162,12 @@ class Lopsided:
         """Noise."""
         first, last = (self.width, self.inner) if self.heavy_last else (self.inner, self.width)
         generator = torch.Generator().manual_seed(1)
-        return TensorRows(*(torch.randn(rows, self.positions, width, generator=generator) for width in (first, last)))
+        return TensorRows(
+            *(
+                torch.randn(rows, self.positions, width, generator=generator)
+                for width in (first, last)
+            )
+        )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """Squared error."""
@@ -168,7 +175,9 @@ class Lopsided:
 
 
 @contextlib.contextmanager
-def _planner(model: Any, rows: int, cache: str) -> Iterator[tuple[list[float], Callable[[Ask], Answer]]]:
+def _planner(
+    model: Any, rows: int, cache: str
+) -> Iterator[tuple[list[float], Callable[[Ask], Answer]]]:
     worker = Worker("planner", plans, model, rows, Place(), cache)
     try:
         yield worker.ready(), worker.ask
@@ -320,14 +329,27 @@ def run(sizes: Sizes, say: Say) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "sizes": asdict(sizes),
             "speedup": speedup(sizes, cache, say),
-            "uneven": {where: uneven(sizes, passes, where == "last", cache, say) for where in ("last", "first")},
+            "uneven": {
+                where: uneven(sizes, passes, where == "last", cache, say)
+                for where in ("last", "first")
+            },
         }
 
 
 def _print(console: Console, found: dict[str, Any]) -> None:
     one = found["speedup"]["one"]
-    table = Table(title=f"2 stages over one process, torch {found['torch']}, {found['cores']} cores")
-    for column in ("schedule", "step", "step / predicted", "speed-up", "predicted", "of prediction", "≥ 0.95"):
+    table = Table(
+        title=f"2 stages over one process, torch {found['torch']}, {found['cores']} cores"
+    )
+    for column in (
+        "schedule",
+        "step",
+        "step / predicted",
+        "speed-up",
+        "predicted",
+        "of prediction",
+        "≥ 0.95",
+    ):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     table.add_row("one process", f"{one['seconds']:.3f} s", f"{one['step_over_prediction']:.3f}")
     for name, row in found["speedup"]["schedules"].items():
@@ -345,15 +367,25 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         )
     console.print(table)
     for where, part in found["uneven"].items():
-        table = Table(title=f"{where} block {part['weight']:.2f} × all others, 3 ranks, {found['cores']} cores")
-        for column in ("pipeline", "step", "step / predicted", f"over {part['uneven']}", "predicted"):
+        table = Table(
+            title=f"{where} block {part['weight']:.2f} × all others, 3 ranks, {found['cores']} cores"
+        )
+        for column in (
+            "pipeline",
+            "step",
+            "step / predicted",
+            f"over {part['uneven']}",
+            "predicted",
+        ):
             table.add_column(column, justify="left" if column == "pipeline" else "right")
         for name, row in part["plans"].items():
             if row["reason"] is not None:
                 table.add_row(name, row["reason"])
                 continue
             over = (
-                (show(row["over_uneven"]), f"{row['predicted_over_uneven']:.3f}") if "over_uneven" in row else ("", "")
+                (show(row["over_uneven"]), f"{row['predicted_over_uneven']:.3f}")
+                if "over_uneven" in row
+                else ("", "")
             )
             times = (f"{row['seconds']:.3f} s", f"{row['step_over_prediction']:.3f}")
             table.add_row(name, *times, *over)
@@ -363,17 +395,24 @@ def _print(console: Console, found: dict[str, Any]) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> tuple[Sizes, bool]:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline_plans", description="plans against their predictions, and against even ones"
+        prog="python -m benchmarks.pipeline_plans",
+        description="plans against their predictions, and against even ones",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     for key, default in asdict(Sizes()).items():
-        parser.add_argument(f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(
+            f"--{key.replace('_', '-')}", type=int, default=default, help=f"default {default}"
+        )
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if min(options.values()) < 1:
         parser.error("sizes start at 1")
     if options["light"] < 2 or options["batch"] < 2:
-        parser.error("three stages need two light blocks, two replicas two rows: --light and --batch start at 2")
+        parser.error(
+            "three stages need two light blocks, two replicas two rows: --light and --batch start at 2"
+        )
     return Sizes(**options), as_json
 
 

@@ -33,8 +33,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from parallax.common.units import format_bytes
 from parallax.train.loop import WARM_UP
-from parallax.units import format_bytes
 
 STEPS = 8
 ROOMY = "4GiB"
@@ -53,7 +53,12 @@ MODELS = {
     "wide": ["model.layers=3", "model.hidden=512", "model.heads=8", "model.sequence=128"],
     "mlp": ["model=mlp", "model.layers=8", "model.hidden=1024"],
 }
-WORDS = {"small": "GPT 4 × 128", "medium": "GPT 6 × 256", "wide": "GPT 3 × 512", "mlp": "MLP 8 × 1024"}
+WORDS = {
+    "small": "GPT 4 × 128",
+    "medium": "GPT 6 × 256",
+    "wide": "GPT 3 × 512",
+    "mlp": "MLP 8 × 1024",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +183,18 @@ def _train(case: Case, folder: Path, name: str) -> Reading:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "parallax", "train", f"name={name}", *case.overrides()]
     path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "XDG_CACHE_HOME": str(folder / "cache")}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     if ended.returncode != 0:
-        raise SystemExit(f"{case}: {' '.join(command)} ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
+        raise SystemExit(
+            f"{case}: {' '.join(command)} ended with {ended.returncode}\n{ended.stdout}{ended.stderr}"
+        )
     directory = folder / "runs" / name
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -189,7 +202,9 @@ def _train(case: Case, folder: Path, name: str) -> Reading:
     return Reading(
         predicted_seconds=summary["predicted_step_seconds"],
         steps=tuple(steps[WARM_UP:]),
-        peaks=tuple((rank["predicted_peak_bytes"], rank["measured_peak_bytes"]) for rank in summary["ranks"]),
+        peaks=tuple(
+            (rank["predicted_peak_bytes"], rank["measured_peak_bytes"]) for rank in summary["ranks"]
+        ),
     )
 
 
@@ -210,14 +225,24 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What the table comes down to."""
     return {
         "configurations": len(outcomes),
-        "median_seconds_error": statistics.median(abs(outcome.seconds_error) for outcome in outcomes),
+        "median_seconds_error": statistics.median(
+            abs(outcome.seconds_error) for outcome in outcomes
+        ),
         "worst_seconds_error": max(abs(outcome.seconds_error) for outcome in outcomes),
         "median_bytes_error": statistics.median(abs(outcome.bytes_error) for outcome in outcomes),
         "bytes_underestimated": sum(outcome.bytes_error < 0 for outcome in outcomes),
     }
 
 
-HEADINGS = ("configuration", "step predicted", "measured", "error", "peak predicted", "measured", "error")
+HEADINGS = (
+    "configuration",
+    "step predicted",
+    "measured",
+    "error",
+    "peak predicted",
+    "measured",
+    "error",
+)
 
 
 def _cells(outcome: Outcome) -> list[str]:
@@ -243,7 +268,11 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """The table as a page."""
-    rows = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *(_cells(outcome) for outcome in outcomes)]
+    rows = [
+        HEADINGS,
+        ("---", *["---:"] * (len(HEADINGS) - 1)),
+        *(_cells(outcome) for outcome in outcomes),
+    ]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return (
         "# Predicted and measured\n\n"
@@ -267,14 +296,26 @@ def _print(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the configurations, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description="predicted against measured")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prediction", description="predicted against measured"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     parser.add_argument("--quick", action="store_true", help="a few configurations only")
-    parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose line contains TEXT")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="go through the configurations N times")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the table to this file")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="configurations whose line contains TEXT"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="go through the configurations N times"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.md", help="write the table to this file"
+    )
     options = parser.parse_args(arguments)
-    cases = [case for case in CASES if (case.quick or not options.quick) and options.only in str(case)]
+    cases = [
+        case for case in CASES if (case.quick or not options.quick) and options.only in str(case)
+    ]
     if not cases:
         parser.error(f"--only {options.only!r}: no configuration's line contains it")
     if options.rounds < 1:
@@ -285,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output is not None:
         options.output.write_text(markdown(outcomes), encoding="utf-8")
     if options.json:
-        print(json.dumps({**totals(outcomes), "outcomes": [asdict(outcome) for outcome in outcomes]}))
+        print(
+            json.dumps({**totals(outcomes), "outcomes": [asdict(outcome) for outcome in outcomes]})
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     ratios of neighbouring turns, ``low`` and ``high`` their quartiles: what slows a whole turn down cancels out.
     """
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, median, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+    low, median, high = (
+        statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+    )
     return {"fastest": min(ours) / min(theirs), "median": median, "low": low, "high": high}
 
 

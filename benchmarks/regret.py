@@ -26,15 +26,15 @@ from dataclasses import asdict, dataclass, replace
 
 from parallax.config import RunConfig, compose
 from parallax.errors import ParallaxError
-from parallax.job import profile_run
-from parallax.plan.catalog import CatalogClusterConfig
+from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
+from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
-from parallax.plan.predict import Pipeline
 from parallax.plan.profile import ModelProfile
-from parallax.plan.request import PlanConfig
-from parallax.plan.search import describe, search
-from parallax.planning import stepped_by
+from parallax.plan.search.search import describe, search
+from parallax.plan.simulation.predict import Pipeline
+from parallax.run.job import profile_run
+from parallax.run.planning import stepped_by
 
 _SIZES = {
     "7b": "model.layers=32 model.hidden=4096 model.heads=32 model.sequence=2048",
@@ -49,34 +49,83 @@ _SIZES = {
 }
 
 QUESTIONS = {
-    "7b a100x8 bf16": ("7b", "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=1 trainer.global_batch=512"),
+    "7b a100x8 bf16": (
+        "7b",
+        "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=1 trainer.global_batch=512",
+    ),
     "7b a100x8 bf16 tight": (
         "7b",
         "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=1 cluster.device_memory=32GiB trainer.global_batch=64",
     ),
-    "7b v100x64 fp32": ("7b", "precision=fp32 cluster=v100 cluster.nodes=8 trainer.global_batch=512"),
-    "7b l4x16 bf16": ("7b", "precision=mixed_bf16 cluster=l4_pcie cluster.nodes=2 trainer.global_batch=128"),
-    "7b h100x32 fp32": ("7b", "precision=fp32 cluster=dgx_h100 cluster.nodes=4 trainer.global_batch=2048"),
-    "13b l4x64 bf16": ("13b", "precision=mixed_bf16 cluster=l4_pcie cluster.nodes=8 trainer.global_batch=1024"),
-    "13b v100x32 fp32 small batch": ("13b", "precision=fp32 cluster=v100 cluster.nodes=4 trainer.global_batch=32"),
-    "22b a100x32 bf16": ("22b", "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=4 trainer.global_batch=512"),
-    "22b v100x256 fp32": ("22b", "precision=fp32 cluster=v100 cluster.nodes=32 trainer.global_batch=1024"),
-    "70b h100x64 bf16": ("70b", "precision=mixed_bf16 cluster=dgx_h100 cluster.nodes=8 trainer.global_batch=512"),
-    "70b a100x512 fp32": ("70b", "precision=fp32 cluster=dgx_a100 cluster.nodes=64 trainer.global_batch=4096"),
-    "175b a100x128 bf16": ("175b", "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=16 trainer.global_batch=1536"),
+    "7b v100x64 fp32": (
+        "7b",
+        "precision=fp32 cluster=v100 cluster.nodes=8 trainer.global_batch=512",
+    ),
+    "7b l4x16 bf16": (
+        "7b",
+        "precision=mixed_bf16 cluster=l4_pcie cluster.nodes=2 trainer.global_batch=128",
+    ),
+    "7b h100x32 fp32": (
+        "7b",
+        "precision=fp32 cluster=dgx_h100 cluster.nodes=4 trainer.global_batch=2048",
+    ),
+    "13b l4x64 bf16": (
+        "13b",
+        "precision=mixed_bf16 cluster=l4_pcie cluster.nodes=8 trainer.global_batch=1024",
+    ),
+    "13b v100x32 fp32 small batch": (
+        "13b",
+        "precision=fp32 cluster=v100 cluster.nodes=4 trainer.global_batch=32",
+    ),
+    "22b a100x32 bf16": (
+        "22b",
+        "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=4 trainer.global_batch=512",
+    ),
+    "22b v100x256 fp32": (
+        "22b",
+        "precision=fp32 cluster=v100 cluster.nodes=32 trainer.global_batch=1024",
+    ),
+    "70b h100x64 bf16": (
+        "70b",
+        "precision=mixed_bf16 cluster=dgx_h100 cluster.nodes=8 trainer.global_batch=512",
+    ),
+    "70b a100x512 fp32": (
+        "70b",
+        "precision=fp32 cluster=dgx_a100 cluster.nodes=64 trainer.global_batch=4096",
+    ),
+    "175b a100x128 bf16": (
+        "175b",
+        "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=16 trainer.global_batch=1536",
+    ),
     "175b a100x1024 bf16": (
         "175b",
         "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=128 trainer.global_batch=1536",
     ),
-    "530b h100x512 bf16": ("530b", "precision=mixed_bf16 cluster=dgx_h100 cluster.nodes=64 trainer.global_batch=2048"),
-    "1t a100x1024 bf16": ("1t", "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=128 trainer.global_batch=1536"),
+    "530b h100x512 bf16": (
+        "530b",
+        "precision=mixed_bf16 cluster=dgx_h100 cluster.nodes=64 trainer.global_batch=2048",
+    ),
+    "1t a100x1024 bf16": (
+        "1t",
+        "precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=128 trainer.global_batch=1536",
+    ),
     "800b a100x1024 fp32 tight": (
         "deep",
         "precision=fp32 cluster=dgx_a100 cluster.nodes=128 cluster.device_memory=24GiB trainer.global_batch=2048",
     ),
-    "800b a100x1024 bf16": ("deep", "precision=bf16 cluster=dgx_a100 cluster.nodes=128 trainer.global_batch=4096"),
+    "800b a100x1024 bf16": (
+        "deep",
+        "precision=bf16 cluster=dgx_a100 cluster.nodes=128 trainer.global_batch=4096",
+    ),
 }
-SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("interleaved", 4))
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+)
 ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 SHARDS = ("auto", "none", "optimizer")
 REFINED = 12  # best plans of the grid around which activations and sharding are varied
@@ -96,7 +145,9 @@ class Question:
     def of(cls, name: str) -> Question:
         """The question of that name."""
         size, rest = QUESTIONS[name]
-        return cls.composed(name, compose(["model=transformer", *_SIZES[size].split(), *rest.split()]))
+        return cls.composed(
+            name, compose(["model=transformer", *_SIZES[size].split(), *rest.split()])
+        )
 
     @classmethod
     def composed(cls, name: str, config: RunConfig) -> Question:
@@ -105,7 +156,9 @@ class Question:
         profile = stepped_by(profile_run(config, lambda text: None), config.optimizer)
         parameters = sum(block.parameters for block in profile.blocks)
         weight_bytes = round(sum(block.parameter_bytes for block in profile.blocks) / parameters)
-        cluster = config.cluster.build(dtype=config.precision.compute, tier=config.swap.tier, weight_bytes=weight_bytes)
+        cluster = config.cluster.build(
+            dtype=config.precision.compute, tier=config.swap.tier, weight_bytes=weight_bytes
+        )
         return cls(name, profile, cluster, config.trainer.global_batch)
 
     def ask(self, cell: Cell | None = None) -> Plan:
@@ -137,7 +190,11 @@ class Cell:
         """What is asked for."""
         interleave = {"interleave": self.interleave} if self.interleave > 1 else {}
         return PlanConfig(
-            stages=self.stages, schedule=self.schedule, activations=self.activations, shard=self.shard, **interleave
+            stages=self.stages,
+            schedule=self.schedule,
+            activations=self.activations,
+            shard=self.shard,
+            **interleave,
         )
 
 
@@ -159,7 +216,9 @@ class Answer:
 def stage_counts(question: Question) -> list[int]:
     """Numbers of stages for the grid: those that divide devices or layers, of which some of all sizes."""
     devices, blocks = len(question.cluster.devices), len(question.profile.blocks)
-    counts = [n for n in range(1, min(devices, blocks) + 1) if devices % n == 0 or (blocks - 2) % n == 0]
+    counts = [
+        n for n in range(1, min(devices, blocks) + 1) if devices % n == 0 or (blocks - 2) % n == 0
+    ]
     places = sorted({round(i * (len(counts) - 1) / (MOST_STAGES - 1)) for i in range(MOST_STAGES)})
     return [counts[place] for place in places]
 
@@ -170,7 +229,11 @@ def grid(question: Question) -> Iterator[Cell]:
     for stages in stage_counts(question):
         replicas = max(1, devices // stages)
         sizes = {min(question.global_batch, rows * replicas) for rows in (1, 2, 3, 4, 8, 16)}
-        sizes |= {2**n for n in range(question.global_batch.bit_length()) if replicas <= 2**n <= 16 * replicas}
+        sizes |= {
+            2**n
+            for n in range(question.global_batch.bit_length())
+            if replicas <= 2**n <= 16 * replicas
+        }
         for microbatch, (schedule, interleave) in itertools.product(sorted(sizes), SCHEDULES):
             if stages > 1 or schedule == "1f1b":
                 yield Cell(stages, microbatch, schedule, interleave)
@@ -184,7 +247,11 @@ def answer(name: str, with_grid: bool) -> Answer:
     seconds = time.process_time() - begun
     found = dict(_asked(question, grid(question), name)) if with_grid else {}
     around = sorted(found, key=found.__getitem__)[:REFINED]
-    varied = (replace(c, activations=a, shard=s) for c in around for a, s in itertools.product(ACTIVATIONS, SHARDS))
+    varied = (
+        replace(c, activations=a, shard=s)
+        for c in around
+        for a, s in itertools.product(ACTIVATIONS, SHARDS)
+    )
     found |= dict(_asked(question, varied, name))
     best = min(found, key=found.__getitem__, default=None)
     least = found[best] if best else math.inf
@@ -214,10 +281,16 @@ def _asked(question: Question, cells: Iterator[Cell], name: str) -> Iterator[tup
 
 def main() -> None:
     """Run the questions and print a line for each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.regret", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--questions", default="", metavar="TEXT", help="only those whose name contains it")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.regret", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--questions", default="", metavar="TEXT", help="only those whose name contains it"
+    )
     parser.add_argument("--chosen", action="store_true", help="ask no grid: gap and seconds alone")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, the figures of all last")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line, the figures of all last"
+    )
     parsed = parser.parse_args()
     answers = []
     for name in QUESTIONS:

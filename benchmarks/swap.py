@@ -16,8 +16,8 @@ them alike:
                  has to move
 
 Plain and synchronous give freed memory back at once, so that their peaks are what the tensors need. Those that keep
-to a budget, offload and recompute, give it back when they near the budget (parallax.host.MemoryBound): recompute's is
-5% above that of the smallest fraction, so that it gains more by it than the offload it is compared with.
+to a budget, offload and recompute, give it back when they near the budget (parallax.machine.host.MemoryBound):
+recompute's is 5% above that of the smallest fraction, so that it gains more by it than the offload it is compared with.
 
 Two readings of each ratio (benchmarks/ratios.py): ``fastest`` over fastest, and the median of the turns' own ratios
 with its quartiles. ``step_ratio`` is fastest over plain's fastest, ``cpu_ratio`` the same for the CPU seconds of all
@@ -56,13 +56,13 @@ from torch import Tensor, nn
 import parallax
 from benchmarks.ratios import ratios, show
 from benchmarks.workers import WayFailed, Worker, rotated
-from parallax.host import MemoryBound, ResidentMeter, return_freed_memory
+from parallax.common.units import format_bytes
+from parallax.machine.host import MemoryBound, ResidentMeter, return_freed_memory
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.units import format_bytes
 
 FRACTIONS = (0.75, 0.5, 0.25, 0.12, 0.1)
 AMPLE = 2**40  # bytes: more than anything here needs
@@ -94,7 +94,9 @@ class Way:
     kept: int = 0
     limit_bytes: int = 0
     budget_bytes: int | None = None  # what the activations may take in all
-    line_bytes: int | None = None  # at which freed memory goes back, beside what is static; None: at once
+    line_bytes: int | None = (
+        None  # at which freed memory goes back, beside what is static; None: at once
+    )
 
 
 @dataclass
@@ -141,10 +143,14 @@ def _synchronous(folder: Path) -> contextlib.AbstractContextManager[object]:
 
 
 def _plan(chain: Chain, sizes: Sizes, way: Way) -> Plan:
-    directive = {"offload": Directive.OFFLOAD, "recompute": Directive.RECOMPUTE}.get(way.mode, Directive.KEEP)
+    directive = {"offload": Directive.OFFLOAD, "recompute": Directive.RECOMPUTE}.get(
+        way.mode, Directive.KEEP
+    )
     blocks = len(chain.blocks)
     directives = (directive,) * (blocks - way.kept) + (Directive.KEEP,) * way.kept
-    unproved = RankPrediction(peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    unproved = RankPrediction(
+        peak_bytes=0, budget_bytes=0, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
+    )
     return Plan(
         model="gpt",
         fingerprint=chain.fingerprint(),
@@ -192,7 +198,9 @@ def _way(sizes: Sizes, way: Way, folder: Path) -> Iterator[tuple[int, Callable[[
         vocabulary=sizes.vocabulary,
     )
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, sizes.vocabulary, (sizes.rows, sizes.sequence + 1), generator=generator)
+    tokens = torch.randint(
+        0, sizes.vocabulary, (sizes.rows, sizes.sequence + 1), generator=generator
+    )
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     make = _loop if way.mode in ("loop", "auto") else _engine
     with make(config, sizes, way, folder, inputs, targets) as (static_bytes, step):
@@ -214,12 +222,21 @@ def _engine(
     engine = Engine.build(chain, _plan(chain, sizes, way), loss=GPT.loss, scratch=folder / "swap")
 
     static = 4 * sum(tensor.nbytes for tensor in engine.parameters.values())
-    bound = None if way.line_bytes is None else MemoryBound(static * 3 // 4 + way.line_bytes)  # the weights are there
+    bound = (
+        None if way.line_bytes is None else MemoryBound(static * 3 // 4 + way.line_bytes)
+    )  # the weights are there
 
     def step() -> Result:
         with _synchronous(folder) if way.mode == "synchronous" else contextlib.nullcontext():
             done = engine.step(batch)
-        return Result(done.loss, done.seconds, 0.0, done.swap.stall_seconds, done.swap.bytes_out, done.peak_bytes)
+        return Result(
+            done.loss,
+            done.seconds,
+            0.0,
+            done.swap.stall_seconds,
+            done.swap.bytes_out,
+            done.peak_bytes,
+        )
 
     yield static, step
     if bound is not None:
@@ -231,8 +248,12 @@ def _engine(
 def _loop(
     config: GPTConfig, sizes: Sizes, way: Way, folder: Path, inputs: Tensor, targets: Tensor
 ) -> Iterator[tuple[int, Callable[[], Result]]]:
-    first = GPTConfig(layers=1, hidden=8, heads=1, sequence=8).build()  # libraries take memory when they are first used
-    GPT.loss(first(torch.zeros(1, 8, dtype=torch.int64)), torch.zeros(1, 8, dtype=torch.int64)).backward()
+    first = GPTConfig(
+        layers=1, hidden=8, heads=1, sequence=8
+    ).build()  # libraries take memory when they are first used
+    GPT.loss(
+        first(torch.zeros(1, 8, dtype=torch.int64)), torch.zeros(1, 8, dtype=torch.int64)
+    ).backward()
     torch.optim.AdamW(first.parameters(), fused=True).step()
     meter = ResidentMeter()
     torch.manual_seed(0)
@@ -251,7 +272,11 @@ def _loop(
         optimizer.step()
         return Result(total, time.perf_counter() - start, 0.0, 0.0, 0, meter.peak_bytes())
 
-    swap = parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder) if way.mode == "auto" else None
+    swap = (
+        parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder)
+        if way.mode == "auto"
+        else None
+    )
     with swap or contextlib.nullcontext():
         yield 4 * sum(parameter.nbytes for parameter in model.parameters()), step
 
@@ -313,10 +338,18 @@ def _bars(rows: list[Row]) -> dict[str, Any]:
     offloads = [row for row in rows if row.mode == "offload" and row.reason is None]
     below = [row for row in offloads if row.peak_bytes <= recompute.peak_bytes]
     return {
-        "offload_over_plain": {str(row.fraction): ratios(row.seconds, plain.seconds) for row in offloads},
-        "offload_over_malloc": {str(row.fraction): ratios(row.seconds, malloc.seconds) for row in offloads},
+        "offload_over_plain": {
+            str(row.fraction): ratios(row.seconds, plain.seconds) for row in offloads
+        },
+        "offload_over_malloc": {
+            str(row.fraction): ratios(row.seconds, malloc.seconds) for row in offloads
+        },
         "offload_over_recompute": _against(ran.get(("offload", 0.5)), recompute)
-        | {"at_equal_peak": _against(max(below, key=lambda row: row.fraction or 0.0, default=None), recompute)},
+        | {
+            "at_equal_peak": _against(
+                max(below, key=lambda row: row.fraction or 0.0, default=None), recompute
+            )
+        },
         "auto_over_loop": ratios(ran["auto", None].seconds, ran["loop", None].seconds),
     }
 
@@ -333,11 +366,20 @@ def _against(offload: Row | None, recompute: Row) -> dict[str, Any]:
 
 
 def _figures(row: Row, rows: list[Row], static: int) -> dict[str, Any]:
-    said = {"mode": row.mode, "fraction": row.fraction, "budget_bytes": row.budget_bytes, "reason": row.reason}
+    said = {
+        "mode": row.mode,
+        "fraction": row.fraction,
+        "budget_bytes": row.budget_bytes,
+        "reason": row.reason,
+    }
     if row.reason is not None:
         return said
     plain = rows[0]
-    peer = next(other for other in rows if other.mode == "loop") if row.mode in ("loop", "auto") else plain
+    peer = (
+        next(other for other in rows if other.mode == "loop")
+        if row.mode in ("loop", "auto")
+        else plain
+    )
     over = None if row.budget_bytes is None else (row.peak_bytes - static) / row.budget_bytes - 1
     return said | {
         "step_ratio": min(row.seconds) / min(plain.seconds),
@@ -357,11 +399,18 @@ def _measure(sizes: Sizes, folder: Path) -> tuple[list[Row], int, int]:
     with contextlib.ExitStack() as stack:
         plain = _begin(stack, sizes, Way("plain"), folder)
         plain.start()
-        plain.step(counts=False)  # only now the optimizer's state is there while the activations are
+        plain.step(
+            counts=False
+        )  # only now the optimizer's state is there while the activations are
         activations = plain.row.peak_bytes - plain.static_bytes
         offloads = [_offload(sizes, fraction, activations) for fraction in FRACTIONS]
         ways = [way for way in offloads if isinstance(way, Way)]
-        ways.append(Way("recompute", line_bytes=int(1.05 * min([way.line_bytes or 0 for way in ways], default=0))))
+        ways.append(
+            Way(
+                "recompute",
+                line_bytes=int(1.05 * min([way.line_bytes or 0 for way in ways], default=0)),
+            )
+        )
         ways += [Way(mode) for mode in ("synchronous", "malloc", "loop", "auto")]
         runners = [plain, *(_begin(stack, sizes, way, folder) for way in ways)]
         for runner in runners[1:]:
@@ -378,16 +427,22 @@ def _offload(sizes: Sizes, fraction: float, activations: int) -> Way | Row:
     """What a planner would do with a budget of ``fraction`` of plain's activations, if all of them were layers'; a
     row that says why where a block of one micro-batch is too much for it."""
     budget = int(fraction * activations)
-    head = 4 * sizes.rows * sizes.sequence * (2 * sizes.hidden + sizes.vocabulary)  # is first in the backward: stays
+    head = (
+        4 * sizes.rows * sizes.sequence * (2 * sizes.hidden + sizes.vocabulary)
+    )  # is first in the backward: stays
     layer = (activations - head) / sizes.layers
-    running = layer / sizes.micro_batches  # a block's own variables hold what it has saved, written or not
+    running = (
+        layer / sizes.micro_batches
+    )  # a block's own variables hold what it has saved, written or not
     left = budget - head - THREADS
     if left < 2 * running:
         needed = math.ceil(2 * layer / left) if left > 0 else 0
         why = f"a block takes {running / activations:.1%} while it runs and as much again as the smallest swap limit"
         if not needed:
             why = f"the head alone takes {head / activations:.1%}"
-        return Row("offload", fraction, budget, f"{why}: use --micro-batches={needed}" if needed else why)
+        return Row(
+            "offload", fraction, budget, f"{why}: use --micro-batches={needed}" if needed else why
+        )
     kept = max(0, int((left - 3 * running) / layer))
     limit = int(left - running - kept * layer)
     return Way("offload", fraction, 1 + kept, limit, budget, budget)  # 1: the head
@@ -407,7 +462,17 @@ def table(found: dict[str, Any]) -> Table:
     shape = f"GPT {sizes['layers']}×{sizes['hidden']}, {sizes['rows']} rows of {sizes['sequence']} tokens"
     title = f"{shape} in {sizes['micro_batches']} micro-batches\nplain takes {found['plain_seconds']:.2f} s per step"
     result = Table(title=title)
-    for name in ("mode", "step", "by turns", "CPU", "offloaded", "peak", "of plain", "budget", "losses"):
+    for name in (
+        "mode",
+        "step",
+        "by turns",
+        "CPU",
+        "offloaded",
+        "peak",
+        "of plain",
+        "budget",
+        "losses",
+    ):
         result.add_column(name, no_wrap=True, justify="left" if name == "mode" else "right")
     plain = found["rows"][0]["peak_bytes"]
     for row in found["rows"]:
@@ -436,7 +501,9 @@ def _captions(found: dict[str, Any]) -> Iterator[str]:
     plain, recompute = found["offload_over_plain"], found["offload_over_recompute"]
     for against in (recompute, recompute["at_equal_peak"]):
         if "fraction" in against:
-            peaks = " of ".join(format_bytes(against[f"{way}_peak_bytes"]) for way in ("offload", "recompute"))
+            peaks = " of ".join(
+                format_bytes(against[f"{way}_peak_bytes"]) for way in ("offload", "recompute")
+            )
             yield f"offload {against['fraction']:.0%} over recompute: {show(against)}, goal 0.85 (peaks: {peaks})"
     if "0.5" in plain:
         yield f"offload 50% over plain: {show(plain['0.5'])}, goal 1.05"
@@ -452,13 +519,21 @@ def _captions(found: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.swap", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.swap",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     disk = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
-    parser.add_argument("--directory", type=Path, default=Path(disk), help=f"where to write (default {disk})")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(disk), help=f"where to write (default {disk})"
+    )
     for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}"
+        )
     given = vars(parser.parse_args())
     as_json, folder = given.pop("json"), given.pop("directory")
     console = Console(stderr=as_json)

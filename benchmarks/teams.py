@@ -27,14 +27,14 @@ from torch import Tensor
 
 from benchmarks.workers import TIMEOUT, WayFailed, Worker, rotated
 from parallax.errors import ConfigError, InfeasiblePlan
-from parallax.machine import ClusterConfig, choose_devices
+from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
+from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
-from parallax.plan.predict import Pipeline
-from parallax.plan.request import PlanConfig
-from parallax.plan.search import describe as in_words
-from parallax.planning import measure_model, plan_model, settle
+from parallax.plan.search.search import describe as in_words
+from parallax.plan.simulation.predict import Pipeline
+from parallax.run.planning import measure_model, plan_model, settle
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -72,7 +72,9 @@ class Place:
 
     def cluster(self, devices: int, memory: int | None = None) -> ClusterConfig:
         """So many devices, each one thread."""
-        return ClusterConfig(kind=self.kind, devices=devices, threads=1, device_memory=memory or self.memory)
+        return ClusterConfig(
+            kind=self.kind, devices=devices, threads=1, device_memory=memory or self.memory
+        )
 
     @property
     def swap(self) -> SwapConfig:
@@ -111,7 +113,9 @@ class Answer:
 
 
 @contextlib.contextmanager
-def plans(model: Model, rows: int, place: Place, cache: str) -> Iterator[tuple[list[float], Callable[[Ask], Answer]]]:
+def plans(
+    model: Model, rows: int, place: Place, cache: str
+) -> Iterator[tuple[list[float], Callable[[Ask], Answer]]]:
     """A worker's way (benchmarks/workers.py): measures ``model`` and the machine, as a rank computes, and plans. Ready:
     seconds of forward and backward of each block for the rows of a batch. Messages: :class:`Ask`. ``cache`` is a folder
     of this run, so that the machine is measured in it, and only once."""
@@ -121,7 +125,9 @@ def plans(model: Model, rows: int, place: Place, cache: str) -> Iterator[tuple[l
         chain, batch = model.chain(), model.batch(rows)
         choice = choose_devices(place.cluster(1))
         settle(choice)
-        profile = measure_model(chain, model.loss, batch, choice, precision=model.precision, swap=place.swap)
+        profile = measure_model(
+            chain, model.loss, batch, choice, precision=model.precision, swap=place.swap
+        )
 
         def plan(ask: Ask) -> Answer:
             try:
@@ -141,7 +147,13 @@ def plans(model: Model, rows: int, place: Place, cache: str) -> Iterator[tuple[l
                 return Answer(reason=str(error))
             return Answer(plan=found, words=in_words(Pipeline.of(found)))
 
-        yield [block.forward_seconds.at(rows) + block.backward_seconds.at(rows) for block in profile.blocks], plan
+        yield (
+            [
+                block.forward_seconds.at(rows) + block.backward_seconds.at(rows)
+                for block in profile.blocks
+            ],
+            plan,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +184,9 @@ class Team:
             self._pool = stack.enter_context(ThreadPoolExecutor(ranks))
             self._workers = []
             for rank in range(ranks):
-                worker = Worker(f"rank {rank}", _rank, model, rows, place, Path(folder), rank, ranks, cap_bytes)
+                worker = Worker(
+                    f"rank {rank}", _rank, model, rows, place, Path(folder), rank, ranks, cap_bytes
+                )
                 stack.callback(worker.close)
                 stack.callback(worker.stop)
                 self._workers.append(worker)
@@ -183,7 +197,10 @@ class Team:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -206,13 +223,21 @@ class Team:
 
 @contextlib.contextmanager
 def _rank(
-    model: Model, rows: int, place: Place, folder: Path, rank: int, ranks: int, cap_bytes: int | None
+    model: Model,
+    rows: int,
+    place: Place,
+    folder: Path,
+    rank: int,
+    ranks: int,
+    cap_bytes: int | None,
 ) -> Iterator[tuple[bool, Callable[[tuple[Any, ...]], Any]]]:
     see_one_device(place)
     settle(choose_devices(place.cluster(ranks)))
     cuda = place.kind == "cuda"
     if cap_bytes is not None and cuda:
-        torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory, 0)
+        torch.cuda.set_per_process_memory_fraction(
+            cap_bytes / torch.cuda.get_device_properties(0).total_memory, 0
+        )
     chain, batch, engines = model.chain(), model.batch(rows), dict[str, Engine]()
 
     def build(name: str, plan: Plan) -> bool:
@@ -234,7 +259,9 @@ def _rank(
         result = engines[name].step(batch)
         if cuda:
             torch.cuda.synchronize()
-        return Step(seconds=time.perf_counter() - start, loss=result.loss, peak_bytes=result.peak_bytes)
+        return Step(
+            seconds=time.perf_counter() - start, loss=result.loss, peak_bytes=result.peak_bytes
+        )
 
     def answer(message: tuple[Any, ...]) -> Any:
         what, *arguments = message
@@ -258,7 +285,9 @@ def _rank(
 def see_one_device(place: Place) -> None:
     """Before CUDA starts: with a device for each rank they would not share one, nor talk through the host."""
     if place.kind == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(
+            ","
+        )[0]
 
 
 @dataclass
@@ -272,14 +301,18 @@ class Run:
 
 
 def by_turns(
-    steps: Mapping[str, Callable[[], Step]], repetitions: int, enough: Callable[[float], bool] = lambda longest: False
+    steps: Mapping[str, Callable[[], Step]],
+    repetitions: int,
+    enough: Callable[[float], bool] = lambda longest: False,
 ) -> dict[str, Run]:
     """So many steps of each that count, or until there have been ``enough``, which is told the longest round so far."""
     found = {name: Run() for name in steps}
     longest = 0.0
     for repetition in range(-WARM_UP, repetitions):
         start = time.perf_counter()
-        for name in rotated([name for name, run in found.items() if run.reason is None], repetition):
+        for name in rotated(
+            [name for name, run in found.items() if run.reason is None], repetition
+        ):
             _take(steps[name], found[name], counts=repetition >= 0)
         longest = max(longest, time.perf_counter() - start)
         if repetition >= 0 and enough(longest):

@@ -21,7 +21,9 @@ def main() -> None:
 def train(limit: str) -> list[float]:
     """A loop like any other, inside `with parallax.swap(...)`."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)], nn.Linear(512, 10))
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)], nn.Linear(512, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = torch.randn(2048, 512)
     labels = inputs[:, :10].argmax(1)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.errors import ParallaxError
-    from parallax.machine import ClusterConfig
+    from parallax.machine.local import ClusterConfig
     from parallax.model.describe import describe
     from parallax.model.precision import PrecisionConfig
+    from parallax.plan.config import PlanConfig
     from parallax.plan.plan import Plan
-    from parallax.plan.request import PlanConfig
     from parallax.plan.schedule import register_schedule
-    from parallax.planning import plan_model, plan_together
+    from parallax.run.planning import plan_model, plan_together
     from parallax.runtime.batch import Rows, TensorRows
     from parallax.runtime.engine import Engine
-    from parallax.runtime.optimizer import OptimizerConfig
+    from parallax.runtime.optim.optimizer import OptimizerConfig
     from parallax.swap.config import SwapConfig
-    from parallax.swap.scope import swap
+    from parallax.swap.lms.scope import swap
 
 __version__ = "0.1.0"
 
@@ -44,19 +44,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ClusterConfig": "machine",
+    "ClusterConfig": "machine.local",
     "Engine": "runtime.engine",
-    "OptimizerConfig": "runtime.optimizer",
+    "OptimizerConfig": "runtime.optim.optimizer",
     "ParallaxError": "errors",
     "Plan": "plan.plan",
-    "PlanConfig": "plan.request",
+    "PlanConfig": "plan.config",
     "PrecisionConfig": "model.precision",
     "Rows": "runtime.batch",
     "SwapConfig": "swap.config",
     "TensorRows": "runtime.batch",
     "describe": "model.describe",
-    "plan_model": "planning",
-    "plan_together": "planning",
+    "plan_model": "run.planning",
+    "plan_together": "run.planning",
     "register_schedule": "plan.schedule",
     "swap": "swap",  # the package itself is called
 }
@@ -66,7 +66,10 @@ if not TYPE_CHECKING:  # a type checker knows what there is, and what is not
     def __getattr__(name: str) -> Any:
         """One of the names above, or a module of the package."""
         if name not in _HOMES:
-            if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            if (
+                not name.startswith("_")
+                and importlib.util.find_spec(f"{__name__}.{name}") is not None
+            ):
                 return importlib.import_module(f"{__name__}.{name}")
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name]}")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from parallax import __version__
+from parallax.common.signals import ending_at_once, exit_code, stopped_by, under_torchrun
 from parallax.errors import ConfigError, ParallaxError, UserError, printable
-from parallax.signals import ending_at_once, exit_code, stopped_by, under_torchrun
 
 COMMANDS = {
     "train": "plan and train; under torchrun, one rank of it",
@@ -32,7 +32,12 @@ COMMANDS = {
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""
 
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}  # in the output, or in any other file or pipe
+_NO_ROOM = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EPIPE,
+}  # in the output, or in any other file or pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with ending_at_once():
-            from parallax.terminal import SafeFormatter, lines, print_exception
+            from parallax.common.terminal import SafeFormatter, lines, print_exception
 
             parsed = _parse(typed)
     except ConfigError as error:
@@ -49,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s")
     for handler in logging.getLogger().handlers:
         handler.setFormatter(SafeFormatter("%(message)s"))
-    logging.getLogger("parallax").setLevel(logging.INFO)  # others' remarks (fonts, imports) are not the user's
+    logging.getLogger("parallax").setLevel(
+        logging.INFO
+    )  # others' remarks (fonts, imports) are not the user's
     try:
         code: int = parsed.call(parsed)
         if sys.stdout is not None:  # None: the caller has closed it
@@ -57,17 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (Exception, KeyboardInterrupt) as error:
         if under_torchrun():
-            from parallax.runtime.leaving import leave
+            from parallax.runtime.failure.exit_report import leave
 
             leave(error)
         if isinstance(error, KeyboardInterrupt):
             number = getattr(error, "number", signal.SIGINT)
             print(f"parallax: {stopped_by(number)}", file=sys.stderr)
             return exit_code(number)
-        if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a mistake of ours
+        if (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # a file of the user's, not a mistake of ours
             print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
             return UserError.exit_code
-        if isinstance(error, OSError) and error.errno in _NO_ROOM and (_give_up_output() or _printed(error)):
+        if (
+            isinstance(error, OSError)
+            and error.errno in _NO_ROOM
+            and (_give_up_output() or _printed(error))
+        ):
             print(f"parallax: cannot write the output: {error.strerror}", file=sys.stderr)
             return ParallaxError.exit_code
         if not isinstance(error, ParallaxError):

@@ -32,20 +32,27 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallax.documents import leaf_values, leaves, plain_yaml, shown, take_keys, take_options
+from parallax.common.documents import (
+    leaf_values,
+    leaves,
+    plain_yaml,
+    shown,
+    take_keys,
+    take_options,
+)
 from parallax.errors import ConfigError, check_choice, nearest, printable
-from parallax.machine import ClusterConfig
+from parallax.machine.local import ClusterConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.registry import ModelConfig
-from parallax.monitor import LoggerConfig
-from parallax.plan.catalog import CatalogClusterConfig
-from parallax.plan.request import PlanConfig
-from parallax.runtime.optimizer import OptimizerConfig
-from parallax.runtime.replicas import ReplicasConfig
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.config import PlanConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig
 from parallax.train.debug import DebugConfig
 from parallax.train.loop import TrainerConfig
+from parallax.train.monitor import LoggerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,11 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
             # "++" merges whatever the prefix was: the reader below is the only judge of keys.
             values[key] = f"++{key}={text.partition('=')[2]}"
     chosen = [f"{group}={option}" for group, option in options.items() if option]
-    tree = _merge([*chosen, *values.values()]) if base is None else _onto(base, list(options), chosen, values)
+    tree = (
+        _merge([*chosen, *values.values()])
+        if base is None
+        else _onto(base, list(options), chosen, values)
+    )
     for key in removed:
         _remove(tree, key)
     return _read_run(tree)
@@ -124,13 +135,16 @@ def dump(config: RunConfig) -> str:
 def load(text: str) -> RunConfig:
     """The configuration that :func:`dump` wrote, validated as :func:`compose` does.
 
-    A schedule of the user's own is imported: whether the user trusts a file is asked before (:mod:`parallax.trust`).
+    A schedule of the user's own is imported: whether the user trusts a file is asked before
+    (:mod:`parallax.common.trust`).
     """
     tree = plain_yaml(text)
     try:
         return _read_run(tree)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the stored configuration is not plain YAML: {_one_line(error)}") from None
+        raise ConfigError(
+            f"the stored configuration is not plain YAML: {_one_line(error)}"
+        ) from None
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -162,7 +176,9 @@ def _parse(text: str) -> Override:
     key, groups = text.lstrip("+~").partition("=")[0], _options()
     root = re.split(r"[./@:\[]", key)[0]
     roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
-    if root not in roots:  # judged before the grammar: "modle" says more than "no viable alternative"
+    if (
+        root not in roots
+    ):  # judged before the grammar: "modle" says more than "no viable alternative"
         hint = _homes(key) or nearest(root, roots)
         _unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
     usage = f"{root}=OPTION of {', '.join(groups[root])}" if key in groups else f"{key}=VALUE"
@@ -171,17 +187,25 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError):
-        _refuse(text, f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\"")
+        _refuse(
+            text,
+            f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\"",
+        )
     if override.is_sweep_override():
         listed = "" if key in groups else f", a list is quoted: '{key}=[1,2]'"
         _refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}")
     if override.package is not None or "/" in str(override.key_or_group):
         _refuse(text, f"accepted is {root}=OPTION or {root}.KEY=VALUE")
     if override.is_delete() and ("=" in text or key in groups):
-        _refuse(text, f"cannot be removed; accepted is {usage}, or ~GROUP.kwargs.KEY without a value")
+        _refuse(
+            text, f"cannot be removed; accepted is {usage}, or ~GROUP.kwargs.KEY without a value"
+        )
     if key == f"{root}.name" and len(_kinds(root)) > 1:
         hint = nearest(str(override.value()), groups[root])
-        _refuse(text, f"the option sets it; accepted is {root}=OPTION of {', '.join(groups[root])}{hint}")
+        _refuse(
+            text,
+            f"the option sets it; accepted is {root}=OPTION of {', '.join(groups[root])}{hint}",
+        )
     return override
 
 
@@ -206,7 +230,12 @@ def _options() -> dict[str, list[str]]:
 def _homes(key: str) -> str:
     """A hint for a key without its group, such as ``steps=80``."""
     groups = typing.get_type_hints(RunConfig)
-    homes = [f"{group}.{key}" for group in groups for kind in _kinds(group) if key in typing.get_type_hints(kind)]
+    homes = [
+        f"{group}.{key}"
+        for group in groups
+        for kind in _kinds(group)
+        if key in typing.get_type_hints(kind)
+    ]
     return f" (did you mean '{homes[0]}'?)" if homes and key != "name" else ""
 
 
@@ -225,7 +254,9 @@ def _folder() -> Path:
     for folder in (here / "configs", here.parent / "configs"):
         if (folder / "config.yaml").is_file():
             return folder
-    raise ConfigError(f"configs/config.yaml is neither in {here} nor in {here.parent}: reinstall parallax")
+    raise ConfigError(
+        f"configs/config.yaml is neither in {here} nor in {here.parent}: reinstall parallax"
+    )
 
 
 def _defaults(kind: type) -> dict[str, Any]:
@@ -270,7 +301,13 @@ def _merge(overrides: list[str]) -> dict[str, Any]:
     try:
         with _hydra():
             merged = hydra.compose("config", overrides)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:
         subject, _, blamed = _one_line(error).partition("override ++")
         # Keys and options are known to exist, so what is left is the shape of a value or a broken file.
         why = "accepted are whole lists such as [1,2], and ${group.key}" if blamed else subject
@@ -281,7 +318,9 @@ def _merge(overrides: list[str]) -> dict[str, Any]:
         _unresolved(merged, error)
 
 
-def _onto(base: RunConfig, groups: list[str], chosen: list[str], values: dict[str, str]) -> dict[str, Any]:
+def _onto(
+    base: RunConfig, groups: list[str], chosen: list[str], values: dict[str, str]
+) -> dict[str, Any]:
     """``base`` as plain data, with the groups whose option was ``chosen``, what else an option sets, and ``values``.
 
     What ``base`` says is taken as it is: Hydra sees its numbers alone, for interpolations, never its texts, which may
@@ -289,8 +328,14 @@ def _onto(base: RunConfig, groups: list[str], chosen: list[str], values: dict[st
     tree: dict[str, Any] = yaml.safe_load(dump(base))
     if chosen:
         take_options(tree, groups, _merge([]), _merge(chosen))
-    known = {path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)}
-    numbers = [f"++{'.'.join(path)}={shown(value)}" for path, value in known.items() if "kwargs" not in path]
+    known = {
+        path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)
+    }
+    numbers = [
+        f"++{'.'.join(path)}={shown(value)}"
+        for path, value in known.items()
+        if "kwargs" not in path
+    ]
     if values:
         take_keys(tree, list(values), _merge([*chosen, *numbers, *values.values()]))
     return tree
@@ -299,7 +344,9 @@ def _onto(base: RunConfig, groups: list[str], chosen: list[str], values: dict[st
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
     """Name the key whose ``${…}`` has no value."""
     raw = leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
-    key = str(getattr(error, "full_key", None) or next((k for k, v in raw.items() if "${" in v), ""))
+    key = str(
+        getattr(error, "full_key", None) or next((k for k, v in raw.items() if "${" in v), "")
+    )
     missing = re.search(r"key '(.*?)' not found", str(error))
     hint = f"accepted are existing keys{nearest(missing[1], raw)}" if missing else _one_line(error)
     _refuse(f"{key}={raw.get(key, '')}", f"the interpolation has no value; {hint}")
@@ -313,7 +360,11 @@ def _remove(tree: dict[str, Any], key: str) -> None:
         node = node.get(part) if isinstance(node, dict) else None
     held = sorted(map(str, node)) if isinstance(node, dict) else []
     if leaf not in held:
-        _unknown(f"~{key}", f"{'.'.join(parents)} holds {', '.join(held) or 'no keys'}", nearest(leaf, held))
+        _unknown(
+            f"~{key}",
+            f"{'.'.join(parents)} holds {', '.join(held) or 'no keys'}",
+            nearest(leaf, held),
+        )
     if parents[1:2] != ["kwargs"]:
         _refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={shown(node[leaf])}")
     del node[leaf]
@@ -340,15 +391,23 @@ def _read_run(tree: Any) -> RunConfig:
 def _checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any]:
     """A copy of ``tree`` that has exactly the keys of ``kind``."""
     prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
-    accepted = f"{label} accepts {', '.join(sorted(hints))}" if group else f"groups and keys are {', '.join(hints)}"
+    accepted = (
+        f"{label} accepts {', '.join(sorted(hints))}"
+        if group
+        else f"groups and keys are {', '.join(hints)}"
+    )
     if not isinstance(tree, dict):
-        _refuse(f"{group or 'configuration'}={shown(tree)}", f"keys and values are needed; {accepted}")
+        _refuse(
+            f"{group or 'configuration'}={shown(tree)}", f"keys and values are needed; {accepted}"
+        )
     for key in tree:
         if key not in hints:
             _unknown(f"{prefix}{key}={shown(tree[key])}", accepted, nearest(str(key), hints))
     for key in hints:
         if key not in tree:
-            default = f", the default is {shown(_defaults(kind)[key])}" if key in _defaults(kind) else ""
+            default = (
+                f", the default is {shown(_defaults(kind)[key])}" if key in _defaults(kind) else ""
+            )
             _refuse(f"{prefix}{key}", f"missing; {accepted}{default}")
     return dict(tree)
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from parallax.swap.arguments import AUTO
-from parallax.swap.scope import Swapping, swap
+from parallax.swap.lms.arguments import AUTO
+from parallax.swap.lms.scope import Swapping, swap
 
 
 class Training:

@@ -86,7 +86,9 @@ class Mesh:
         for index, planned in enumerate(plan.stages[: plan.positions]):
             ranks = list(plan.ranks(index))
             group = _group(ranks, backend) if len(ranks) > 1 else None
-            spread = _group(ranks, "gloo") if len(ranks) > 1 and planned.optimizer_offload > 0 else None
+            spread = (
+                _group(ranks, "gloo") if len(ranks) > 1 and planned.optimizer_offload > 0 else None
+            )
             counted = _group(ranks, backend) if len(ranks) > 1 else None
             if index == stage:
                 own, updates, statistics = group, spread, counted
@@ -97,8 +99,26 @@ class Mesh:
                 ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
         back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
-        edges = {edge: _group([edge.sender, edge.receiver], backend) for edge in _edges(plan)} if direct else {}
-        return cls(plan, rank, stage, replica, device, world, own, updates, ties, world, back, edges, statistics)
+        edges = (
+            {edge: _group([edge.sender, edge.receiver], backend) for edge in _edges(plan)}
+            if direct
+            else {}
+        )
+        return cls(
+            plan,
+            rank,
+            stage,
+            replica,
+            device,
+            world,
+            own,
+            updates,
+            ties,
+            world,
+            back,
+            edges,
+            statistics,
+        )
 
     @property
     def direct(self) -> bool:
@@ -115,7 +135,14 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the groups that were made for the plan; the world stays."""
-        made = [self.replicas, self.updates, self.statistics, self.back, *self.shared.values(), *self.edges.values()]
+        made = [
+            self.replicas,
+            self.updates,
+            self.statistics,
+            self.back,
+            *self.shared.values(),
+            *self.edges.values(),
+        ]
         for group in made:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -177,14 +204,21 @@ def start_processes(file: str | None = None) -> None:
     if file is None:
         store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
     else:
-        rank, size, restart = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+        rank, size, restart = (
+            int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+        )
         store = dist.FileStore(f"{file}-{restart}", size)  # type: ignore[attr-defined]
     wait_for_all(dist.PrefixStore("roll-call", store), rank, size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 def wait_for_all(
-    store: Any, rank: int, size: int, *, join_seconds: float = JOIN_SECONDS, note_seconds: float = NOTE_SECONDS
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    join_seconds: float = JOIN_SECONDS,
+    note_seconds: float = NOTE_SECONDS,
 ) -> None:
     """Wait for every rank to call this with the same ``store`` of torch, and say which do not: torch would wait for
     twice as long and name none.
@@ -201,9 +235,14 @@ def wait_for_all(
             absent = [each for each in range(size) if not store.check([f"rank {each}"])]
             text = f"{_listed(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within"
             if seconds > join_seconds and absent:
-                raise AbsentError(f"{text} {join_seconds:g} s: see what hinders its process from starting, or its host")
+                raise AbsentError(
+                    f"{text} {join_seconds:g} s: see what hinders its process from starting, or its host"
+                )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
-                print(f"parallax: {text} {note_seconds:g} s; waiting up to {join_seconds:g} s", file=sys.stderr)
+                print(
+                    f"parallax: {text} {note_seconds:g} s; waiting up to {join_seconds:g} s",
+                    file=sys.stderr,
+                )
             noted = True
         time.sleep(_POLL_SECONDS)
 

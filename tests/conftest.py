@@ -46,10 +46,16 @@ def no_leak(request: pytest.FixtureRequest) -> Iterator[None]:
     workers = set()
     if "pool" in request.fixturenames:
         workers = {process.pid for process, _ in request.getfixturevalue("pool")._workers}
-    children = [c for c in this.children() if c.pid not in workers and c.pid not in _session_children(this)]
+    children = [
+        c for c in this.children() if c.pid not in workers and c.pid not in _session_children(this)
+    ]
     left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
-    changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
-    changed = {k for k in changed if k != "PYTEST_CURRENT_TEST" and not k.startswith("TORCHINDUCTOR")}
+    changed = {
+        k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)
+    }
+    changed = {
+        k for k in changed if k != "PYTEST_CURRENT_TEST" and not k.startswith("TORCHINDUCTOR")
+    }
     assert not left, f"threads left over: {left}"
     assert not changed, f"environment variables changed: {changed}"
     alive = [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]

@@ -45,7 +45,9 @@ def make_plan(
         )
         for low, high, r in zip(bounds, bounds[1:], (*replicas,) * interleave)
     )
-    rank = RankPrediction(peak_bytes=0, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    rank = RankPrediction(
+        peak_bytes=0, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
+    )
     return Plan(
         model="test",
         fingerprint=chain.fingerprint(),

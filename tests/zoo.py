@@ -84,7 +84,8 @@ def _segment(outputs: Tensor, targets: Tensor) -> Tensor:
 def unet_batch(rows: int, step: int) -> TensorRows:
     random = _random(step)
     return TensorRows(
-        torch.randn(rows, 3, 16, 16, generator=random), torch.randint(0, 2, (rows, 16, 16), generator=random)
+        torch.randn(rows, 3, 16, 16, generator=random),
+        torch.randint(0, 2, (rows, 16, 16), generator=random),
     )
 
 
@@ -123,7 +124,9 @@ class ResNet(nn.Module):
 
 def resnet_batch(rows: int, step: int) -> TensorRows:
     random = _random(step)
-    return TensorRows(torch.randn(rows, 3, 8, 8, generator=random), torch.randint(0, 5, (rows,), generator=random))
+    return TensorRows(
+        torch.randn(rows, 3, 8, 8, generator=random), torch.randint(0, 5, (rows,), generator=random)
+    )
 
 
 # ---- towers ----------------------------------------------------------------------------------------
@@ -156,7 +159,10 @@ def towers_loss(outputs: dict[str, Any], targets: tuple[Tensor, Tensor]) -> Tens
 
 def towers_batch(rows: int, step: int) -> TensorRows:
     random = _random(step)
-    inputs = {"query": torch.randn(rows, 6, generator=random), "item": torch.randn(rows, 10, generator=random)}
+    inputs = {
+        "query": torch.randn(rows, 6, generator=random),
+        "item": torch.randn(rows, 10, generator=random),
+    }
     classes = torch.randint(0, 4, (rows,), generator=random)
     return TensorRows(inputs, (classes, torch.randn(rows, generator=random)))
 
@@ -176,7 +182,10 @@ class Recurrent(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows, length = tokens.shape
-        x = self.embedding(tokens) + torch.arange(length, device=tokens.device)[None, :, None] / length
+        x = (
+            self.embedding(tokens)
+            + torch.arange(length, device=tokens.device)[None, :, None] / length
+        )
         state = torch.zeros(1, rows, 8, device=tokens.device, dtype=x.dtype)
         state = (state, state) if isinstance(self.cell, nn.LSTM) else state
         for mixer in self.mixers:
@@ -252,7 +261,9 @@ class Mixture(nn.Module):
         for index, expert in enumerate(self.experts):
             mine = chosen == index
             if mine.any():  # asks for values
-                result[mine] = (Round.apply(expert(x[mine])) * share[mine].unsqueeze(-1)).to(result.dtype)
+                result[mine] = (Round.apply(expert(x[mine])) * share[mine].unsqueeze(-1)).to(
+                    result.dtype
+                )
         return x + result
 
 
@@ -272,7 +283,12 @@ class Mixtures(nn.Module):
 
 # ---- transformers ----------------------------------------------------------------------------------
 
-_SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TEXT = {"vocab_size": 64, "max_position_embeddings": 32}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -289,7 +305,9 @@ def gpt2() -> nn.Module:
 
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=4, n_positions=32, **drops, **_TOKENS)
+        GPT2Config(
+            vocab_size=64, n_embd=16, n_layer=2, n_head=4, n_positions=32, **drops, **_TOKENS
+        )
     )
 
 
@@ -302,13 +320,17 @@ def bert() -> nn.Module:
 def bert_classes() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(BertConfig(**_SIZES, **_TEXT, **_NO_DROPOUT, **_TOKENS, num_labels=5))
+    return BertForSequenceClassification(
+        BertConfig(**_SIZES, **_TEXT, **_NO_DROPOUT, **_TOKENS, num_labels=5)
+    )
 
 
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=8, patch_size=4, num_labels=5))
+    return ViTForImageClassification(
+        ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=8, patch_size=4, num_labels=5)
+    )
 
 
 def t5() -> nn.Module:
@@ -316,7 +338,14 @@ def t5() -> nn.Module:
 
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=64, dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **sizes)
+        T5Config(
+            vocab_size=64,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+            **sizes,
+        )
     )
 
 
@@ -340,7 +369,11 @@ def t5_batch(rows: int, step: int) -> TensorRows:
     (ids,) = target.inputs(0, rows)
     inputs = source.inputs(0, rows)
     return TensorRows(
-        {"input_ids": inputs["input_ids"], "decoder_input_ids": ids, "attention_mask": inputs["attention_mask"]},
+        {
+            "input_ids": inputs["input_ids"],
+            "decoder_input_ids": ids,
+            "attention_mask": inputs["attention_mask"],
+        },
         target.targets(0, rows),
     )
 

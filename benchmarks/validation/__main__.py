@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_all(files: Sequence[Path], calibration: Path | None, evaluation: Path | None) -> dict[str, Table]:
+def check_all(
+    files: Sequence[Path], calibration: Path | None, evaluation: Path | None
+) -> dict[str, Table]:
     """The tables by the name of their check. Files that are known not to be checked are named."""
     tables: dict[str, Table] = {}
     for path in files:
@@ -68,7 +70,9 @@ def check_all(files: Sequence[Path], calibration: Path | None, evaluation: Path 
     if calibration and evaluation:
         for path in (calibration, evaluation):
             if recognise(path) != "vtrain":
-                raise DataError(f"{path}: --calibrate and --evaluate take files with the columns of vtrain")
+                raise DataError(
+                    f"{path}: --calibrate and --evaluate take files with the columns of vtrain"
+                )
         tables["vtrain"] = vtrain.check(calibration, evaluation)
     return tables
 
@@ -83,7 +87,9 @@ def recognise(path: Path) -> str:
         if columns <= found:
             return reason
     shown = printable(", ".join(sorted(found)))[:200] or "none"
-    raise DataError(f"{path}: unknown columns ({shown}); known are the columns of {', '.join(CHECKS)}")
+    raise DataError(
+        f"{path}: unknown columns ({shown}); known are the columns of {', '.join(CHECKS)}"
+    )
 
 
 def check(path: Path, judge: Callable[[Path], Table]) -> Table:
@@ -91,7 +97,9 @@ def check(path: Path, judge: Callable[[Path], Table]) -> Table:
     try:
         return judge(path)
     except (KeyError, ValueError, ZeroDivisionError) as error:
-        raise DataError(f"{path}: a line cannot be read ({type(error).__name__}: {printable(str(error))})") from error
+        raise DataError(
+            f"{path}: a line cannot be read ({type(error).__name__}: {printable(str(error))})"
+        ) from error
 
 
 def _columns(path: Path) -> set[str]:
@@ -108,7 +116,10 @@ def report(table: Table) -> list[str]:
     cells = [("", "", "predicted", "measured", "error"), *(_cells(row) for row in table.rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(5)]
     lines = [
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in pairs)
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in pairs
+        )
         for pairs in (list(enumerate(zip(line, widths))) for line in cells)
     ]
     means = [f"{name} = {value:.4g}" for name, value in table.summary.items()]
@@ -124,15 +135,31 @@ def _cells(row: Row) -> tuple[str, str, str, str, str]:
 def summarise(tables: Mapping[str, Table]) -> dict[str, Any]:
     """The figures of all tables, nested and flat."""
     nested = {name: table.summary for name, table in tables.items()}
-    flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.summary.items()}
+    flat = {
+        f"{name}.{key}": value
+        for name, table in tables.items()
+        for key, value in table.summary.items()
+    }
     return {**nested, **flat}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.validation", description=__doc__.splitlines()[2])
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.csv", help="tables, recognised by their columns")
-    parser.add_argument("--calibrate", type=Path, metavar="A.csv", help="vTrain lines to fit the efficiency to")
-    parser.add_argument("--evaluate", type=Path, metavar="B.csv", help="vTrain lines to judge it on")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.validation", description=__doc__.splitlines()[2]
+    )
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE.csv",
+        help="tables, recognised by their columns",
+    )
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="A.csv", help="vTrain lines to fit the efficiency to"
+    )
+    parser.add_argument(
+        "--evaluate", type=Path, metavar="B.csv", help="vTrain lines to judge it on"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if bool(options.calibrate) != bool(options.evaluate):

@@ -31,19 +31,27 @@ from statistics import fmean, stdev
 
 from benchmarks.validation.table import Row, Table, read_rows
 from parallax.errors import DataError
-from parallax.plan.catalog import ALLOCATOR_BYTES, CatalogClusterConfig
+from parallax.plan.analytic.catalog import ALLOCATOR_BYTES, CatalogClusterConfig
+from parallax.plan.analytic.efficiency import (
+    Efficiency,
+    Observation,
+    calibrate,
+    default_efficiency,
+    price,
+)
+from parallax.plan.analytic.hardware import device_kind
+from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost import Below, load_stage
-from parallax.plan.efficiency import Efficiency, Observation, calibrate, default_efficiency, price
-from parallax.plan.hardware import device_kind
+from parallax.plan.cost.stage import Below, load_stage
 from parallax.plan.plan import Directive, StagePlan
-from parallax.plan.predict import Pipeline, predict
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import in_flight
-from parallax.plan.transformer import TransformerConfig
+from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.plan.work import ModelWork
 
-COLUMNS = frozenset({"model", "flash", "partition", "ckpt_layers", "optimizer_offload", "peak_reserved_MB"})
+COLUMNS = frozenset(
+    {"model", "flash", "partition", "ckpt_layers", "optimizer_offload", "peak_reserved_MB"}
+)
 
 MIB = 2**20
 DEVICE = "l4"
@@ -115,7 +123,12 @@ class Case:
             memory_bytes=2 * device.memory_bytes,
             host_update_seconds=device.host_update_seconds / min(self.replicas),
         )
-        return replace(nodes, nodes=tuple(replace(node, devices=(device,) * len(node.devices)) for node in nodes.nodes))
+        return replace(
+            nodes,
+            nodes=tuple(
+                replace(node, devices=(device,) * len(node.devices)) for node in nodes.nodes
+            ),
+        )
 
     def profile(self, efficiency: Efficiency, replicas: int) -> ModelProfile:
         """The model on the device, of whose optimizer each of ``replicas`` holds and steps its share (ZeRO-1,
@@ -223,7 +236,10 @@ def check(path: Path) -> Table:
     unseen = []
     for fold in range(min(FOLDS, len(cases))):
         others = _fit([case for index, case in enumerate(cases) if index % FOLDS != fold])
-        unseen += [Row(c.name, "step, unseen", c.step_seconds(others), c.seconds, "s") for c in cases[fold::FOLDS]]
+        unseen += [
+            Row(c.name, "step, unseen", c.step_seconds(others), c.seconds, "s")
+            for c in cases[fold::FOLDS]
+        ]
     errors = [row.error for row in rows if row.quantity == "reserved"]
     left_out = unseen_memory(cases)
     summary = {
@@ -263,7 +279,8 @@ def unseen_memory(cases: Sequence[Case]) -> list[float]:
         others = [gap for other, listed in enumerate(gaps) if other != index for gap in listed]
         limit = gap_limit(others) if len(others) > 1 else GAP_TENSORS
         found += [
-            (limit - gap) * case.tensor(stage) / (case.reserved[stage] * MIB) for stage, gap in enumerate(gaps[index])
+            (limit - gap) * case.tensor(stage) / (case.reserved[stage] * MIB)
+            for stage, gap in enumerate(gaps[index])
         ]
     return found
 
@@ -294,7 +311,9 @@ def _case(line: dict[str, str]) -> Case:
     def numbers(column: str) -> tuple[float, ...]:
         values = [float(value) for value in line[column].split("/")]
         if len(values) not in (1, len(partition)):
-            raise ValueError(f"{column} needs one value, or one for each of {len(partition)} stages")
+            raise ValueError(
+                f"{column} needs one value, or one for each of {len(partition)} stages"
+            )
         return tuple(values * len(partition) if len(values) == 1 else values)
 
     def whole(column: str) -> tuple[int, ...]:
@@ -332,5 +351,7 @@ def _case(line: dict[str, str]) -> Case:
         reserved=numbers("peak_reserved_MB"),
     )
     if sum(partition) != layers or sum(case.replicas) != case.devices:
-        raise ValueError(f"{layers} layers and {case.devices} devices are not what its stages add up to")
+        raise ValueError(
+            f"{layers} layers and {case.devices} devices are not what its stages add up to"
+        )
     return case

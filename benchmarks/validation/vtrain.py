@@ -3,7 +3,7 @@
 The runs are Megatron-LM's on up to eight A100-80GB with NVLink: fp16 with fp32 master copies, attention that keeps its
 scores, 1F1B over equal stages, and, after the last micro-batch, an all-reduce of fp16 gradients over the replicas, one
 of the embedding over the first and the last stage, and Adam. A step is predicted from the sizes in a line, the data
-sheet of the device, and one :class:`~parallax.plan.efficiency.Efficiency` for all lines::
+sheet of the device, and one :class:`~parallax.plan.analytic.efficiency.Efficiency` for all lines::
 
     (M − 1) · slowest stage + Σ stages + all-reduces + update + step_seconds
 
@@ -32,17 +32,23 @@ from statistics import fmean
 
 from benchmarks.validation.table import Row, Table, read_rows
 from parallax.errors import DataError
-from parallax.plan.catalog import CatalogClusterConfig
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.analytic.efficiency import (
+    Efficiency,
+    Observation,
+    calibrate,
+    default_efficiency,
+    price,
+)
+from parallax.plan.analytic.hardware import device_kind
+from parallax.plan.analytic.recipe import recipe
+from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster, Node
-from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.efficiency import Efficiency, Observation, calibrate, default_efficiency, price
-from parallax.plan.hardware import device_kind
+from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.plan import Directive, StagePlan
-from parallax.plan.predict import Pipeline
-from parallax.plan.predict import predict as planned
 from parallax.plan.profile import BlockCost, ModelProfile
-from parallax.plan.recipe import recipe
-from parallax.plan.transformer import TransformerConfig
+from parallax.plan.simulation.predict import Pipeline
+from parallax.plan.simulation.predict import predict as planned
 from parallax.plan.work import ModelWork
 
 TIME = "iteration time (ms)"
@@ -124,11 +130,15 @@ def check(calibration: Path, evaluation: Path | None = None) -> Table:
         seen = {run.layout for run in known}
         unseen = [run for run in read_runs(evaluation) if run.layout not in seen]
         if not unseen:
-            raise DataError(f"{evaluation}: every line is in {calibration} too; give lines to judge on")
+            raise DataError(
+                f"{evaluation}: every line is in {calibration} too; give lines to judge on"
+            )
         efficiency = fit(known)
         return _table([(run, efficiency) for run in unseen], {})
     by_model = cross_validate(known, [run.model for run in known])
-    spread = _predicted(cross_validate(known, [index % FOLDS for index in range(len(known))]), predict)
+    spread = _predicted(
+        cross_validate(known, [index % FOLDS for index in range(len(known))]), predict
+    )
     return _table(by_model, {"time_mean_error_known_models": _mean_error(spread)})
 
 
@@ -137,7 +147,9 @@ def read_runs(path: Path) -> list[Run]:
     try:
         runs = [_run(line) for line in read_rows(path) if int(line["tensor parallelism"]) == 1]
     except (KeyError, ValueError) as error:
-        raise DataError(f"{path}: {error}; every line needs numbers for {', '.join(sorted(COLUMNS))}") from error
+        raise DataError(
+            f"{path}: {error}; every line needs numbers for {', '.join(sorted(COLUMNS))}"
+        ) from error
     if not runs:
         raise DataError(f"{path}: no line without tensor parallelism to predict")
     return runs
@@ -170,11 +182,15 @@ def predict(run: Run, efficiency: Efficiency) -> float:
     compute = [layers * layer] * run.pipeline
     compute[0] += embedding
     compute[last] += head
-    exchange = 2 * (efficiency.exchange_seconds + NODE.local.seconds(blocks.stream_bytes)) if last else 0.0
+    exchange = (
+        2 * (efficiency.exchange_seconds + NODE.local.seconds(blocks.stream_bytes)) if last else 0.0
+    )
     stages = [seconds + exchange for seconds in compute]
     pipelined = (run.micro_batches - 1) * max(stages) + sum(stages)
 
-    ends = blocks.table_bytes + blocks.other_bytes  # whether one stage holds the table once or two do
+    ends = (
+        blocks.table_bytes + blocks.other_bytes
+    )  # whether one stage holds the table once or two do
     largest = layers * blocks.layer_bytes + ends
     node = _node(efficiency.network)
     reduced = all_reduce_seconds(largest, range(run.data), node)
@@ -194,14 +210,18 @@ def simulate(run: Run, efficiency: Efficiency) -> float:
     )
     ends = [0, *(1 + layers * stage for stage in range(1, run.pipeline)), run.layers + 2]
     stages = tuple(
-        StagePlan(start=start, stop=stop, replicas=run.data, directives=(Directive.KEEP,) * (stop - start))
+        StagePlan(
+            start=start, stop=stop, replicas=run.data, directives=(Directive.KEEP,) * (stop - start)
+        )
         for start, stop in pairwise(ends)
     )
     node = _node(efficiency.network)
     # What ran is known to fit.
     roomy = replace(node.devices[0], memory_bytes=1000 * node.devices[0].memory_bytes)
     link = replace(node.local, latency_seconds=efficiency.exchange_seconds)
-    cluster = replace(node, nodes=(Node(name="node", devices=(roomy,) * devices, concurrent=devices),), local=link)
+    cluster = replace(
+        node, nodes=(Node(name="node", devices=(roomy,) * devices, concurrent=devices),), local=link
+    )
     pipeline = Pipeline(
         schedule="1f1b",
         stages=stages,
@@ -215,13 +235,18 @@ def simulate(run: Run, efficiency: Efficiency) -> float:
 
 def fit(runs: Sequence[Run]) -> Efficiency:
     """The efficiency that predicts ``runs`` best, starting from what the device usually reaches."""
-    return calibrate(default_efficiency(DEVICE), [Observation(partial(predict, run), run.seconds) for run in runs])
+    return calibrate(
+        default_efficiency(DEVICE),
+        [Observation(partial(predict, run), run.seconds) for run in runs],
+    )
 
 
 def cross_validate(runs: Sequence[Run], folds: Sequence[Hashable]) -> list[tuple[Run, Efficiency]]:
     """Every run, and what was fitted to the runs of other folds."""
     if len(set(folds)) < 2:
-        raise DataError("validation needs lines of two models or more, or a second file to judge on")
+        raise DataError(
+            "validation needs lines of two models or more, or a second file to judge on"
+        )
     found = []
     for fold in dict.fromkeys(folds):
         efficiency = fit([run for run, other in zip(runs, folds) if other != fold])
@@ -297,7 +322,9 @@ def _work(hidden: int, heads: int, sequence: int) -> ModelWork:
         replace(done, bytes=replace(done.bytes, per_row=done.bytes.per_row + accesses * scores))
         for done, accesses in zip((layer.forward, layer.input_gradient), SCORE_ACCESSES)
     )
-    return replace(work, blocks=(embedding, replace(layer, forward=forward, input_gradient=backward), head))
+    return replace(
+        work, blocks=(embedding, replace(layer, forward=forward, input_gradient=backward), head)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -309,7 +336,10 @@ def _node(network: float) -> Cluster:
 
 def _table(judged: Sequence[tuple[Run, Efficiency]], more: dict[str, float]) -> Table:
     predicted, simulated = _predicted(judged, predict), _predicted(judged, simulate)
-    rows = tuple(Row(str(run), "step", 1000 * seconds, 1000 * run.seconds, "ms") for run, seconds in predicted)
+    rows = tuple(
+        Row(str(run), "step", 1000 * seconds, 1000 * run.seconds, "ms")
+        for run, seconds in predicted
+    )
     regret, simulated_regret = regrets(predicted), regrets(simulated)
     summary = {
         "time_mean_error": _mean_error(predicted),

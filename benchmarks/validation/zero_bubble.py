@@ -20,15 +20,36 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.validation.table import Row, Table, read_rows
-from parallax.plan.efficiency import default_efficiency
-from parallax.plan.hardware import device_kind
+from parallax.plan.analytic.efficiency import default_efficiency
+from parallax.plan.analytic.hardware import device_kind
 from parallax.plan.schedule import Order, zero_bubble
-from parallax.plan.timeline import StageTimes, Timeline, time_orders, time_schedule
+from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_orders, time_schedule
 
 COLUMNS = frozenset(
-    {"model", "layers", "heads", "hidden", "seq", "p", "b", "m", "TF_ms", "TB_ms", "TW_ms", "Tcomm_ms", "bub_1F1B"}
+    {
+        "model",
+        "layers",
+        "heads",
+        "hidden",
+        "seq",
+        "p",
+        "b",
+        "m",
+        "TF_ms",
+        "TB_ms",
+        "TW_ms",
+        "Tcomm_ms",
+        "bub_1F1B",
+    }
 )
-BUBBLES = {"1f1b": "1F1B", "interleaved": "1F1BI", "zb-h1": "ZBH1", "zb-h2": "ZBH2", "zb-1p": "ZB1p", "zb-2p": "ZB2p"}
+BUBBLES = {
+    "1f1b": "1F1B",
+    "interleaved": "1F1BI",
+    "zb-h1": "ZBH1",
+    "zb-h2": "ZBH2",
+    "zb-1p": "ZB1p",
+    "zb-2p": "ZB2p",
+}
 SPEEDS = {"1f1b": "1F1B", "interleaved": "1F1BI", "zb-1p": "ZB1p", "zb-2p": "ZB2p"}
 
 DEVICE = device_kind("a100-80")
@@ -69,7 +90,9 @@ class Case:
     @classmethod
     def of(cls, row: Mapping[str, str]) -> Case:
         """A line of the file; figures that it lacks are left out."""
-        forward, backward, weight, send = (float(row[f"{name}_ms"]) / 1e3 for name in ("TF", "TB", "TW", "Tcomm"))
+        forward, backward, weight, send = (
+            float(row[f"{name}_ms"]) / 1e3 for name in ("TF", "TB", "TW", "Tcomm")
+        )
         return cls(
             model=row["model"],
             layers=int(row["layers"]),
@@ -152,24 +175,32 @@ def check(path: Path) -> Table:
     rows: list[Row] = []
     for case in cases:
         for schedule, measured in case.bubbles.items():
-            rows.append(Row(case.name, f"bubble {schedule}", case.bubble(schedule), measured, share=True))
+            rows.append(
+                Row(case.name, f"bubble {schedule}", case.bubble(schedule), measured, share=True)
+            )
     for case in cases:
         overhead = calibrate([other for other in cases if other.model != case.model], case)
         for schedule, measured in case.samples_per_second.items():
             predicted = case.throughput(schedule, overhead)
-            rows.append(Row(case.name, f"samples {schedule}", predicted, measured, unit="samples/s"))
+            rows.append(
+                Row(case.name, f"samples {schedule}", predicted, measured, unit="samples/s")
+            )
     return Table("zero bubble", tuple(rows), _summary(rows))
 
 
 def calibrate(others: Sequence[Case], case: Case) -> Overhead:
     """The overhead of ``case``, from ``others``: Gauss-Newton on the relative errors of their samples per second."""
-    measured = [(other, s, value) for other in others for s, value in other.samples_per_second.items()]
+    measured = [
+        (other, s, value) for other in others for s, value in other.samples_per_second.items()
+    ]
     if not measured:
         return Overhead(case.send, 0.0)
 
     def errors(parameters: np.ndarray) -> np.ndarray:
         overhead = Overhead(*(float(value) for value in parameters))
-        return np.array([value / other.throughput(s, overhead) - 1.0 for other, s, value in measured])
+        return np.array(
+            [value / other.throughput(s, overhead) - 1.0 for other, s, value in measured]
+        )
 
     scale = np.array([np.mean([other.send for other in others]), 1e-2])
     found = np.zeros(2)
@@ -183,12 +214,20 @@ def calibrate(others: Sequence[Case], case: Case) -> Overhead:
 def _figures(row: Mapping[str, str], kind: str, columns: Mapping[str, str]) -> dict[str, float]:
     """What a row has of one kind of figure, by schedule; runs that failed have none."""
     found = {schedule: row.get(f"{kind}_{column}", "") for schedule, column in columns.items()}
-    return {schedule: float(text) for schedule, text in found.items() if text.replace(".", "", 1).isdigit()}
+    return {
+        schedule: float(text)
+        for schedule, text in found.items()
+        if text.replace(".", "", 1).isdigit()
+    }
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, float]:
     plain = [abs(row.error) for row in rows if row.quantity == "bubble 1f1b"]
-    other = [abs(row.error) for row in rows if row.quantity in ("bubble interleaved", "bubble zb-h1", "bubble zb-h2")]
+    other = [
+        abs(row.error)
+        for row in rows
+        if row.quantity in ("bubble interleaved", "bubble zb-h1", "bubble zb-h2")
+    ]
     speed = [abs(row.error) for row in rows if row.quantity.startswith("samples")]
     return {
         "bubble_1f1b_max_error": max(plain, default=0.0),

@@ -9,11 +9,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from parallax.commands.options import RUNS, add_json, add_words, console_of, print_json, trusting, words_of
-from parallax.feedback import CALIBRATED, correct
-from parallax.launch import Run
-from parallax.units import format_seconds
-from parallax.working import working
+from parallax.commands.options import (
+    RUNS,
+    add_json,
+    add_words,
+    console_of,
+    print_json,
+    trusting,
+    words_of,
+)
+from parallax.common.units import format_seconds
+from parallax.run.feedback import CALIBRATED, correct
+from parallax.run.launch import Run
+from parallax.run.working import working
 
 EXAMPLES = """examples:
   parallax calibrate runs/deeper                        after `parallax train name=deeper`
@@ -38,16 +46,29 @@ def run(parsed: argparse.Namespace) -> int:
         work.limit(found.config.trainer)
         corrected = correct(found.directory, found.config, found.plan, work)
     if parsed.json:
-        names = ("measured_seconds", "first_seconds", "first_error", "second_seconds", "second_error")
-        print_json({**{name: getattr(corrected, name) for name in names}, "profile": str(corrected.path)})
+        names = (
+            "measured_seconds",
+            "first_seconds",
+            "first_error",
+            "second_seconds",
+            "second_error",
+        )
+        print_json(
+            {**{name: getattr(corrected, name) for name in names}, "profile": str(corrected.path)}
+        )
         return 0
-    console.print(f"measured: {format_seconds(corrected.measured_seconds)} per step", highlight=False)
+    console.print(
+        f"measured: {format_seconds(corrected.measured_seconds)} per step", highlight=False
+    )
     for name, seconds, error in (
         ("first", corrected.first_seconds, corrected.first_error),
         ("second", corrected.second_seconds, corrected.second_error),
     ):
-        console.print(f"{name} prediction: {format_seconds(seconds)} ({error:+.1%})", highlight=False)
+        console.print(
+            f"{name} prediction: {format_seconds(seconds)} ({error:+.1%})", highlight=False
+        )
     console.print(
-        f"profile: {found.directory / CALIBRATED}; the next plan finds it in {corrected.path}", soft_wrap=True
+        f"profile: {found.directory / CALIBRATED}; the next plan finds it in {corrected.path}",
+        soft_wrap=True,
     )
     return 0

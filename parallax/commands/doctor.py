@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parallax.commands.options import add_json
-from parallax.doctor import run_doctor
+from parallax.machine.doctor import run_doctor
 
 EXAMPLES = """examples:
   parallax doctor                                       what this machine has, and what will go wrong on it

@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 from parallax.commands.options import add_json, add_overrides, console_of, print_json
 from parallax.config import compose
-from parallax.job import model_work
-from parallax.plan.contradiction import check_rows
-from parallax.plan.estimate import estimate
-from parallax.planning import stepped_by
+from parallax.plan.cost.estimate import estimate
+from parallax.plan.search.contradiction import check_rows
 from parallax.report import estimate_table
-from parallax.working import working
+from parallax.run.job import model_work
+from parallax.run.planning import stepped_by
+from parallax.run.working import working
 
 EXAMPLES = """examples:
   parallax estimate                                     the main job's model
@@ -36,7 +36,9 @@ def run(parsed: argparse.Namespace) -> int:
         work.limit(config.trainer)
         check_rows(config.trainer.global_batch, config.trainer.microbatch)
         costs = stepped_by(model_work(config, work), config.optimizer)
-        found = estimate(costs, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch)
+        found = estimate(
+            costs, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch
+        )
     if parsed.json:
         print_json(asdict(found))
         return 0

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_plan(parser)
     add_words(parser)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step"
+    )
     add_json(parser)
 
 
@@ -89,7 +91,9 @@ def _swap_rows(ranks: list[Any], directory: Path) -> tuple[list[Any], Renderable
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     reason = f"{type(error).__name__}: {printable(str(error))[:200]}"
-    return ConfigError(f"cannot read {printable(str(path))} ({reason}): train again to write it anew")
+    return ConfigError(
+        f"cannot read {printable(str(path))} ({reason}): train again to write it anew"
+    )
 
 
 def _swapped(directory: Path) -> tuple[list[Any], str]:

@@ -11,14 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
+from parallax.common.targets import load_target
+from parallax.common.terminal import safe_console
+from parallax.common.trust import KEYS, check_named
 from parallax.errors import ConfigError, printable
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import ORDERS, load_schedule, register_schedule
-from parallax.targets import load_target
-from parallax.terminal import safe_console
-from parallax.trust import KEYS, check_named
 
 RUNS = Path("runs")
 HOUR = 3600.0
@@ -28,7 +28,11 @@ FILE_WIDTH = 120  # columns of what is not printed to a terminal
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Settings as ``key=value``."""
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="settings in Hydra's override grammar"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings in Hydra's override grammar",
     )
 
 
@@ -58,8 +62,8 @@ def words_of(parsed: argparse.Namespace) -> dict[str, str]:
 
 
 def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
-    """What is asked about the class paths of a stored configuration, see :mod:`parallax.trust`. ``words`` are those
-    that the user has named on this command line; the file must name each of them, too."""
+    """What is asked about the class paths of a stored configuration, see :mod:`parallax.common.trust`. ``words`` are
+    those that the user has named on this command line; the file must name each of them, too."""
 
     def ask(file: Path, found: Mapping[str, str]) -> None:
         for key, typed in words.items():
@@ -75,16 +79,20 @@ def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], No
 
 def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> None:
     """Make the plan's schedule known where it is one of the user's own and the user has named it, see
-    :mod:`parallax.trust`."""
+    :mod:`parallax.common.trust`."""
     key, typed = "plan.schedule", words.get("plan.schedule", "")
     if plan.schedule in ORDERS or ":" in plan.schedule:
         if typed not in ("", plan.schedule):
-            raise ConfigError(f"{key}={printable(typed)}: the schedule of {printable(str(file))} is {plan.schedule}")
+            raise ConfigError(
+                f"{key}={printable(typed)}: the schedule of {printable(str(file))} is {plan.schedule}"
+            )
         if plan.schedule not in ORDERS:
             check_named(file, {key: plan.schedule}, [f"{key}={typed}"])
             load_schedule(plan.schedule)
         return
-    if not typed:  # a name given by parallax.register_schedule says nothing of where the function is
+    if (
+        not typed
+    ):  # a name given by parallax.register_schedule says nothing of where the function is
         raise ConfigError(
             f"{printable(str(file))} has the schedule {plan.schedule}, which nobody has registered here: add "
             f"{key}=package.module:function, its function"
@@ -94,12 +102,19 @@ def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The switch to output for programs."""
-    parser.add_argument("--json", action="store_true", help="print it for programs, as one line of JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print it for programs, as one line of JSON"
+    )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """The plan file that a command is about."""
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file, or the directory of a run, or its name")
+    parser.add_argument(
+        "plan",
+        type=Path,
+        metavar="PLAN",
+        help="a plan file, or the directory of a run, or its name",
+    )
 
 
 def console_of(parsed: argparse.Namespace) -> Console:
@@ -142,7 +157,9 @@ def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
 def check_writable(option: str, path: Path) -> None:
     """Raise :class:`ConfigError` where no file can be at ``path``: before the work, not after it."""
     if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"
+        reason = (
+            "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"
+        )
         raise ConfigError(f"{option} {printable(str(path))}: cannot be written ({reason})")
 
 
@@ -153,4 +170,6 @@ def writing(option: str, path: Path) -> Iterator[Path]:
     try:
         yield path
     except OSError as error:
-        raise ConfigError(f"{option} {printable(str(path))}: cannot be written ({error.strerror})") from error
+        raise ConfigError(
+            f"{option} {printable(str(path))}: cannot be written ({error.strerror})"
+        ) from error

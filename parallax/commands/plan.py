@@ -19,17 +19,17 @@ from parallax.commands.options import (
     writing,
 )
 from parallax.commands.what_if import what_if
+from parallax.common.trust import remember
 from parallax.config import compose
 from parallax.errors import ConfigError
-from parallax.job import plan_run, read_profile
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, plan_table
-from parallax.trust import remember
-from parallax.working import working
+from parallax.run.job import plan_run, read_profile
+from parallax.run.working import working
 
 if TYPE_CHECKING:
-    from parallax.planning import Planned
+    from parallax.run.planning import Planned
 
 EXAMPLES = """examples:
   parallax plan                                         what `parallax train` would do here
@@ -47,15 +47,27 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_json(parser)
-    parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="where to write it (default: plan.yaml)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="a profile of the model, instead of measuring it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("plan.yaml"),
+        help="where to write it (default: plan.yaml)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="a profile of the model, instead of measuring it",
+    )
     parser.add_argument(
         "--what-if",
         nargs="+",
         metavar="key=a,b",
         help="plan every combination of these values and compare; devices and nodes are short for cluster.*",
     )
-    parser.add_argument("--diff", nargs=2, type=Path, metavar="PLAN", help="what differs between two plan files")
+    parser.add_argument(
+        "--diff", nargs=2, type=Path, metavar="PLAN", help="what differs between two plan files"
+    )
     add_overrides(parser)
 
 
@@ -99,7 +111,9 @@ def _show(console: Console, planned: Planned) -> None:
 
 def _diff(parsed: argparse.Namespace, console: Console) -> int:
     if parsed.overrides or parsed.what_if is not None or parsed.profile is not None:
-        raise ConfigError("--diff compares two plan files and nothing else: leave out settings and other options")
+        raise ConfigError(
+            "--diff compares two plan files and nothing else: leave out settings and other options"
+        )
     first, second = (Plan.load(path) for path in parsed.diff)
     lines = first.diff(second)
     if parsed.json:

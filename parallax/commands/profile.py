@@ -6,12 +6,19 @@ import argparse
 import json
 from pathlib import Path
 
-from parallax.commands.options import add_json, add_overrides, check_writable, console_of, print_json, writing
+from parallax.commands.options import (
+    add_json,
+    add_overrides,
+    check_writable,
+    console_of,
+    print_json,
+    writing,
+)
 from parallax.config import compose
-from parallax.job import profile_run
-from parallax.planning import MEASURED_ROWS
 from parallax.report import profile_table
-from parallax.working import working
+from parallax.run.job import profile_run
+from parallax.run.planning import MEASURED_ROWS
+from parallax.run.working import working
 
 EXAMPLES = """examples:
   parallax profile                                      measures the main job's blocks on this machine
@@ -25,7 +32,9 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_json(parser)
-    parser.add_argument("--output", type=Path, default=Path("profile.json"), help="where to write it (profile.json)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("profile.json"), help="where to write it (profile.json)"
+    )
     add_overrides(parser)
 
 
@@ -44,7 +53,9 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     rows = min(MEASURED_ROWS, config.trainer.global_batch)
     console.print(profile_table(profile, rows))
-    if not any(block.moved.at(rows) for block in profile.blocks) and any(b.stays.at(rows) for b in profile.blocks):
+    if not any(block.moved.at(rows) for block in profile.blocks) and any(
+        b.stays.at(rows) for b in profile.blocks
+    ):
         console.print(
             f"of what {rows} row(s) save, nothing may leave the device: tensors smaller than "
             f"swap.minimum_bytes={config.swap.minimum_bytes} stay",

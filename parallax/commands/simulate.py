@@ -18,14 +18,14 @@ from parallax.commands.options import (
     words_of,
     writing,
 )
+from parallax.common.events import Span
+from parallax.common.units import format_seconds
 from parallax.errors import PlanError
-from parallax.events import Span
-from parallax.feedback import check_spans, measured_spans, typical_step
 from parallax.plan.plan import Plan
-from parallax.plan.predict import Forecast, Pipeline, predict
+from parallax.plan.simulation.predict import Forecast, Pipeline, predict
 from parallax.report import chrome_trace, timeline_png
 from parallax.report.simulation import simulation_table
-from parallax.units import format_seconds
+from parallax.run.feedback import check_spans, measured_spans, typical_step
 
 EXAMPLES = """examples:
   parallax simulate plan.yaml                           what every rank does in a step, and where its time goes
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     add_plan(parser)
     add_words(parser)
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace (Perfetto)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace (Perfetto)"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
     add_json(parser)
 
@@ -61,10 +63,15 @@ def run(parsed: argparse.Namespace) -> int:
         with writing("--png", parsed.png) as path, console.status("drawing"):
             timeline_png(_spans(forecast, plan), typical_step(measured), path)
     if parsed.json:
-        print_json({"hash": plan.hash(), **{k: v for k, v in asdict(forecast).items() if k != "spans"}})
+        print_json(
+            {"hash": plan.hash(), **{k: v for k, v in asdict(forecast).items() if k != "spans"}}
+        )
         return 0
     console.print(simulation_table(plan, forecast.ranks, forecast.stages))
-    console.print(f"step {format_seconds(forecast.step_seconds)}, bubble {forecast.bubble:.1%}", highlight=False)
+    console.print(
+        f"step {format_seconds(forecast.step_seconds)}, bubble {forecast.bubble:.1%}",
+        highlight=False,
+    )
     return 0
 
 

@@ -6,13 +6,13 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from parallax import launch
 from parallax.commands.options import add_overrides, trusting, words_of
+from parallax.common.lock import locked
+from parallax.common.signals import heeding, interrupt, under_torchrun
+from parallax.common.terminal import safe_console
+from parallax.common.trust import KEYS
 from parallax.errors import ConfigError, printable
-from parallax.lock import locked
-from parallax.signals import heeding, interrupt, under_torchrun
-from parallax.terminal import safe_console
-from parallax.trust import KEYS
+from parallax.run import launch
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -28,7 +28,11 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
-    parser.add_argument("--run-dir", type=Path, help="a prepared run directory: its config.yaml and plan.yaml are used")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        help="a prepared run directory: its config.yaml and plan.yaml are used",
+    )
     add_overrides(parser)
 
 
@@ -53,5 +57,7 @@ def _trusts(parsed: argparse.Namespace) -> launch.Trusts:
         return trusting({})
     for word in parsed.overrides:
         if word.partition("=")[0] not in KEYS:
-            raise ConfigError(f"{printable(word)}: --run-dir is prepared already; leave out one of them")
+            raise ConfigError(
+                f"{printable(word)}: --run-dir is prepared already; leave out one of them"
+            )
     return trusting(words_of(parsed))

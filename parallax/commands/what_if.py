@@ -13,11 +13,11 @@ from rich.console import Console
 from parallax.commands.options import HOUR, price_per_hour, print_json
 from parallax.config import RunConfig, compose
 from parallax.errors import ConfigError, InfeasiblePlan
-from parallax.job import plan_run, read_profile, tokens_per_row
 from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Plan
 from parallax.report.what_if import Outcome, what_if_table
-from parallax.working import working
+from parallax.run.job import plan_run, read_profile, tokens_per_row
+from parallax.run.working import working
 
 SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 
@@ -47,7 +47,11 @@ def what_if(parsed: argparse.Namespace, console: Console) -> int:
     console.print(what_if_table(outcomes))
     for outcome in outcomes:
         if not outcome.fits:
-            console.print(f"{' '.join(_overrides(outcome.settings))}: {outcome.reason}", highlight=False, markup=False)
+            console.print(
+                f"{' '.join(_overrides(outcome.settings))}: {outcome.reason}",
+                highlight=False,
+                markup=False,
+            )
     return 0
 
 
@@ -56,7 +60,9 @@ def _alternative(text: str) -> list[tuple[str, str]]:
     key, equals, values = text.partition("=")
     found = list(_split(values))
     if not equals or not key or not all(found):
-        raise ConfigError(f"--what-if {text}: accepted is key=VALUE,VALUE such as devices=2,4 or model.layers=12,24")
+        raise ConfigError(
+            f"--what-if {text}: accepted is key=VALUE,VALUE such as devices=2,4 or model.layers=12,24"
+        )
     return [(SHORT.get(key, key), value) for value in found]
 
 
@@ -95,7 +101,9 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
         schedule=plan.schedule,
         microbatch=plan.microbatch,
         step_seconds=seconds,
-        tokens_per_second=plan.global_batch * tokens_per_row(config) / seconds if seconds > 0 else 0.0,
+        tokens_per_second=plan.global_batch * tokens_per_row(config) / seconds
+        if seconds > 0
+        else 0.0,
         cost_per_step=price * seconds / HOUR,
         cost_per_hour=price,
     )

@@ -102,4 +102,6 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 def _has_names(value: Any) -> bool:
     """Whether ``value`` is a named tuple, of Python or, such as what torch.max returns, of C."""
-    return isinstance(value, tuple) and (hasattr(value, "_fields") or hasattr(value, "n_sequence_fields"))
+    return isinstance(value, tuple) and (
+        hasattr(value, "_fields") or hasattr(value, "n_sequence_fields")
+    )

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.block import Block, Cut, rebuild
-from parallax.model.cut import cut_trace
 from parallax.model.families import cut_family
-from parallax.model.trace import Sample
+from parallax.model.recording.cut import cut_trace
+from parallax.model.recording.trace import Sample
 from parallax.model.weights import Weights
 
 logger = logging.getLogger("parallax")
@@ -71,10 +71,14 @@ class Chain:
         text = [str(self.dtype)]
         for block in self.blocks:
             text.append(f"{block.name}|{block.module!r}")
-            text += [f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()]
+            text += [
+                f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()
+            ]
         return hashlib.sha256("\n".join([*text, *sorted(self.ties)]).encode()).hexdigest()[:16]
 
-    def arguments(self, value: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def arguments(
+        self, value: Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         """A model's inputs as the first block takes them: a tensor, some in order, or some by name."""
         if not isinstance(value, Mapping):
             return as_tuple(value)
@@ -100,7 +104,11 @@ class Chain:
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             found.setdefault(id(tensor), name)
         return tuple(
-            {inner: found[id(t)] for inner, t in block.module.state_dict(keep_vars=True).items() if id(t) in found}
+            {
+                inner: found[id(t)]
+                for inner, t in block.module.state_dict(keep_vars=True).items()
+                if id(t) in found
+            }
             for block in self.blocks
         )
 
@@ -118,8 +126,8 @@ def describe(
 
     In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``; the
     families of transformers in :mod:`parallax.model.families`; the program of its ``forward``, recorded
-    (:mod:`parallax.model.trace`). ``sample(n)`` gives inputs of n rows, of which only shape and type are used; a
-    recorded program is then cut where the fewest bytes pass, and it is known which tensors have no rows.
+    (:mod:`parallax.model.recording.trace`). ``sample(n)`` gives inputs of n rows, of which only shape and type are
+    used; a recorded program is then cut where the fewest bytes pass, and it is known which tensors have no rows.
 
     ``weights``: a safetensors file or a folder of them, with the model's names. Raises :class:`DescribeError` with the
     lines to write where none of the ways applies.
@@ -147,7 +155,9 @@ def _cut(model: nn.Module, blocks: Sequence[str], sample: Sample | None) -> Cut:
     modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
     for module in modules or ():
         if id(module) not in names:
-            raise DescribeError(f"blocks() of {_kind(model)} returned a {_kind(module)} that is not part of the model")
+            raise DescribeError(
+                f"blocks() of {_kind(model)} returned a {_kind(module)} that is not part of the model"
+            )
     if modules is not None:
         _check_apart(names, modules)
         return Cut(tuple(Block(names[id(module)], module) for module in modules))
@@ -165,7 +175,9 @@ def build_on_meta(factory: ModelFactory) -> nn.Module:
             f"{str(error).splitlines()[0]}; let it compute nothing from the values of tensors"
         ) from error
     if not isinstance(model, nn.Module):
-        raise DescribeError(f"the model factory returned a {type(model).__name__}; it must return an nn.Module")
+        raise DescribeError(
+            f"the model factory returned a {type(model).__name__}; it must return an nn.Module"
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_meta:
             raise DescribeError(
@@ -180,7 +192,9 @@ def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> li
     return list(materialise_each(chain, range(start, stop), device))
 
 
-def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device) -> Iterator[nn.Module]:
+def materialise_each(
+    chain: Chain, indices: Iterable[int], device: torch.device
+) -> Iterator[nn.Module]:
     """The blocks ``indices``, in rising order, one by one, for whom all do not fit at one time.
 
     Initialisation happens on the CPU, block by block, so that the weights depend neither on the plan nor on the
@@ -195,7 +209,9 @@ def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device)
         weights.check(wanted, aliases, ignored={name for name, _ in chain.model.named_buffers()})
     whole: list[nn.Module] | None = None
     if chain.initialise is None and not _initialises_by_block(chain, saved=weights is not None):
-        logger.warning("the model cannot be initialised block by block: building all of it on the host")
+        logger.warning(
+            "the model cannot be initialised block by block: building all of it on the host"
+        )
         with torch.random.fork_rng(devices=[]):
             whole = _build_on_host(chain)
     made: dict[int, nn.Module] = {}
@@ -203,7 +219,12 @@ def materialise_each(chain: Chain, indices: Iterable[int], device: torch.device)
         with torch.random.fork_rng(devices=[]):
             made[index] = whole[index] if whole else _initialise(chain, index)
             for users in chain.ties.values():
-                _tie(users, index, made, lambda other: whole[other] if whole else _initialise(chain, other))
+                _tie(
+                    users,
+                    index,
+                    made,
+                    lambda other: whole[other] if whole else _initialise(chain, other),
+                )
         if weights:
             state = made[index].state_dict(keep_vars=True)
             for inner, name in chain.names[index].items():
@@ -228,7 +249,9 @@ def _own_blocks(model: nn.Module) -> list[nn.Module] | None:
         returned = blocks()
         found = list(returned) if isinstance(returned, Iterable) else []
         if not found or not all(isinstance(module, nn.Module) for module in found):
-            raise DescribeError(f"blocks() of {_kind(model)} must return modules, at least one; got {returned!r:.80}")
+            raise DescribeError(
+                f"blocks() of {_kind(model)} must return modules, at least one; got {returned!r:.80}"
+            )
         return found
     if isinstance(model, nn.Sequential) and len(model) > 0:
         return list(model)
@@ -240,7 +263,11 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     found: list[nn.Module] = []
     for pattern in patterns:
         depth = pattern.count(".")
-        matches = [name for name in named if name.count(".") == depth and fnmatch.fnmatchcase(name, pattern)]
+        matches = [
+            name
+            for name in named
+            if name.count(".") == depth and fnmatch.fnmatchcase(name, pattern)
+        ]
         if not matches:
             raise DescribeError(
                 f"model.blocks: {pattern} matches no module of {_kind(model)}; it has "
@@ -304,7 +331,9 @@ def _initialises_itself(block: nn.Module, *, saved: bool) -> bool:
             return True
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         in_file = set(module.state_dict()) if saved else set()
-        return all(name in in_file for name, _ in own) and all(covered(child) for child in module.children())
+        return all(name in in_file for name, _ in own) and all(
+            covered(child) for child in module.children()
+        )
 
     return covered(block)
 
@@ -331,7 +360,9 @@ def _build_on_host(chain: Chain) -> list[nn.Module]:
         model = chain.factory()
     model.to(dtype=chain.dtype)
     real = dict(model.named_modules(remove_duplicate=False))
-    memo: dict[int, Any] = {id(m): real[name] for name, m in chain.model.named_modules(remove_duplicate=False)}
+    memo: dict[int, Any] = {
+        id(m): real[name] for name, m in chain.model.named_modules(remove_duplicate=False)
+    }
     values = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -343,13 +374,18 @@ def _build_on_host(chain: Chain) -> list[nn.Module]:
     for block in chain.blocks:
         found = copy.deepcopy(block.module, memo)
         inside = {id(module) for module in found.modules()}
-        blocks.append(copy.deepcopy(found) if inside & used else found)  # a module that runs in several blocks
+        blocks.append(
+            copy.deepcopy(found) if inside & used else found
+        )  # a module that runs in several blocks
         used |= inside
     return blocks
 
 
 def _tie(
-    users: Sequence[tuple[int, str]], index: int, made: dict[int, nn.Module], other: Callable[[int], nn.Module]
+    users: Sequence[tuple[int, str]],
+    index: int,
+    made: dict[int, nn.Module],
+    other: Callable[[int], nn.Module],
 ) -> None:
     """Give the block ``index``, the latest of those ``made``, the parameter that ``users`` share; ``other`` makes a
     block of another stage."""
@@ -378,7 +414,9 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (value,)
     if isinstance(value, tuple | list) and all(isinstance(part, Tensor) for part in value):
         return tuple(value)
-    raise DescribeError(f"a block returned {type(value).__name__}; it must return a tensor or a tuple of tensors")
+    raise DescribeError(
+        f"a block returned {type(value).__name__}; it must return a tensor or a tuple of tensors"
+    )
 
 
 def _kind(module: nn.Module) -> str:
@@ -391,7 +429,10 @@ def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
         blocks = tuple(sorted({index for index, _ in users}))
         if len(blocks) > 1:
             first, name = users[0]
-            yield chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize, blocks
+            yield (
+                chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize,
+                blocks,
+            )
 
 
 class Found(Protocol):
@@ -406,7 +447,9 @@ _Found = TypeVar("_Found", bound=Found)
 
 
 def block_by_block(
-    chain: Chain, entering: tuple[Tensor, ...], find: Callable[[int, tuple[Tensor, ...], bool], _Found]
+    chain: Chain,
+    entering: tuple[Tensor, ...],
+    find: Callable[[int, tuple[Tensor, ...], bool], _Found],
 ) -> list[_Found]:
     """What ``find(index, entering, last)`` says of every block; the outputs of each are the inputs of the next. It is
     asked once for blocks that look the same."""
@@ -414,7 +457,11 @@ def block_by_block(
     found = []
     for index, block in enumerate(chain.blocks):
         last = index == len(chain.blocks) - 1
-        seen = look(block.module, entering) + (" first" if index == 0 else "") + (" with loss" if last else "")
+        seen = (
+            look(block.module, entering)
+            + (" first" if index == 0 else "")
+            + (" with loss" if last else "")
+        )
         if seen not in known:
             known[seen] = find(index, entering, last)
         found.append(known[seen])
@@ -424,6 +471,8 @@ def block_by_block(
 
 def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     """Equal for blocks that cost the same."""
-    shapes = [f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()]
+    shapes = [
+        f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()
+    ]
     entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
     return "|".join([repr(module), *shapes, *entering])

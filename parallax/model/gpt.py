@@ -31,7 +31,9 @@ class GPTConfig:
         if self.hidden % self.heads:
             raise ConfigError(f"model.heads={self.heads}: must divide model.hidden={self.hidden}")
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout}: accepted are shares from 0 to below 1")
+            raise ConfigError(
+                f"model.dropout={self.dropout}: accepted are shares from 0 to below 1"
+            )
 
     def build(self) -> GPT:
         """The model, on torch's default device."""
@@ -74,7 +76,9 @@ class Layer(nn.Module):
         """Normal with deviation 0.02, residual outputs smaller by √(2·layers) (Radford et al. 2019)."""
         for linear in (self.qkv, self.out, self.up, self.down):
             residual = linear in (self.out, self.down)
-            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.depth) if residual else 0.02)
+            nn.init.normal_(
+                linear.weight, std=0.02 / math.sqrt(2 * self.depth) if residual else 0.02
+            )
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,5 +133,8 @@ class GPT(nn.Module):
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte; every row has the same number of targets."""
         return F.cross_entropy(
-            logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten()
+            logits.flatten(0, 1).float()
+            if logits.dtype == torch.bfloat16
+            else logits.flatten(0, 1),
+            targets.flatten(),
         )

@@ -27,8 +27,18 @@ import torch
 from parallax.errors import ConfigError, check_choice
 
 AS_IT_IS = contextlib.nullcontext()  # one for all, for forwards whose own cost counts
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPUTED_IN = {"fp32": ("fp32", "tf32", "bf16", "fp16"), "fp64": ("fp64",), "bf16": ("bf16",), "fp16": ("fp16",)}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+COMPUTED_IN = {
+    "fp32": ("fp32", "tf32", "bf16", "fp16"),
+    "fp64": ("fp64",),
+    "bf16": ("bf16",),
+    "fp16": ("fp16",),
+}
 _SHORT = ("bf16", "fp16")
 
 
@@ -39,7 +49,7 @@ class PrecisionConfig:
 
     ``boundary``: ``compute`` sends what floats between stages in the type of matrix products where that has two bytes;
     ``native`` as the blocks made it. ``loss_scale``: what the loss is multiplied by before the backward; ``auto`` finds
-    it out in fp16 (:class:`~parallax.runtime.scaling.LossScale`), and is 1 in other types, whose range is enough.
+    it out in fp16 (:class:`~parallax.runtime.optim.scaling.LossScale`), and is 1 in other types, whose range is enough.
     """
 
     parameters: str = "fp32"
@@ -53,7 +63,9 @@ class PrecisionConfig:
         check_choice("precision.boundary", self.boundary, ["compute", "native"])
         given = self.loss_scale
         if given != "auto" and (isinstance(given, str) or not 0 < given < float("inf")):
-            raise ConfigError(f"precision.loss_scale={given}: accepted are auto and finite numbers above 0")
+            raise ConfigError(
+                f"precision.loss_scale={given}: accepted are auto and finite numbers above 0"
+            )
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -63,7 +75,9 @@ class PrecisionConfig:
     @property
     def boundary_dtype(self) -> torch.dtype | None:
         """What floating tensors are sent in between stages; None is as they are."""
-        return DTYPES[self.compute] if self.boundary == "compute" and self.compute in _SHORT else None
+        return (
+            DTYPES[self.compute] if self.boundary == "compute" and self.compute in _SHORT else None
+        )
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """The context in which blocks and the loss run forward."""
@@ -89,7 +103,7 @@ class PrecisionConfig:
             convolutions.allow_tf32 = before[1]
 
     def __str__(self) -> str:
-        """The name of its recipe (:data:`parallax.plan.recipe.RECIPES`)."""
+        """The name of its recipe (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
         if self.compute in (self.parameters, "tf32"):
             return self.compute
         return f"{self.parameters}+{self.compute} autocast"

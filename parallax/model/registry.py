@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from parallax.common.targets import call_target
 from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
-from parallax.plan.transformer import TransformerConfig
-from parallax.targets import call_target
+from parallax.plan.analytic.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

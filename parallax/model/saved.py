@@ -14,7 +14,9 @@ from torch.nn import Parameter
 
 from parallax.model.private import is_wrapped
 
-_CHAIN_LENGTH = 4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
+_CHAIN_LENGTH = (
+    4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
+)
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
 NOT_PLAIN = "not plain strided memory"
 # Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
@@ -22,7 +24,12 @@ NOT_PLAIN = "not plain strided memory"
 PART = "part of a memory that it is no view of"
 _LEAF = "view or cast of a parameter"
 SMALL = "smaller than swap.minimum_bytes"
-_LOOKUPS = ("Embedding", "Index", "Gather", "Take")  # read a parameter at places that the data chose
+_LOOKUPS = (
+    "Embedding",
+    "Index",
+    "Gather",
+    "Take",
+)  # read a parameter at places that the data chose
 
 
 def address(storage: UntypedStorage) -> int:
@@ -48,7 +55,10 @@ class Selector:
         held = list(held)
         self._streams = streams
         self._largest = max((tensor.numel() for tensor in held), default=0)
-        self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}  # 0: no bytes at all
+        self._held = {
+            0,
+            *(address(tensor.untyped_storage()) for tensor in held),
+        }  # 0: no bytes at all
         self._plain = plain
         self._minimum = max(1, minimum_bytes)
 
@@ -59,14 +69,24 @@ class Selector:
     def why_kept(self, tensor: Tensor) -> str | None:
         """Why the storage of a saved ``tensor`` may not be moved; None: it may."""
         reason = self.why_kept_itself(tensor)
-        return _LEAF if reason is None and tensor.requires_grad and self._copied_from_leaf(tensor) else reason
+        return (
+            _LEAF
+            if reason is None and tensor.requires_grad and self._copied_from_leaf(tensor)
+            else reason
+        )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
         """The same without a look at its history, for very many tensors: a node of the graph that Python has seen is
         freed not in a loop but inside the call that freed the node before, so of 100,000 the stack overflows."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN
-        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or is_wrapped(tensor):
+        if (
+            tensor.is_nested
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+            or is_wrapped(tensor)
+        ):
             return NOT_PLAIN
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._minimum:
@@ -119,7 +139,9 @@ def _of_leaf(tensor: Tensor) -> bool:
 class Saved:
     """The bytes that autograd saves for backward, told apart by storage."""
 
-    def __init__(self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor) -> None:
+    def __init__(
+        self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor
+    ) -> None:
         self._held = {address(tensor.untyped_storage()) for tensor in held}
         self._selector = Selector(held, minimum_bytes, plain=plain)
         self._block: dict[int, tuple[int, bool]] = {}
@@ -149,7 +171,9 @@ class Saved:
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    def sums(self, entering: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    def sums(
+        self, entering: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> tuple[int, int, int, int]:
         """Bytes that may move, that stay, that the loss saves (it runs after the block, so they are neither offloaded
         nor recomputed), and all that a forward newly leaves behind."""
         block = {key: found for key, found in self._block.items() if key not in self._loss}

@@ -30,7 +30,10 @@ class Weights:
         self._places = {rename(name): (file, name) for name, file in _files(path).items()}
 
     def check(
-        self, wanted: Mapping[str, Sequence[int]], aliases: Mapping[str, Iterable[str]], ignored: Collection[str] = ()
+        self,
+        wanted: Mapping[str, Sequence[int]],
+        aliases: Mapping[str, Iterable[str]],
+        ignored: Collection[str] = (),
     ) -> None:
         """Every name in ``wanted`` is there with its shape, under that name or one of its ``aliases``, and there is
         nothing else but for what may be ``ignored``. Raises :class:`CheckpointError` with the names."""
@@ -53,7 +56,9 @@ class Weights:
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
         """Under which of its names a tensor is there: a shared one is saved once."""
-        return next((other for other in (name, *aliases.get(name, ())) if other in self._places), None)
+        return next(
+            (other for other in (name, *aliases.get(name, ())) if other in self._places), None
+        )
 
     def fill(self, tensor: Tensor, name: str) -> None:
         """Read ``name`` into ``tensor``."""
@@ -90,11 +95,15 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         held = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"weights {index}: it is no index of shards ({error}); download it again") from error
+        raise CheckpointError(
+            f"weights {index}: it is no index of shards ({error}); download it again"
+        ) from error
     names = {str(name): str(file) for name, file in held.items()}
     outside = [file for file in names.values() if Path(file).name != file]
     if outside:
-        raise CheckpointError(f"weights {index}: it names {outside[0]}, and shards lie beside their index")
+        raise CheckpointError(
+            f"weights {index}: it names {outside[0]}, and shards lie beside their index"
+        )
     return names
 
 
@@ -102,7 +111,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"weights {path}: it is no readable safetensors file ({error})") from error
+        raise CheckpointError(
+            f"weights {path}: it is no readable safetensors file ({error})"
+        ) from error
 
 
 def _list(names: Sequence[str]) -> str:

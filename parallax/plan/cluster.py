@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parallax.common.units import format_bytes
 from parallax.errors import PlanError
-from parallax.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +96,17 @@ class Cluster:
                 _check_device(f"device {i}", device)
         for node in self.nodes:
             if not node.devices:
-                raise PlanError(f"node {node.name} has no devices: leave it out, or give it one or more")
+                raise PlanError(
+                    f"node {node.name} has no devices: leave it out, or give it one or more"
+                )
             if not 0 < node.concurrent < float("inf"):
-                raise PlanError(f"node {node.name}: concurrent={node.concurrent} must be above zero and finite")
+                raise PlanError(
+                    f"node {node.name}: concurrent={node.concurrent} must be above zero and finite"
+                )
             if not all(0 < speed <= 1 for speed in node.speeds):
-                raise PlanError(f"node {node.name}: speeds {node.speeds} must be above 0 and at most 1")
+                raise PlanError(
+                    f"node {node.name}: speeds {node.speeds} must be above 0 and at most 1"
+                )
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -118,7 +124,8 @@ class Cluster:
             return device
         sharing = max(1.0, max(len(node.devices) for node in self.nodes) * device.tier_share)
         write, read = (
-            replace(link, bytes_per_second=link.bytes_per_second / sharing) for link in (device.write, device.read)
+            replace(link, bytes_per_second=link.bytes_per_second / sharing)
+            for link in (device.write, device.read)
         )
         return replace(device, write=write, read=read)
 
@@ -136,12 +143,18 @@ def _check_device(name: str, device: Device) -> None:
         )
     for key in ("reserve_bytes", "gap_tensors", "price_per_hour", "host_update_seconds"):
         if not 0 <= getattr(device, key) < float("inf"):
-            raise PlanError(f"{name}: {key}={getattr(device, key)} must be finite and not below zero")
+            raise PlanError(
+                f"{name}: {key}={getattr(device, key)} must be finite and not below zero"
+            )
     for key in ("gap_share", "overlap_loss"):
         if not 0 <= getattr(device, key) < 1:
-            raise PlanError(f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1")
+            raise PlanError(
+                f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1"
+            )
     if not 0 < device.tier_share <= 1:
-        raise PlanError(f"{name}: tier_share={device.tier_share} must be a share above 0 and at most 1")
+        raise PlanError(
+            f"{name}: tier_share={device.tier_share} must be a share above 0 and at most 1"
+        )
     if not 0 < device.speed < float("inf"):
         raise PlanError(f"{name}: speed={device.speed} must be above zero and finite")
     _check_link(f"{name} write", device.write)

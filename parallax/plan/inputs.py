@@ -59,11 +59,21 @@ class Inputs:
                 f"{printable(str(error))}; write both with `parallax plan`"
             ) from error
         if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise PlanError(f"{path} holds no inputs of version {VERSION}; write them with `parallax plan`")
+            raise PlanError(
+                f"{path} holds no inputs of version {VERSION}; write them with `parallax plan`"
+            )
         try:
             cluster = _read_cluster(data["cluster"])
             profile = ModelProfile.from_json(json.dumps(data["profile"]))
-        except (TypeError, KeyError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        except (
+            TypeError,
+            KeyError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise PlanError(
                 f"{path} does not hold a cluster and a profile: {printable(repr(error))}; write it with `parallax plan`"
             ) from error
@@ -80,16 +90,23 @@ def _cluster_data(cluster: Cluster) -> dict[str, Any]:
     return {
         "devices": [asdict(kind) for kind in kinds],
         "nodes": [
-            {**_fields(node), "devices": [kinds.index(device) for device in node.devices]} for node in cluster.nodes
+            {**_fields(node), "devices": [kinds.index(device) for device in node.devices]}
+            for node in cluster.nodes
         ],
-        **{name: value for name, value in asdict(_without_nodes(cluster)).items() if name != "nodes"},
+        **{
+            name: value
+            for name, value in asdict(_without_nodes(cluster)).items()
+            if name != "nodes"
+        },
     }
 
 
 def _without_nodes(cluster: Cluster) -> Cluster:
     """The same links over one device, whose fields are soon converted."""
     first = cluster.nodes[0]
-    return dataclasses.replace(cluster, nodes=(dataclasses.replace(first, devices=first.devices[:1]),))
+    return dataclasses.replace(
+        cluster, nodes=(dataclasses.replace(first, devices=first.devices[:1]),)
+    )
 
 
 def _fields(node: Node) -> dict[str, Any]:

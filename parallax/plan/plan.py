@@ -13,20 +13,24 @@ from typing import Any
 
 import yaml
 
-from parallax.documents import check_flat
+from parallax.common.documents import check_flat
+from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import ORDERS
-from parallax.units import format_bytes
 
 VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_OWN_SCHEDULE = re.compile(r"[\w.:-]{1,200}")  # whoever runs or simulates it must know it; a file can be read without
+_OWN_SCHEDULE = re.compile(
+    r"[\w.:-]{1,200}"
+)  # whoever runs or simulates it must know it; a file can be read without
 
-STATE_BUCKET_BYTES = 2 * 2**20  # of parameters that are stepped at one time where their states are below the device
+STATE_BUCKET_BYTES = (
+    2 * 2**20
+)  # of parameters that are stepped at one time where their states are below the device
 
 
 class Directive(StrEnum):
@@ -82,7 +86,9 @@ class RankPrediction:
     stall_seconds: float
 
     def __post_init__(self) -> None:
-        _check_numbers(self, int, "peak_bytes", "budget_bytes", "tier_peak_bytes", "offloaded_bytes")
+        _check_numbers(
+            self, int, "peak_bytes", "budget_bytes", "tier_peak_bytes", "offloaded_bytes"
+        )
         _check_numbers(self, float, "stall_seconds")
 
 
@@ -90,8 +96,8 @@ class RankPrediction:
 class StagePrediction:
     """Of the fullest rank of one pipeline position: its bytes at the peak, and the seconds of its step, by term.
 
-    ``memory``: see :meth:`parallax.plan.cost.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall (for
-    swapped data), reduce (not hidden behind compute), update, idle; their sum is the step.
+    ``memory``: see :meth:`parallax.plan.cost.stage.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall
+    (for swapped data), reduce (not hidden behind compute), update, idle; their sum is the step.
     """
 
     memory: dict[str, int]
@@ -101,7 +107,9 @@ class StagePrediction:
         for name, values in (("memory", self.memory), ("seconds", self.seconds)):
             for key, value in values.items():
                 if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                    raise PlanError(f"plan: {name}.{printable(str(key))}={printable(str(value))}: numbers from 0")
+                    raise PlanError(
+                        f"plan: {name}.{printable(str(key))}={printable(str(value))}: numbers from 0"
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +166,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
-            raise PlanError(f"plan version {self.version}: this Parallax reads version {VERSION}; plan again")
+            raise PlanError(
+                f"plan version {self.version}: this Parallax reads version {VERSION}; plan again"
+            )
         if self.schedule not in ORDERS and not _OWN_SCHEDULE.fullmatch(str(self.schedule)):
-            raise PlanError(f"plan schedule {printable(str(self.schedule))}: known are {', '.join(ORDERS)}")
+            raise PlanError(
+                f"plan schedule {printable(str(self.schedule))}: known are {', '.join(ORDERS)}"
+            )
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, float, "bound_seconds")
         if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):
@@ -170,19 +182,31 @@ class Plan:
         expected = 0
         for index, stage in enumerate(self.stages):
             if stage.start != expected or stage.stop <= stage.start:
-                raise PlanError(f"stage {index} holds blocks {stage.start}..{stage.stop}; it must start at {expected}")
+                raise PlanError(
+                    f"stage {index} holds blocks {stage.start}..{stage.stop}; it must start at {expected}"
+                )
             if stage.replicas < 1 or len(stage.directives) != stage.stop - stage.start:
-                raise PlanError(f"stage {index} needs one replica or more, and one directive for each of its blocks")
+                raise PlanError(
+                    f"stage {index} needs one replica or more, and one directive for each of its blocks"
+                )
             expected = stage.stop
         if self.interleave < 1 or len(self.stages) % self.interleave:
-            raise PlanError(f"{len(self.stages)} stages cannot be dealt out {self.interleave} to each position")
+            raise PlanError(
+                f"{len(self.stages)} stages cannot be dealt out {self.interleave} to each position"
+            )
         for index, stage in enumerate(self.stages):
             if stage.replicas != self.stages[self.position(index)].replicas:
-                raise PlanError(f"stage {index} has {stage.replicas} replicas, its position has another number")
+                raise PlanError(
+                    f"stage {index} has {stage.replicas} replicas, its position has another number"
+                )
         if len(self.prediction.ranks) != self.world_size:
-            raise PlanError(f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}")
+            raise PlanError(
+                f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}"
+            )
         if len(self.prediction.stages) not in (0, self.positions):
-            raise PlanError(f"the plan has {self.positions} positions but terms for {len(self.prediction.stages)}")
+            raise PlanError(
+                f"the plan has {self.positions} positions but terms for {len(self.prediction.stages)}"
+            )
         if self.placement and sorted(self.placement) != list(range(self.world_size)):
             raise PlanError(f"the placement must name each of {self.world_size} ranks once")
         for rank, found in enumerate(self.prediction.ranks):
@@ -256,9 +280,17 @@ class Plan:
             placement = tuple(int(rank) for rank in fields.pop("placement"))
             alternatives = tuple(Alternative(**other) for other in fields.pop("alternatives"))
             prediction = Prediction(ranks=ranks, stages=terms, **found)
-            return cls(stages=stages, prediction=prediction, placement=placement, alternatives=alternatives, **fields)
+            return cls(
+                stages=stages,
+                prediction=prediction,
+                placement=placement,
+                alternatives=alternatives,
+                **fields,
+            )
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
-            raise PlanError(f"not a plan file: {printable(str(error))}; write one with `parallax plan`") from error
+            raise PlanError(
+                f"not a plan file: {printable(str(error))}; write one with `parallax plan`"
+            ) from error
 
     def hash(self) -> str:
         """Equal for equal plans, on every rank."""
@@ -266,7 +298,9 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write YAML with the hash in its first line."""
-        text = yaml.dump(self.to_dict(), Dumper=_DUMPER, sort_keys=False, default_flow_style=None, width=110)
+        text = yaml.dump(
+            self.to_dict(), Dumper=_DUMPER, sort_keys=False, default_flow_style=None, width=110
+        )
         path.write_text(f"# parallax plan {self.hash()}\n{text}", encoding="utf-8")
 
     @classmethod
@@ -285,7 +319,16 @@ class Plan:
 
     def decisions(self) -> dict[str, Any]:
         """What the runtime does; equal for plans that differ in their predictions alone."""
-        names = ("fingerprint", "schedule", "global_batch", "microbatch", "stages", "interleave", "placement", "tier")
+        names = (
+            "fingerprint",
+            "schedule",
+            "global_batch",
+            "microbatch",
+            "stages",
+            "interleave",
+            "placement",
+            "tier",
+        )
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def diff(self, other: Plan) -> list[str]:
@@ -300,11 +343,17 @@ class Plan:
     @property
     def gap(self) -> float:
         """By what share of the lower bound the predicted step exceeds it; 0 where no bound is known."""
-        return self.prediction.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
+        return (
+            self.prediction.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
+        )
 
     def explain(self) -> list[str]:
         """Why the plan looks as it does, in sentences with its numbers."""
-        return [self._explain_shape(), *map(self._explain_position, range(self.positions)), *self.explain_choice()]
+        return [
+            self._explain_shape(),
+            *map(self._explain_position, range(self.positions)),
+            *self.explain_choice(),
+        ]
 
     def _explain_shape(self) -> str:
         micro = self.micro_batches(self.global_batch)
@@ -332,15 +381,18 @@ class Plan:
             seconds = [f"{name} {value:.3g} s" for name, value in _largest(terms.seconds)]
             text += f" ({', '.join(memory)}); {', '.join(seconds)}"
         if rank.offloaded_bytes:
-            text += (
-                f"; {format_bytes(rank.offloaded_bytes)} to {self.tier} per step, {rank.stall_seconds:.2f} s not hidden"
-            )
+            moved = format_bytes(rank.offloaded_bytes)
+            text += f"; {moved} to {self.tier} per step, {rank.stall_seconds:.2f} s not hidden"
         below = {
             "the optimizer's states": max(stage.optimizer_offload for stage in stages),
             "the parameters": max(stage.parameter_offload for stage in stages),
         }
-        text += "".join(f"; {share:.0%} of {what} in {self.tier}" for what, share in below.items() if share)
-        return text + ("; replicas share the optimizer's states." if stages[0].shard_optimizer else ".")
+        text += "".join(
+            f"; {share:.0%} of {what} in {self.tier}" for what, share in below.items() if share
+        )
+        return text + (
+            "; replicas share the optimizer's states." if stages[0].shard_optimizer else "."
+        )
 
     def explain_choice(self) -> list[str]:
         """Why this plan and not the runners-up, and how much better any plan could be."""
@@ -349,10 +401,15 @@ class Plan:
             lines = [f"{compared}; none that was left out can be faster by the planner's formula."]
         elif self.bound_seconds > 0:
             least = f"by the planner's formula none can take less than {self.bound_seconds:.4g} s"
-            lines = [f"{compared}, not all there are; {least}, so this one is at most {self.gap:.1%} above the best."]
+            lines = [
+                f"{compared}, not all there are; {least}, so this one is at most {self.gap:.1%} above the best."
+            ]
         else:
             lines = [f"{compared}, not all there are: a better plan may exist."]
-        return lines + [f"not chosen: {o.description}: {o.step_seconds:.4g} s, {o.reason}." for o in self.alternatives]
+        return lines + [
+            f"not chosen: {o.description}: {o.step_seconds:.4g} s, {o.reason}."
+            for o in self.alternatives
+        ]
 
 
 def _largest(terms: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -114,11 +114,17 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         if not self.blocks:
-            raise PlanError(f"profile of {self.model}: it has no blocks; describe the model as at least one block")
+            raise PlanError(
+                f"profile of {self.model}: it has no blocks; describe the model as at least one block"
+            )
         for block in self.blocks:
             for name in _NUMBERS:
                 value = getattr(block, name)
-                numbers = (value.fixed, value.per_row, value.floor) if isinstance(value, Affine) else (value,)
+                numbers = (
+                    (value.fixed, value.per_row, value.floor)
+                    if isinstance(value, Affine)
+                    else (value,)
+                )
                 if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
                     raise PlanError(
                         f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"
@@ -126,10 +132,14 @@ class ModelProfile:
         scalars = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
         for name in scalars:
             if not 0 <= getattr(self, name) < float("inf"):
-                raise PlanError(f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0")
+                raise PlanError(
+                    f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"
+                )
         tied = [0] * len(self.blocks)
         for size, users in self.ties:
-            named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(set(users))
+            named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(
+                set(users)
+            )
             if size <= 0 or len(users) < 2 or not named:
                 raise PlanError(
                     f"profile of {self.model}: tie {users} of {size} bytes must name two or more of its "
@@ -147,7 +157,9 @@ class ModelProfile:
         """Bytes of parameters that a stage of ``blocks`` holds: a shared parameter counts once within the stage."""
         total = sum(self.blocks[i].parameter_bytes for i in blocks)
         inside = set(blocks)
-        return total - sum(b * max(0, len(inside.intersection(users)) - 1) for b, users in self.ties)
+        return total - sum(
+            b * max(0, len(inside.intersection(users)) - 1) for b, users in self.ties
+        )
 
     def to_json(self) -> str:
         """The profile as JSON text."""
@@ -161,8 +173,17 @@ class ModelProfile:
             blocks = tuple(_block(block) for block in data.pop("blocks"))
             ties = tuple((int(b), tuple(int(u) for u in users)) for b, users in data.pop("ties"))
             return cls(blocks=blocks, ties=ties, **data)
-        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise PlanError(f"not a model profile: {printable(str(error))}; measure it again") from error
+        except (
+            TypeError,
+            KeyError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise PlanError(
+                f"not a model profile: {printable(str(error))}; measure it again"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> ModelProfile:
@@ -171,7 +192,9 @@ class ModelProfile:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             where = printable(str(path))
-            raise PlanError(f"cannot read profile {where}: {printable(str(error))}; measure it again") from error
+            raise PlanError(
+                f"cannot read profile {where}: {printable(str(error))}; measure it again"
+            ) from error
         try:
             return cls.from_json(text)
         except PlanError as error:
@@ -179,5 +202,7 @@ class ModelProfile:
 
 
 def _block(data: dict[str, Any]) -> BlockCost:
-    costs: dict[str, Any] = {k: Affine(**value) if isinstance(value, dict) else value for k, value in data.items()}
+    costs: dict[str, Any] = {
+        k: Affine(**value) if isinstance(value, dict) else value for k, value in data.items()
+    }
     return BlockCost(**costs)

@@ -20,8 +20,8 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from parallax.common.targets import check_call, load_target
 from parallax.errors import PlanError, check_choice, printable
-from parallax.targets import check_call, load_target
 
 Numbers = NDArray[np.int64]
 
@@ -32,7 +32,9 @@ class Kind(StrEnum):
     ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
     elsewhere ``backward`` is all of it."""
 
-    __hash__ = str.__hash__  # an enumeration's own is written in Python, and actions are looked up by kind all the time
+    __hash__ = (
+        str.__hash__
+    )  # an enumeration's own is written in Python, and actions are looked up by kind all the time
 
     RECEIVE_ACTIVATION = "receive_activation"
     RECEIVE_GRADIENT = "receive_gradient"
@@ -47,7 +49,11 @@ class Kind(StrEnum):
     UPDATE = "update"
 
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # in an order, a kind is its index here
+COMPUTE = (
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.BACKWARD_WEIGHT,
+)  # in an order, a kind is its index here
 FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 
@@ -96,10 +102,14 @@ def gpipe(positions: int, position: int, micro_batches: int, interleave: int) ->
     del positions, interleave
     micros = np.arange(micro_batches)
     kinds = np.repeat([FORWARD, BACKWARD], micro_batches)
-    return Order(kinds, np.full(2 * micro_batches, position), np.concatenate([micros, micros[::-1]]))
+    return Order(
+        kinds, np.full(2 * micro_batches, position), np.concatenate([micros, micros[::-1]])
+    )
 
 
-def one_forward_one_backward(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+def one_forward_one_backward(
+    positions: int, position: int, micro_batches: int, interleave: int
+) -> Order:
     """1F1B: warm up with one forward per later stage, then alternate.
 
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
@@ -138,9 +148,15 @@ def interleaved(positions: int, position: int, micro_batches: int, interleave: i
     groups = np.array_split(np.arange(micro_batches), max(1, micro_batches // positions))
     micros = np.concatenate([np.tile(group, interleave) for group in groups])
     chunks = np.concatenate([np.repeat(np.arange(interleave), len(group)) for group in groups])
-    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(groups[0])  # the first group is never smaller
+    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(
+        groups[0]
+    )  # the first group is never smaller
     last = interleave - 1
-    return _weave(warm_up, (position + positions * chunks, micros), (position + positions * (last - chunks), micros))
+    return _weave(
+        warm_up,
+        (position + positions * chunks, micros),
+        (position + positions * (last - chunks), micros),
+    )
 
 
 def zero_bubble_h1(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
@@ -172,7 +188,9 @@ def zero_bubble_h2(positions: int, position: int, micro_batches: int, interleave
         stage 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5
     """
     del interleave
-    return zero_bubble(position, micro_batches, warm_up=2 * (positions - position - 1), delay=2 * position)
+    return zero_bubble(
+        position, micro_batches, warm_up=2 * (positions - position - 1), delay=2 * position
+    )
 
 
 def zero_bubble(position: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
@@ -183,7 +201,9 @@ def zero_bubble(position: int, micro_batches: int, *, warm_up: int, delay: int) 
     return _sorted([count - warm_up, count, count + delay], [column] * 3)
 
 
-def _weave(warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]) -> Order:
+def _weave(
+    warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]
+) -> Order:
     """``warm_up`` forwards, then one backward and one forward in turn; both are given as (stages, micro-batches)."""
     count = np.arange(len(forward[0]))
     return _sorted([count - warm_up, count], [forward, backward])
@@ -212,7 +232,9 @@ Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, mi
 
 
 _MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
-_SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1)))  # pipelines looked at
+_SMALL = list(
+    itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1))
+)  # pipelines looked at
 
 
 def register_schedule(name: str, listing: Listing) -> None:
@@ -258,7 +280,9 @@ def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
     """What a schedule's function has returned."""
     found = list(listed) if isinstance(listed, Iterable) else [listed]
     if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:
-        raise PlanError(f"schedule {printable(name)}: its function gave {strange[0]}; accepted is a list of Action")
+        raise PlanError(
+            f"schedule {printable(name)}: its function gave {strange[0]}; accepted is a list of Action"
+        )
     return found
 
 
@@ -275,26 +299,44 @@ def load_schedule(target: str) -> None:
         register_schedule(target, listing)
 
 
-def _check_complete(name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int) -> None:
+def _check_complete(
+    name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int
+) -> None:
     """Every micro-batch goes through each kind of action once, in order."""
-    kinds = [kind for kind in COMPUTE if kind is not Kind.BACKWARD_WEIGHT or any(a.kind is kind for a in listed)]
+    kinds = [
+        kind
+        for kind in COMPUTE
+        if kind is not Kind.BACKWARD_WEIGHT or any(a.kind is kind for a in listed)
+    ]
     wanted = {Action(kind, position, micro) for kind in kinds for micro in range(micro_batches)}
     place = {action: index for index, action in enumerate(listed)}
     where = f"schedule {printable(name)}, stage {position} of {positions}, {micro_batches} micro-batches"
     odd = sorted(map(str, wanted.symmetric_difference(place)))
     if odd or len(listed) != len(place):
-        raise PlanError(f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or there twice")
+        raise PlanError(
+            f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or there twice"
+        )
     for micro in range(micro_batches):
         order = [place[Action(kind, position, micro)] for kind in kinds]
         if order != sorted(order):
-            raise PlanError(f"{where}: micro-batch {micro} goes backward before it has gone forward")
+            raise PlanError(
+                f"{where}: micro-batch {micro} goes backward before it has gone forward"
+            )
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
     """Every position takes micro-batches in one order, for messages between stages keep theirs; and none waits for
     ever: walk through all lists as far as each gets."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        if len({tuple(action.micro for action in listed if action.kind is kind) for listed in lists}) > 1:
+        if (
+            len(
+                {
+                    tuple(action.micro for action in listed if action.kind is kind)
+                    for listed in lists
+                }
+            )
+            > 1
+        ):
             raise PlanError(
                 f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s come in "
                 "another order on one stage than on another, but messages between stages keep theirs: list them alike"
@@ -305,7 +347,9 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
     while moved:
         moved = False
         for position, listed in enumerate(lists):
-            while nexts[position] < len(listed) and _ready(listed[nexts[position]], done, len(lists)):
+            while nexts[position] < len(listed) and _ready(
+                listed[nexts[position]], done, len(lists)
+            ):
                 done.add(listed[nexts[position]])
                 nexts[position] += 1
                 moved = True
@@ -322,18 +366,27 @@ def _ready(action: Action, done: set[Action], positions: int) -> bool:
     if action.kind is Kind.FORWARD:
         return action.stage == 0 or Action(action.kind, action.stage - 1, action.micro) in done
     if action.kind is Kind.BACKWARD:
-        return action.stage == positions - 1 or Action(action.kind, action.stage + 1, action.micro) in done
+        return (
+            action.stage == positions - 1
+            or Action(action.kind, action.stage + 1, action.micro) in done
+        )
     return True
 
 
-def order(schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1) -> Order:
+def order(
+    schedule: str, positions: int, position: int, micro_batches: int, *, interleave: int = 1
+) -> Order:
     """The forwards and backwards of one position, as columns. Raises :class:`PlanError` where there are none, or where
     the schedule cannot interleave."""
     if ":" in schedule and schedule not in ORDERS:
-        raise PlanError(f"plan.schedule={printable(schedule)}: it is not known here; call parallax.register_schedule")
+        raise PlanError(
+            f"plan.schedule={printable(schedule)}: it is not known here; call parallax.register_schedule"
+        )
     check_choice("plan.schedule", schedule, ORDERS)
     if not 0 <= position < positions or micro_batches < 1:
-        raise PlanError(f"stage {position} of {positions} with {micro_batches} micro-batches: nothing to schedule")
+        raise PlanError(
+            f"stage {position} of {positions} with {micro_batches} micro-batches: nothing to schedule"
+        )
     if interleave < 1 or (interleave > 1 and schedule != "interleaved"):
         raise PlanError(
             f"{interleave} stages per position under schedule {schedule}: only schedule interleaved has more than one"
@@ -368,14 +421,18 @@ _FULL: dict[str, Callable[[int, int, int], int]] = {
 
 
 @lru_cache(maxsize=4096)
-def in_flight(schedule: str, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
+def in_flight(
+    schedule: str, stages: int, stage: int, micro_batches: int, interleave: int = 1
+) -> int:
     """The most micro-batches of a stage that have gone forward at one time, but not wholly backward.
 
     Where several of the ``stages`` share a position, their peaks come at different times: no smaller numbers would
     bound the bytes of the position whatever each of its stages saves.
     """
     if stages % interleave or not 0 <= stage < stages:
-        raise PlanError(f"stage {stage} of {stages}, {interleave} per position: there is no such stage")
+        raise PlanError(
+            f"stage {stage} of {stages}, {interleave} per position: there is no such stage"
+        )
     positions = stages // interleave
     if interleave == 1 and schedule in _FULL:  # as the docstrings of these orders say
         return min(micro_batches, _FULL[schedule](positions, stage, micro_batches))

@@ -1,8 +1,8 @@
 """What a model asks of a device, whatever the device: floating-point operations, bytes and kernels, block by block.
 
-The half of an analytic profile that follows from shapes alone; :mod:`parallax.plan.efficiency` turns it into seconds on
-a kind of device. It comes from a module on the meta device (``model/count.py``) or from numbers
-(:mod:`parallax.plan.transformer`).
+The half of an analytic profile that follows from shapes alone; :mod:`parallax.plan.analytic.efficiency` turns it into
+seconds on a kind of device. It comes from a module on the meta device (``model/profiling/count.py``) or from numbers
+(:mod:`parallax.plan.analytic.transformer`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parallax.plan.estimate import Estimate
-from parallax.units import format_bytes
+from parallax.common.units import format_bytes
+from parallax.plan.cost.estimate import Estimate
 
 
 def estimate_table(found: Estimate) -> RenderableType:
@@ -23,10 +23,14 @@ def estimate_table(found: Estimate) -> RenderableType:
             terms.add_row(term, format_bytes(found.keep[term]), format_bytes(found.recompute[term]))
     sums = (sum(found.keep.values()), sum(found.recompute.values()))
     terms.add_row("sum", *map(format_bytes, sums), style="bold")
-    pipelines = Text("bytes of the fullest stage under 1f1b, blocks cut so that it needs the least:")
+    pipelines = Text(
+        "bytes of the fullest stage under 1f1b, blocks cut so that it needs the least:"
+    )
     stages = _table("stages")
     for need in found.pipelines:
-        stages.add_row(str(need.stages), format_bytes(need.keep_bytes), format_bytes(need.recompute_bytes))
+        stages.add_row(
+            str(need.stages), format_bytes(need.keep_bytes), format_bytes(need.recompute_bytes)
+        )
     besides = Text("without what a device's context, libraries and allocator take besides")
     return Group(about, terms, pipelines, stages, besides)
 

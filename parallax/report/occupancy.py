@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parallax.common.events import Span
+from parallax.common.units import format_bytes
 from parallax.errors import ConfigError
-from parallax.events import Span
 from parallax.report.figure import new_figure, save_png
 from parallax.report.timeline import COLOURS
-from parallax.units import format_bytes
 
 DEVICE, TIER, LIMIT = "#2b5c8a", "#c77f1a", "#b03a2e"
 DEVICE_COLUMN, TIER_COLUMN = 1, 2  # of a sample
@@ -52,7 +52,8 @@ class Occupancy:
     def save(self, directory: Path) -> None:
         """Write it into the directory of the run."""
         occupancy_path(directory, self.rank).write_text(
-            json.dumps(asdict(self) | {"spans": [span._asdict() for span in self.spans]}), encoding="utf-8"
+            json.dumps(asdict(self) | {"spans": [span._asdict() for span in self.spans]}),
+            encoding="utf-8",
         )
 
     @classmethod
@@ -61,13 +62,19 @@ class Occupancy:
         path = occupancy_path(directory, rank)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            found["samples"] = tuple((float(s), int(device), int(tier)) for s, device, tier in found["samples"])
+            found["samples"] = tuple(
+                (float(s), int(device), int(tier)) for s, device, tier in found["samples"]
+            )
             found["spans"] = tuple(Span(**span) for span in found["spans"])
             return cls(**found)
         except FileNotFoundError as error:
-            raise ConfigError(f"{path} is missing: rank {rank} wrote it on its own host; copy it from there") from error
+            raise ConfigError(
+                f"{path} is missing: rank {rank} wrote it on its own host; copy it from there"
+            ) from error
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ConfigError(f"cannot read {path} ({error}): train again to write it anew") from error
+            raise ConfigError(
+                f"cannot read {path} ({error}): train again to write it anew"
+            ) from error
 
 
 def occupancy_path(directory: Path, rank: int) -> Path:
@@ -95,19 +102,25 @@ def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
         _draw(device, step, DEVICE_COLUMN, DEVICE)
         device.axhline(step.limit_bytes, color=LIMIT, linewidth=2, linestyle="--")
         high = format_bytes(step.high(DEVICE_COLUMN))
-        device.set_title(f"{name}: device {high} of {format_bytes(step.limit_bytes)}", loc="left", fontsize=14)
+        device.set_title(
+            f"{name}: device {high} of {format_bytes(step.limit_bytes)}", loc="left", fontsize=14
+        )
         _draw(tier, step, TIER_COLUMN, TIER)
         tier.set_title(f"tier {format_bytes(step.high(TIER_COLUMN))}", loc="left", fontsize=14)
     length = max(step.bounds[1] - step.bounds[0] for step in shown) or 1.0
     for axes in rows[-1]:
         axes.set_xlabel("seconds", fontsize=13)
         axes.set_xlim(0, length)
-    lines: list[Any] = [Line2D([], [], color=DEVICE, linewidth=2, label="offloadable activations on the device")]
+    lines: list[Any] = [
+        Line2D([], [], color=DEVICE, linewidth=2, label="offloadable activations on the device")
+    ]
     lines += [Line2D([], [], color=LIMIT, linewidth=2, linestyle="--", label="their limit")]
     lines += [Line2D([], [], color=TIER, linewidth=2, label="in the tier below")]
     kinds = {span.kind for step in shown for span in step.spans}
     lines += [Patch(color=COLOURS[kind], label=kind) for kind in _ACTIONS if kind in kinds]
-    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=13, frameon=False)
+    figure.legend(
+        handles=lines, loc="outside lower center", ncols=len(lines), fontsize=13, frameon=False
+    )
     save_png(figure, path)
 
 
@@ -133,6 +146,8 @@ def _draw(axes: Any, step: Occupancy, column: int, colour: str) -> None:
     axes.set_yticks(ticks, [format_bytes(size) for size in ticks])
     axes.tick_params(labelsize=12, labelbottom=True)
     for kind in _ACTIONS:
-        pieces = [(span.start - start, span.end - span.start) for span in step.spans if span.kind == kind]
+        pieces = [
+            (span.start - start, span.end - span.start) for span in step.spans if span.kind == kind
+        ]
         style = {"facecolors": COLOURS[kind], "edgecolors": "white", "linewidth": 0.4}
         axes.broken_barh(pieces, (0, _STRIP), transform=axes.get_xaxis_transform(), **style)

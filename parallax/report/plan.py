@@ -8,9 +8,9 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
+from parallax.common.units import format_bytes, format_seconds
 from parallax.plan.plan import Directive, Plan, Prediction
 from parallax.plan.profile import ModelProfile
-from parallax.units import format_bytes, format_seconds
 
 MOST_COLUMNS = 8  # positions whose terms stand side by side
 
@@ -18,7 +18,9 @@ MOST_COLUMNS = 8  # positions whose terms stand side by side
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
     """A row for each run of alike stages, the prediction in the caption."""
     prediction = plan.prediction
-    parameters = f"{sum(block.parameters for block in profile.blocks):,} parameters in " if profile else ""
+    parameters = (
+        f"{sum(block.parameters for block in profile.blocks):,} parameters in " if profile else ""
+    )
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{plan.model}: {parameters}{plan.blocks} blocks",
@@ -32,10 +34,21 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("stage", "blocks", "replicas", "activations", "peak of budget", f"to {plan.tier}/step"):
+    for heading in (
+        "stage",
+        "blocks",
+        "replicas",
+        "activations",
+        "peak of budget",
+        f"to {plan.tier}/step",
+    ):
         table.add_column(heading, justify="left" if heading == "activations" else "right")
     for first, last in _alike(plan):
-        ranks = [plan.prediction.ranks[rank] for index in range(first, last + 1) for rank in plan.ranks(index)]
+        ranks = [
+            plan.prediction.ranks[rank]
+            for index in range(first, last + 1)
+            for rank in plan.ranks(index)
+        ]
         fullest = max(ranks, key=lambda rank: rank.peak_bytes / rank.budget_bytes)
         stage = plan.stages[first]
         each = f" ({stage.stop - stage.start} each)" if last > first else ""
@@ -65,7 +78,10 @@ def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
 def _doing(plan: Plan, index: int) -> str:
     stage = plan.stages[index]
     counts = [f"{d} {stage.directives.count(d)}" for d in Directive if d in stage.directives]
-    shares = (("optimizer states", stage.optimizer_offload), ("parameters", stage.parameter_offload))
+    shares = (
+        ("optimizer states", stage.optimizer_offload),
+        ("parameters", stage.parameter_offload),
+    )
     return ", ".join(counts + [f"{share:.0%} of {what} below" for what, share in shares if share])
 
 
@@ -107,7 +123,10 @@ def _columns(prediction: Prediction) -> list[tuple[int, int]]:
     stages = prediction.stages
 
     def look(index: int) -> tuple[object, ...]:
-        seconds = (round(value / (prediction.step_seconds or 1), 2) for value in stages[index].seconds.values())
+        seconds = (
+            round(value / (prediction.step_seconds or 1), 2)
+            for value in stages[index].seconds.values()
+        )
         return stages[index].memory, tuple(seconds)
 
     runs = []
@@ -121,7 +140,10 @@ def _columns(prediction: Prediction) -> list[tuple[int, int]]:
 
 
 def _add_terms(
-    table: Table, columns: Sequence[dict[str, int] | dict[str, float]], form: Callable[[float], str], total: str
+    table: Table,
+    columns: Sequence[dict[str, int] | dict[str, float]],
+    form: Callable[[float], str],
+    total: str,
 ) -> None:
     """A row for each term that is not zero everywhere, and their sum."""
     for term in dict.fromkeys(term for column in columns for term in column):

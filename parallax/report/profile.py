@@ -9,8 +9,8 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
+from parallax.common.units import format_bytes, format_seconds
 from parallax.plan.profile import BlockCost, ModelProfile
-from parallax.units import format_bytes, format_seconds
 
 
 def profile_table(profile: ModelProfile, rows: int) -> Table:
@@ -29,7 +29,16 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
         caption_justify="left",
     )
     table.add_column("block")
-    for heading in ("parameters", "forward", "backward", "saved", "of it moves", "by loss", "work", "output"):
+    for heading in (
+        "parameters",
+        "forward",
+        "backward",
+        "saved",
+        "of it moves",
+        "by loss",
+        "work",
+        "output",
+    ):
         table.add_column(heading, justify="right")
     for _, run in groupby(profile.blocks, key=lambda block: replace(block, name="")):
         blocks = list(run)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parallax.units import format_bytes
+from parallax.common.units import format_bytes
 
 
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
@@ -18,14 +18,22 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 
     ``summary`` is the content of ``summary.json``; a value that is missing or null is shown as a dash.
     """
-    run = Table(title="predicted and measured", box=box.SIMPLE, title_justify="left", title_style="bold")
+    run = Table(
+        title="predicted and measured", box=box.SIMPLE, title_justify="left", title_style="bold"
+    )
     for column in ("", "predicted", "measured", "measured / predicted"):
         run.add_column(column, justify="left" if not column else "right")
     step = (summary.get("predicted_step_seconds"), summary.get("step_seconds_median"))
     run.add_row("step seconds", _cell(step[0], "{:.3f}"), _cell(step[1], "{:.3f}"), _ratio(*step))
     bubble = (summary.get("bubble_predicted"), summary.get("bubble_measured"))
     run.add_row("bubble", _cell(bubble[0], "{:.1%}"), _cell(bubble[1], "{:.1%}"), _ratio(*bubble))
-    ranks = Table(title="ranks", box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", title_style="bold")
+    ranks = Table(
+        title="ranks",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        title_style="bold",
+    )
     for column in ("rank", "stage", "replica", "budget", "predicted\npeak", "measured\npeak"):
         ranks.add_column(column, justify="right")
     for column in ("offloaded\nper step", "stall\nper step"):
@@ -33,7 +41,10 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     for rank in summary.get("ranks") or []:
         ranks.add_row(
             *(_cell(rank.get(key), "{}") for key in ("rank", "stage", "replica")),
-            *(_size(rank.get(key)) for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")),
+            *(
+                _size(rank.get(key))
+                for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")
+            ),
             _size(rank.get("offloaded_bytes_per_step")),
             _cell(rank.get("stall_seconds_per_step"), "{:.3f} s"),
         )
@@ -43,7 +54,8 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 def _outcome(summary: Mapping[str, Any]) -> str:
     """One sentence: steps, loss from and to, validation beside the unigram entropy, speed."""
     first, last, validation, entropy = (
-        _cell(summary.get(key), "{:.4f}") for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
+        _cell(summary.get(key), "{:.4f}")
+        for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
     speed = _cell(summary.get("tokens_per_second"), "{:,.0f}")
     return (

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from parallax.common.units import format_bytes, format_seconds
 from parallax.plan.plan import Plan, RankPrediction, StagePrediction
-from parallax.units import format_bytes, format_seconds
 
 MOST_RANKS = 32
 
 
-def simulation_table(plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]) -> Table:
+def simulation_table(
+    plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
+) -> Table:
     """A row per rank: its memory, and the seconds of the fullest rank of its position by term."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=f"{len(ranks) - MOST_RANKS} more ranks with --json" if len(ranks) > MOST_RANKS else None,
+        caption=f"{len(ranks) - MOST_RANKS} more ranks with --json"
+        if len(ranks) > MOST_RANKS
+        else None,
         collapse_padding=True,
         pad_edge=False,
         caption_justify="left",

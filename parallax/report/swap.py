@@ -14,8 +14,8 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from parallax.common.units import format_bytes, format_seconds
 from parallax.swap.statistics import SwapStatistics
-from parallax.units import format_bytes, format_seconds
 
 MOST_ROWS = 40
 _SUMMED = ("bytes_out", "bytes_in", "bytes_cancelled", "stall_seconds", "transfer_seconds")
@@ -27,7 +27,10 @@ Row = Mapping[str, Any]
 
 def swaps(statistics: SwapStatistics) -> bool:
     """Whether a stage decides about activations, be it that all of them stay, or moved anything else."""
-    return bool(statistics.decisions) or statistics.limit_bytes + statistics.bytes_out + statistics.bytes_in > 0
+    return (
+        bool(statistics.decisions)
+        or statistics.limit_bytes + statistics.bytes_out + statistics.bytes_in > 0
+    )
 
 
 class SwapRecord:
@@ -64,9 +67,12 @@ class SwapRecord:
             "bytes_in": last.bytes_in,
             "stall_seconds": last.stall_seconds,
             "overlap": last.overlap,
-            "micro_batches": [{"micro": micro, **asdict(found)} for micro, found in sorted(last.micro.items())],
+            "micro_batches": [
+                {"micro": micro, **asdict(found)} for micro, found in sorted(last.micro.items())
+            ],
             "decisions": {
-                reason: {"tensors": tensors, "bytes": size} for reason, (tensors, size) in last.decisions.items()
+                reason: {"tensors": tensors, "bytes": size}
+                for reason, (tensors, size) in last.decisions.items()
             },
         }
         return {**means, "overlap": total.overlap, **peaks, "last_step": last_step}
@@ -149,7 +155,9 @@ def _moved(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _decision_table(ranks: Sequence[Row]) -> Table:
     """Largest first: what moved, and what stayed and why."""
-    table = _table("saved tensors of the last step", "stage", "rank", "decision", "tensors", "bytes")
+    table = _table(
+        "saved tensors of the last step", "stage", "rank", "decision", "tensors", "bytes"
+    )
     table.columns[2].justify = "left"
     rows = []
     for rank in ranks:

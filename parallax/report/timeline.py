@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from parallax.events import Span, bubble_fraction
+from parallax.common.events import Span, bubble_fraction
 from parallax.report.figure import new_figure, save_png
 
 COLOURS = {
@@ -27,7 +27,9 @@ LAYERS = {
     "update": 4,
     "wait": 5,
 }  # above what overlaps them: transfers, at 3
-DIGIT_SHARE = 0.007  # width of a digit as a share of the axis: boxes too narrow for their number have none
+DIGIT_SHARE = (
+    0.007  # width of a digit as a share of the axis: boxes too narrow for their number have none
+)
 
 
 def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> None:
@@ -40,20 +42,28 @@ def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> Non
     from matplotlib.patches import Patch
 
     figure = new_figure()
-    shown = [("predicted", predicted), ("measured", measured)][: 2 if measured or not predicted else 1]
+    shown = [("predicted", predicted), ("measured", measured)][
+        : 2 if measured or not predicted else 1
+    ]
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     length = max(_length(predicted), _length(measured)) or 1.0
     kinds: set[str] = set()
     for axes, (name, spans) in zip(panels, shown, strict=True):
         kinds |= _draw(axes, spans, length)
-        title = f"{name}: {_length(spans):.3g} s, bubble {bubble_fraction(spans):.1%}" if spans else f"{name}: no spans"
+        title = (
+            f"{name}: {_length(spans):.3g} s, bubble {bubble_fraction(spans):.1%}"
+            if spans
+            else f"{name}: no spans"
+        )
         axes.set_title(title, loc="left", fontsize=15)
         axes.set_ylabel("rank", fontsize=13)
         axes.tick_params(labelsize=12, labelbottom=True)
     panels[-1].set_xlabel("seconds", fontsize=13)
     panels[-1].set_xlim(0, length * 1.005)
     patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(COLOURS), fontsize=13, frameon=False)
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(COLOURS), fontsize=13, frameon=False
+    )
     save_png(figure, path)
 
 
@@ -96,6 +106,10 @@ def _draw(axes: Any, spans: list[Span], length: float) -> set[str]:
     for (kind, row), pieces in boxes.items():
         if pieces := [piece for piece in pieces if piece[1] > 0]:
             shown.add(kind)
-            style = {"facecolors": COLOURS.get(kind, "#999999"), "edgecolors": "white", "linewidth": 0.6}
+            style = {
+                "facecolors": COLOURS.get(kind, "#999999"),
+                "edgecolors": "white",
+                "linewidth": 0.6,
+            }
             axes.broken_barh(pieces, (row - 0.4, 0.8), zorder=LAYERS.get(kind, 3), **style)
     return shown

@@ -10,17 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from parallax.events import Span
+from parallax.common.events import Span
 
 TRACKS = ("compute", "send", "swap")
-_TRACK_OF = {"send": 1, "receive": 1, "reduce": 1, "offload": 2, "fetch": 2}  # everything else computes
+_TRACK_OF = {
+    "send": 1,
+    "receive": 1,
+    "reduce": 1,
+    "offload": 2,
+    "fetch": 2,
+}  # everything else computes
 _MICROSECONDS = 1e6
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """The spans as trace events; time begins at the first span."""
     origin = min((span.start for span in spans), default=0.0)
-    events = [event for rank in sorted({span.rank for span in spans}) for event in _names(rank, spans)]
+    events = [
+        event for rank in sorted({span.rank for span in spans}) for event in _names(rank, spans)
+    ]
     events += [event for span in spans for event in _events(span, origin)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -29,10 +37,22 @@ def _names(rank: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
     stages = sorted({span.stage for span in spans if span.rank == rank})
     title = f"rank {rank}, stage {', '.join(map(str, stages))}"
     yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": title}}
-    yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
+    yield {
+        "ph": "M",
+        "pid": rank,
+        "tid": 0,
+        "name": "process_sort_index",
+        "args": {"sort_index": rank},
+    }
     for track, name in enumerate(TRACKS):
         yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
+        yield {
+            "ph": "M",
+            "pid": rank,
+            "tid": track,
+            "name": "thread_sort_index",
+            "args": {"sort_index": track},
+        }
 
 
 def _events(span: Span, origin: float) -> Iterator[dict[str, Any]]:
@@ -44,7 +64,12 @@ def _events(span: Span, origin: float) -> Iterator[dict[str, Any]]:
         "ts": (span.start - origin) * _MICROSECONDS,
     }
     name = span.kind if span.micro < 0 else f"{span.kind} {span.micro}"
-    about = {"step": span.step, "stage": span.stage, "micro_batch": span.micro, "wait_seconds": waited}
+    about = {
+        "step": span.step,
+        "stage": span.stage,
+        "micro_batch": span.micro,
+        "wait_seconds": waited,
+    }
     if lasted <= 0:
         yield {**common, "ph": "i", "s": "t", "name": name, "args": about}
         return

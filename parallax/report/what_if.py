@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from parallax.units import format_seconds
+from parallax.common.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,14 @@ def what_if_table(outcomes: Sequence[Outcome]) -> Table:
 def _cells(outcome: Outcome, priced: bool) -> list[str]:
     counts = outcome.replicas
     shape = f"{len(counts)} × {counts[0] if len(set(counts)) == 1 else list(counts)}"
-    cells = ["yes", shape, outcome.schedule, str(outcome.microbatch), format_seconds(outcome.step_seconds)]
+    cells = [
+        "yes",
+        shape,
+        outcome.schedule,
+        str(outcome.microbatch),
+        format_seconds(outcome.step_seconds),
+    ]
     cells.append(f"{outcome.tokens_per_second:,.0f}")
-    return cells + ([f"{outcome.cost_per_step:.4g}", f"{outcome.cost_per_hour:.4g}"] if priced else [])
+    return cells + (
+        [f"{outcome.cost_per_step:.4g}", f"{outcome.cost_per_hour:.4g}"] if priced else []
+    )

@@ -35,7 +35,9 @@ class TensorRows:
         self._targets = targets
         sizes = [len(tensor) for _, tensor in leaves((self._inputs, targets))]
         if len(set(sizes)) != 1 or sizes[0] == 0:
-            raise DataError(f"a batch needs the same number of rows, above zero, in inputs and targets; got {sizes}")
+            raise DataError(
+                f"a batch needs the same number of rows, above zero, in inputs and targets; got {sizes}"
+            )
         self._rows = sizes[0]
 
     def __len__(self) -> int:

@@ -28,9 +28,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parallax.common.files import disk_free_bytes
+from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, printable
-from parallax.files import disk_free_bytes
-from parallax.units import format_bytes
 
 VERSION = 1
 PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
@@ -79,7 +79,9 @@ def begin(partial: Path) -> None:
         remove_partial(partial.parent)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"cannot make {partial}: {error.strerror}{_free(partial)}; {UNTOUCHED}") from error
+        raise CheckpointError(
+            f"cannot make {partial}: {error.strerror}{_free(partial)}; {UNTOUCHED}"
+        ) from error
 
 
 def write_parts(
@@ -140,7 +142,9 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
         _sync(final.parent)
     except OSError as error:
         size = format_bytes(len(text))
-        raise CheckpointError(f"cannot write {size} to {path}: {error.strerror}{_free(path)}; {UNTOUCHED}") from error
+        raise CheckpointError(
+            f"cannot write {size} to {path}: {error.strerror}{_free(path)}; {UNTOUCHED}"
+        ) from error
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -155,20 +159,30 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
                 )
-            self.step, self.state, self.scale = int(index["step"]), dict(index["state"]), dict(index.get("scale", {}))
+            self.step, self.state, self.scale = (
+                int(index["step"]),
+                dict(index["state"]),
+                dict(index.get("scale", {})),
+            )
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
-            files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+            files = [
+                safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))
+            ]
             self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             reason = f"{type(error).__name__}: {printable(str(error))}"
-            raise CheckpointError(f"{directory} is damaged ({reason}); use an earlier one") from error
+            raise CheckpointError(
+                f"{directory} is damaged ({reason}); use an earlier one"
+            ) from error
 
     def check_names(self, expected: Iterable[str], fingerprint: str) -> None:
         """Refuse a checkpoint of another model, whose names ``expected`` are, before anything is changed."""
         wanted = set(expected)
-        found = {name.removeprefix("model/") for name in self._checksums if name.startswith("model/")}
+        found = {
+            name.removeprefix("model/") for name in self._checksums if name.startswith("model/")
+        }
         if self._fingerprint != fingerprint or wanted != found:
             raise CheckpointError(
                 f"{self.directory} holds another model: missing {_listed(wanted - found)}, extra "
@@ -188,9 +202,13 @@ class CheckpointReader:
         try:
             tensor: Tensor = self._where[name].get_tensor(name)
         except (KeyError, SafetensorError) as error:
-            raise CheckpointError(f"{self.directory} has no readable {name}; use an earlier one") from error
+            raise CheckpointError(
+                f"{self.directory} has no readable {name}; use an earlier one"
+            ) from error
         if self._checksums.get(name) != _checksum(tensor):
-            raise CheckpointError(f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint")
+            raise CheckpointError(
+                f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint"
+            )
         return tensor
 
     def check(self, names: dict[str, Tensor]) -> None:
@@ -200,7 +218,9 @@ class CheckpointReader:
             found = self.read(f"model/{name}")
             if found.shape != mine.shape:
                 was, due = list(found.shape), list(mine.shape)
-                raise CheckpointError(f"{self.directory}: {name} has shape {was} where {due} is due")
+                raise CheckpointError(
+                    f"{self.directory}: {name} has shape {was} where {due} is due"
+                )
             self.states(name)
 
     def states(self, name: str) -> dict[str, Tensor]:

@@ -21,31 +21,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.device import CopyEngine, copies_for
+from parallax.common.events import Span
 from parallax.errors import PlanError
-from parallax.events import Span
-from parallax.host import ResidentMeter
+from parallax.machine.device import CopyEngine, copies_for
+from parallax.machine.host import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
-from parallax.model.halves import Halves
-from parallax.model.norms import Norms
+from parallax.model.layers.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
+from parallax.model.split_backward import Halves
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import actions, evaluation_actions, splits
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
+from parallax.runtime.channels.transport import Channels
 from parallax.runtime.executor import Executor, Keep, Loss, Now, Program, Step
-from parallax.runtime.optimizer import Deal, OptimizerConfig, StageOptimizer
-from parallax.runtime.replicas import ReplicasConfig
-from parallax.runtime.replicate import SharedStates, sync_for
+from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.scaling import LossScale, gradient_norm
+from parallax.runtime.optim.tiers import Tiers
+from parallax.runtime.replicas.config import ReplicasConfig
+from parallax.runtime.replicas.replicate import SharedStates, sync_for
 from parallax.runtime.saving import Saving
-from parallax.runtime.scaling import LossScale, gradient_norm
 from parallax.runtime.stage import Stage
-from parallax.runtime.tiers import Tiers
-from parallax.runtime.transport import Channels
+from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
-from parallax.swap.manager import SwapManager
 from parallax.swap.statistics import SwapStatistics
 
 
@@ -70,9 +70,15 @@ class StepResult:
 class Engine:
     """One rank's stage with its optimizer, channels and swap manager. Made by :meth:`build`."""
 
-    def __init__(self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs) -> None:
+    def __init__(
+        self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs
+    ) -> None:
         self.plan, self.mesh = plan, mesh
-        self._chain, self._optimizer_config, self._precision = chain, configs.optimizer, configs.precision
+        self._chain, self._optimizer_config, self._precision = (
+            chain,
+            configs.optimizer,
+            configs.precision,
+        )
         self._shared = _shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
         self._memory = _memory_for(mesh.device, configs.precision)
@@ -97,14 +103,18 @@ class Engine:
                 policy=configs.swap.policy(),
                 verify=configs.swap.verify,
             )
-            selector = Selector(self._stage.held(), configs.swap.minimum_bytes, streams=self._stage.streams_memory)
+            selector = Selector(
+                self._stage.held(), configs.swap.minimum_bytes, streams=self._stage.streams_memory
+            )
             swap = (self._manager, selector)
         self._optimizer = self._open_optimizer(configs, copies)
         if self._optimizer.waiting:
             self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], Program] = {}
         split = splits(plan.schedule)
-        self._sync = sync_for(self._stage, mesh, self._optimizer.reduced, configs.replicas, split=split)
+        self._sync = sync_for(
+            self._stage, mesh, self._optimizer.reduced, configs.replicas, split=split
+        )
         self._channels = Channels(mesh, copies)
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
@@ -120,7 +130,9 @@ class Engine:
             self._sync,
             self._channels,
             swap,
-            stall_seconds=(lambda: sum(each.stall_seconds for each in waiting)) if waiting else float,
+            stall_seconds=(lambda: sum(each.stall_seconds for each in waiting))
+            if waiting
+            else float,
         )
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
@@ -174,7 +186,11 @@ class Engine:
         mesh = self.mesh
 
         def dealt(group: dist.ProcessGroup | None) -> Deal | None:
-            return partial(SharedStates, group, mesh.replica, mesh.replica_count) if group is not None else None
+            return (
+                partial(SharedStates, group, mesh.replica, mesh.replica_count)
+                if group is not None
+                else None
+            )
 
         return StageOptimizer(
             self._stage.resident(),
@@ -192,7 +208,11 @@ class Engine:
     def _stepped_below_elsewhere(self) -> set[Tensor]:
         """Parameters of this stage that others share, where any of them steps it below the device."""
         tensors, stages = self._stage.named_tensors(), self.plan.stages
-        names = [name for name, users in self._shared.items() if any(stages[user].optimizer_offload for user in users)]
+        names = [
+            name
+            for name, users in self._shared.items()
+            if any(stages[user].optimizer_offload for user in users)
+        ]
         return {tensors[name] for name in names if name in tensors}
 
     @property
@@ -253,7 +273,9 @@ class Engine:
         self._optimizer.finish()
         self._optimizer.zero_grad()
         totals: dict[str, float] = {}
-        self._run(batch, training=True, update=lambda share: totals.update(loss=self._sum(share)[0]))
+        self._run(
+            batch, training=True, update=lambda share: totals.update(loss=self._sum(share)[0])
+        )
         return totals["loss"]
 
     def evaluate(self, batch: Rows) -> float:
@@ -267,7 +289,12 @@ class Engine:
         parts it computed, each with the first of its rows; nothing on other ranks."""
         found: list[tuple[int, Any]] = []
         with self._evaluating():
-            self._run(batch, training=False, update=lambda share: None, keep=lambda *part: found.append(part))
+            self._run(
+                batch,
+                training=False,
+                update=lambda share: None,
+                keep=lambda *part: found.append(part),
+            )
         return found
 
     @contextlib.contextmanager
@@ -284,7 +311,9 @@ class Engine:
 
         All ranks fail together where one cannot write; what was saved before stays as it is.
         """
-        return self._saving.save(directory, self._step, {"state": state, "scale": self._scale.state()})
+        return self._saving.save(
+            directory, self._step, {"state": state, "scale": self._scale.state()}
+        )
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from a checkpoint of this model under any plan; the state that was saved with it.
@@ -365,7 +394,9 @@ class Engine:
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         scale = self._scale.factor
         mine = gradient_norm(self._stage.norm_terms(owned.values())) / scale
-        loss, total = self._sum(loss_share, mine * mine)  # ** would raise where the square is too large
+        loss, total = self._sum(
+            loss_share, mine * mine
+        )  # ** would raise where the square is too large
         norm = total**0.5
         parts = ((name, tensor, self._stage.gradient(tensor)) for name, tensor in owned.items())
         why = partial(nonfinite.find, self.mesh, batch, loss_share, parts)
@@ -373,7 +404,9 @@ class Engine:
         if accepted:
             dtype = torch.promote_types(self._chain.dtype, torch.float32)
             total_norm = torch.tensor(norm, dtype=dtype, device=self.mesh.device)
-            self._optimizer.step(total_norm, self._optimizer_config.rate(self._step, self._steps), scale)
+            self._optimizer.step(
+                total_norm, self._optimizer_config.rate(self._step, self._steps), scale
+            )
         else:
             self._optimizer.skip()
         return {"loss": loss, "norm": norm}
@@ -403,8 +436,16 @@ def _check_runnable(plan: Plan, chain: Chain) -> None:
         beyond.append("several stages on the only rank of a pipeline")
     if any(stage.parameter_offload for stage in plan.stages):
         beyond += ["parameters below the device although some are shared"] if chain.ties else []
-        beyond += [f"parameters below the device under schedule {plan.schedule}"] if splits(plan.schedule) else []
-        beyond += ["parameters below the device with several stages to a rank"] if plan.interleave > 1 else []
+        beyond += (
+            [f"parameters below the device under schedule {plan.schedule}"]
+            if splits(plan.schedule)
+            else []
+        )
+        beyond += (
+            ["parameters below the device with several stages to a rank"]
+            if plan.interleave > 1
+            else []
+        )
     if beyond:
         raise PlanError(
             f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
@@ -416,7 +457,12 @@ def _shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
     """Name of each parameter that stages of several positions hold → those positions, the first user's first."""
     shared = {}
     for name, users in chain.ties.items():
-        stages = [s for i, _ in users for s, stage in enumerate(plan.stages) if stage.start <= i < stage.stop]
+        stages = [
+            s
+            for i, _ in users
+            for s, stage in enumerate(plan.stages)
+            if stage.start <= i < stage.stop
+        ]
         positions = list(dict.fromkeys(plan.position(stage) for stage in stages))
         if len(positions) > 1:
             shared[name] = positions
@@ -435,13 +481,19 @@ def _memory_for(device: torch.device, precision: PrecisionConfig) -> Callable[[]
 def _touch_libraries(precision: PrecisionConfig) -> None:
     """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
     with torch.random.fork_rng(devices=[]):
-        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(precision.parameter_dtype)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
+            precision.parameter_dtype
+        )
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
         for _ in range(2):
             halves = Halves()
             with precision.autocast("cpu"), halves.splitting():
-                outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(0, 1)
-                loss = torch.nn.functional.cross_entropy(outputs.float(), torch.zeros(8, dtype=torch.int64))
+                outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(
+                    0, 1
+                )
+                loss = torch.nn.functional.cross_entropy(
+                    outputs.float(), torch.zeros(8, dtype=torch.int64)
+                )
             loss.backward()
             halves.finish()
             torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parallax.common.events import Span
 from parallax.errors import ParallaxError
-from parallax.events import Span
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
-from parallax.model.halves import Halves
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
+from parallax.model.split_backward import Halves
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.batch import Rows, to_device
-from parallax.runtime.crossings import Crossings, Tensors
-from parallax.runtime.message import Spec, spec_of
-from parallax.runtime.replicate import GradientSync
+from parallax.runtime.channels.message import Spec, spec_of
+from parallax.runtime.channels.stage_io import Crossings, Tensors
+from parallax.runtime.channels.transport import Channels
+from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import Stage, Where, private_random_state
-from parallax.runtime.transport import Channels
-from parallax.swap.manager import SwapManager
+from parallax.swap.activations.manager import SwapManager
 
 Loss = Callable[[Any, Any], Tensor]
 Keep = Callable[[int, Any], None]
@@ -95,9 +95,13 @@ class _Entry:
         """Of the floating inputs, once; zeros where nothing depends on them."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
-            return tuple([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+            return tuple(
+                [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            )
         device = self._anchor.device
-        return tuple(arrived) or tuple(torch.zeros(shape, dtype=t, device=device) for t, shape in self._specs)
+        return tuple(arrived) or tuple(
+            torch.zeros(shape, dtype=t, device=device) for t, shape in self._specs
+        )
 
 
 @dataclass(slots=True)
@@ -118,7 +122,9 @@ class Program:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
         self.splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
-        ends = {(a.stage, a.kind): a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        ends = {
+            (a.stage, a.kind): a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        }
         self.last = set(ends.values())
         self.first: list[Action] = []
         self.following: list[list[Action]] = [[] for _ in actions]
@@ -126,7 +132,9 @@ class Program:
         for position, action in enumerate(actions):
             if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
                 channel = action.stage, action.kind
-                (self.following[latest[channel]] if channel in latest else self.first).append(action)
+                (self.following[latest[channel]] if channel in latest else self.first).append(
+                    action
+                )
                 latest[channel] = position
 
 
@@ -163,7 +171,13 @@ class Executor:
         stall_seconds: Callable[[], float],
     ) -> None:
         self.current: Now | None = None
-        self._chain, self._stage, self._mesh, self._loss, self._precision = chain, stage, mesh, loss, precision
+        self._chain, self._stage, self._mesh, self._loss, self._precision = (
+            chain,
+            stage,
+            mesh,
+            loss,
+            precision,
+        )
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
         self._crossings = Crossings(chain, mesh, channels)
@@ -194,7 +208,11 @@ class Executor:
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
-                spans.append(Span(rank, index, action.kind, action.stage, action.micro, start, clock(), waited))
+                spans.append(
+                    Span(
+                        rank, index, action.kind, action.stage, action.micro, start, clock(), waited
+                    )
+                )
                 if ahead:
                     for receive in receives:
                         post(receive)
@@ -253,7 +271,9 @@ class Executor:
             return self._stall_seconds() - before
         flight = _Flight(halves=Halves(self._device) if step.program.splits else None)
         if stage == 0:
-            inputs = self._chain.arguments(to_device(step.batch.inputs(first, first + rows), self._device))
+            inputs = self._chain.arguments(
+                to_device(step.batch.inputs(first, first + rows), self._device)
+            )
         else:
             inputs, flight.entry = self._received.pop((stage, micro))
             if flight.entry is not None:
@@ -272,7 +292,9 @@ class Executor:
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            value, seed = self._add_loss(step, outputs, step.batch.targets(first, first + rows), rows)
+            value, seed = self._add_loss(
+                step, outputs, step.batch.targets(first, first + rows), rows
+            )
             if step.training:
                 flight.roots, self._gradients[stage, micro] = (value,), (seed,)
         if step.training:
@@ -309,7 +331,9 @@ class Executor:
         flight = self._flights.pop((action.stage, action.micro), None)
         if flight is not None and flight.halves is not None:
             completes = self._completes(action, step)
-            flight.halves.finish(self._sync.split(action.stage, flight.halves.owes()) if completes else None)
+            flight.halves.finish(
+                self._sync.split(action.stage, flight.halves.owes()) if completes else None
+            )
         return 0.0
 
     def _reduce(self, action: Action, step: Step) -> float:
@@ -335,18 +359,26 @@ class Executor:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
         if self._boundary is not None:
             # Not what has no gradient: the lowest number of fp32, as masks have it, is -inf in fewer bytes.
-            outputs = tuple(tensor.to(self._boundary) if tensor.requires_grad else tensor for tensor in outputs)
+            outputs = tuple(
+                tensor.to(self._boundary) if tensor.requires_grad else tensor for tensor in outputs
+            )
         self._outgoing[action.stage, action.micro] = tuple(tensor.detach() for tensor in outputs)
         if training:
             floating = self._crossings.floating(action.stage, outputs)
-            flight.roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
+            flight.roots = [
+                get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
+            ]
 
-    def _add_loss(self, step: Step, outputs: Tensors, targets: Any, rows: int) -> tuple[Tensor, Tensor]:
+    def _add_loss(
+        self, step: Step, outputs: Tensors, targets: Any, rows: int
+    ) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, now counted among the batch's, and the gradient that its backward begins with."""
         with self._precision.autocast(self._device.type):
             value = self._loss(self._chain.results(outputs), to_device(targets, self._device))
         if value.numel() != 1:
-            raise ParallaxError(f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}")
+            raise ParallaxError(
+                f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}"
+            )
         if value.dtype.itemsize < 4:
             value = value.float()
         weight = (1.0 if self._counts else rows) / step.denominator

@@ -19,14 +19,16 @@ from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
 from parallax.model.block import leaves
 from parallax.runtime.batch import Rows
-from parallax.runtime.scaling import LossScale
+from parallax.runtime.optim.scaling import LossScale
 
 _ROWS = 64  # of a batch that are looked at together
 _DATA = "mend the rows that data.* gives"
 _TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
 
 
-def accept(scale: LossScale, step: int, loss: float, norm: float, find: Callable[[], str]) -> tuple[bool, str]:
+def accept(
+    scale: LossScale, step: int, loss: float, norm: float, find: Callable[[], str]
+) -> tuple[bool, str]:
     """Whether ``scale`` accepts a step with this loss and norm, which all ranks know, and what is wrong with its loss
     where it is to be skipped. Raises :class:`NonFiniteError`; ``find`` then, and for such a loss, says why."""
     why = "" if math.isfinite(loss) else find()
@@ -38,7 +40,9 @@ def accept(scale: LossScale, step: int, loss: float, norm: float, find: Callable
     return accepted, f"loss {loss}: {why}" if why else ""
 
 
-def find(mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[tuple[str, Tensor, Tensor | None]]) -> str:
+def find(
+    mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[tuple[str, Tensor, Tensor | None]]
+) -> str:
     """What is not finite and comes first, and what to do about it; called by every rank. ``tensors``: name, parameter
     or buffer, and gradient of those that this rank answers for."""
     answers = mesh.gather_objects(_look(mesh, batch, loss_share, tensors))
@@ -74,7 +78,11 @@ def _rows(name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
         for _, tensor in leaves(read(start, stop)):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and (what := _kind(tensor)):
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+                and (what := _kind(tensor))
+            ):
                 bad = ~torch.isfinite(tensor.detach())
                 row = start + int(bad.reshape(len(tensor), -1).any(1).nonzero()[0])
                 return f"row {row} of the batch's {name} holds {what}"

@@ -16,7 +16,7 @@ from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import UNTOUCHED
 from parallax.runtime.nonfinite import unfit
-from parallax.runtime.optimizer import StageOptimizer
+from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.stage import Stage
 
 
@@ -24,7 +24,13 @@ class Saving:
     """One rank's part of saving and loading. ``later`` names the tensors that a rank before this one answers for."""
 
     def __init__(
-        self, chain: Chain, plan: Plan, mesh: Mesh, stage: Stage, optimizer: StageOptimizer, later: Collection[str]
+        self,
+        chain: Chain,
+        plan: Plan,
+        mesh: Mesh,
+        stage: Stage,
+        optimizer: StageOptimizer,
+        later: Collection[str],
     ) -> None:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
@@ -63,7 +69,10 @@ class Saving:
 
         def check() -> checkpoint.CheckpointReader:
             reader = checkpoint.CheckpointReader(directory)
-            reader.check_names(parameter_names(self._chain, range(len(self._chain.blocks))), self._chain.fingerprint())
+            reader.check_names(
+                parameter_names(self._chain, range(len(self._chain.blocks))),
+                self._chain.fingerprint(),
+            )
             reader.check_optimizer(self._optimizer.name)
             reader.check(names)
             return reader
@@ -73,7 +82,9 @@ class Saving:
         (reader,) = found
         self._optimizer.reset()
         with torch.no_grad():
-            self._stage.assign((name, tensor, reader.read(f"model/{name}")) for name, tensor in names.items())
+            self._stage.assign(
+                (name, tensor, reader.read(f"model/{name}")) for name, tensor in names.items()
+            )
             for name, tensor in names.items():
                 self._optimizer.restore(tensor, reader.states(name))
         return reader
@@ -88,15 +99,24 @@ class Saving:
                 if name in self._later:
                     continue
                 if why := unfit(name, tensor, value):
-                    raise NonFiniteError(f"step {self._step}: {why}, and no checkpoint keeps that; {UNTOUCHED}")
+                    raise NonFiniteError(
+                        f"step {self._step}: {why}, and no checkpoint keeps that; {UNTOUCHED}"
+                    )
                 if replica == 0:
                     yield f"model/{name}", value
                 if replica == 0 or self._optimizer.alone_knows(tensor):
-                    yield from ((f"{key}/{name}", value) for key, value in self._optimizer.states(tensor).items())
+                    yield from (
+                        (f"{key}/{name}", value)
+                        for key, value in self._optimizer.states(tensor).items()
+                    )
 
         part = f"stage-{self._mesh.stage:02d}" + (f"-replica-{replica:02d}" if replica else "")
-        small = self._plan.stages[self._mesh.stage].optimizer_offload > 0  # what lies below must come up to be written
-        return checkpoint.write_parts(folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1))
+        small = (
+            self._plan.stages[self._mesh.stage].optimizer_offload > 0
+        )  # what lies below must come up to be written
+        return checkpoint.write_parts(
+            folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1)
+        )
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
         """What ``call`` gave on every rank; an error of one is raised on all."""

@@ -11,21 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallax.common.units import format_bytes
 from parallax.errors import PlanError
-from parallax.host import relieve_memory
+from parallax.machine.host import relieve_memory
 from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
-from parallax.model.dropout import Draws, RowDropout, has_dropout
-from parallax.model.halves import Halves
-from parallax.model.norms import Norms
+from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
+from parallax.model.layers.norms import Norms
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
+from parallax.model.split_backward import Halves
 from parallax.plan.plan import Directive, StagePlan
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
-from parallax.swap.parameters import StreamedParameters
-from parallax.units import format_bytes
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.parameters.streamed import StreamedParameters
 
-OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters]
+OpenStream = Callable[
+    [Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters
+]
 
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples lie as far apart as can be, in the lower half, too
@@ -47,7 +49,7 @@ class Stage(nn.Module):
 
     The random state of a block's forward depends on (seed, step, first row, block) alone, so a recomputed forward
     draws the same numbers, and so does another plan that cuts rows alike; dropout is the same under every plan
-    (:mod:`parallax.model.dropout`). ``norms`` takes charge of BatchNorms (:mod:`parallax.model.norms`).
+    (:mod:`parallax.model.layers.dropout`). ``norms`` takes charge of BatchNorms (:mod:`parallax.model.layers.norms`).
 
     With ``compile`` each block's forward is compiled for any number of rows. Modes that look at single operators see
     nothing in there: backwards are not split, dropout is drawn by the compiler's generator, which is seeded alike. And
@@ -69,7 +71,10 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList()
         self._indices = [index for plan in plans.values() for index in range(plan.start, plan.stop)]
         places = {index: place for place, index in enumerate(self._indices)}
-        self._parts = {stage: range(places[plan.start], places[plan.stop - 1] + 1) for stage, plan in plans.items()}
+        self._parts = {
+            stage: range(places[plan.start], places[plan.stop - 1] + 1)
+            for stage, plan in plans.items()
+        }
         self._directives = [directive for plan in plans.values() for directive in plan.directives]
         self._seed, self._precision, self._device = chain.seed, precision, device
         self._names = parameter_names(chain, self._indices)
@@ -95,10 +100,14 @@ class Stage(nn.Module):
         self._by_place = tuple(self.blocks)  # the list of modules is slow to be asked
         for place, block in enumerate(self._by_place):
             self._prepare(place, block)
-        self._owned = {stage: self._find_parameters(places) for stage, places in self._parts.items()}
+        self._owned = {
+            stage: self._find_parameters(places) for stage, places in self._parts.items()
+        }
 
     def _find_parameters(self, places: Iterable[int]) -> list[nn.Parameter]:
-        return list(dict.fromkeys(p for place in places for p in self._by_place[place].parameters()))
+        return list(
+            dict.fromkeys(p for place in places for p in self._by_place[place].parameters())
+        )
 
     def _prepare(self, place: int, block: nn.Module) -> None:
         self.norms.adopt(place, block, compiled=self._compiled)
@@ -117,9 +126,14 @@ class Stage(nn.Module):
         self.norms.freeze()
         return self
 
-    def _make(self, chain: Chain, share: float, device: torch.device) -> Iterator[list[nn.Parameter]]:
+    def _make(
+        self, chain: Chain, share: float, device: torch.device
+    ) -> Iterator[list[nn.Parameter]]:
         """Make block after block; of each, the parameters that live below: the last blocks' do."""
-        sizes = [sum(p.nbytes for p in chain.blocks[index].module.parameters()) for index in self._indices]
+        sizes = [
+            sum(p.nbytes for p in chain.blocks[index].module.parameters())
+            for index in self._indices
+        ]
         first = first_below(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
             self.blocks.append(block)
@@ -141,7 +155,9 @@ class Stage(nn.Module):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Model-wide name → parameter or buffer; a shared parameter appears once."""
-        states = {i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)}
+        states = {
+            i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)
+        }
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def parameters_of(self, stage: int) -> Sequence[nn.Parameter]:
@@ -158,7 +174,11 @@ class Stage(nn.Module):
 
     def streams(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter that lives below."""
-        return self.streamed is not None and isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor)
+        return (
+            self.streamed is not None
+            and isinstance(tensor, nn.Parameter)
+            and self.streamed.streams(tensor)
+        )
 
     def streams_memory(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` is that of a parameter that lives below."""
@@ -188,7 +208,11 @@ class Stage(nn.Module):
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a parameter, wherever it is."""
-        if self.streamed is not None and isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor):
+        if (
+            self.streamed is not None
+            and isinstance(tensor, nn.Parameter)
+            and self.streamed.streams(tensor)
+        ):
             return self.streamed.read_gradient(tensor)
         return tensor.grad
 
@@ -245,7 +269,9 @@ class Stage(nn.Module):
                 inputs = self._run_block(place, where, halves, *inputs)
         return inputs
 
-    def _run_copies(self, copy: bool, place: int, where: Where, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_copies(
+        self, copy: bool, place: int, where: Where, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         """Run a block that will be run again: its inputs must stay as they are, so one that changes them in place gets
         copies. The first run finds out. Both runs of one micro-batch copy or neither does: a copy may lie otherwise in
         memory, and a compiled block would run another program for it, which saves other tensors."""
@@ -264,7 +290,9 @@ class Stage(nn.Module):
             self._seeded = where.step
         return (self._seeds[place] + where.first * _ODD) & _POSITIVE
 
-    def _run_block(self, place: int, where: Where, halves: Halves | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_block(
+        self, place: int, where: Where, halves: Halves | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
         relieve_memory()
         seed_block(self._device, self._seed_of(place, where))
@@ -275,7 +303,9 @@ class Stage(nn.Module):
             draws = Draws(self._generator, self._seed, where.step, where.first, where.rows, index)
             with RowDropout(draws) as dropout:
                 outputs = as_tuple(block(*inputs))
-            self._draws[place] = self._draws.get(place, False) or dropout.drew  # by calls, where no module says so
+            self._draws[place] = (
+                self._draws.get(place, False) or dropout.drew
+            )  # by calls, where no module says so
             return outputs
 
 

@@ -1,6 +1,6 @@
 """Tiers below the device, and the manager that moves saved activations between them.
 
-``parallax.swap`` is this package and, called, :func:`parallax.swap.scope.swap`: Large Model Support in any loop.
+``parallax.swap`` is this package and, called, :func:`parallax.swap.lms.scope.swap`: Large Model Support in any loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from parallax.swap.scope import swap  # what it needs is below this package, so not before it is called
+        from parallax.swap.lms.scope import (
+            swap,  # what it needs is below this package, so not before it is called
+        )
 
         return swap(*args, **kwargs)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallax.device import CopyEngine, no_delay
 from parallax.errors import ConfigError, check_choice, check_positive, printable
-from parallax.swap.policy import Policy
-from parallax.swap.store import DiskStore, HostStore, Store
+from parallax.machine.device import CopyEngine, no_delay
+from parallax.swap.activations.policy import Policy
+from parallax.swap.stores.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
 
 
@@ -24,8 +24,8 @@ class SwapConfig:
     wait or bad memory; slow.
 
     The others are those of IBM's Large Model Support, for who wants to set by hand what the limit decides (see
-    :class:`~parallax.swap.policy.Policy`). ``n_tensors``: offload at most so many per micro-batch; auto: all.
-    ``swapout_threshold``: what is used again before so many others are saved stays. ``swapin_ahead``: how many
+    :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: offload at most so many per micro-batch; auto:
+    all. ``swapout_threshold``: what is used again before so many others are saved stays. ``swapin_ahead``: how many
     tensors before its use one comes back; auto: as early as there is room. ``swapin_groupby``: how many come back
     together.
     """
@@ -44,8 +44,12 @@ class SwapConfig:
         check_choice("swap.tier", self.tier, ["auto", "host", "disk", "none"])
         check_positive("swap.threads", self.threads)
         check_positive("swap.minimum_bytes", self.minimum_bytes, zero=True)
-        if not self.directory or (Path(self.directory).exists() and not Path(self.directory).is_dir()):
-            raise ConfigError(f"swap.directory={self.directory}: accepted is auto or a folder; a missing one is made")
+        if not self.directory or (
+            Path(self.directory).exists() and not Path(self.directory).is_dir()
+        ):
+            raise ConfigError(
+                f"swap.directory={self.directory}: accepted is auto or a folder; a missing one is made"
+            )
         self.policy()
 
     def policy(self, *, eager: bool = True) -> Policy:
@@ -59,7 +63,7 @@ class SwapConfig:
         )
 
     def delay(self) -> Callable[[], float]:
-        """What holds transfers up: for :func:`~parallax.device.copies_for`, and used by :meth:`open_store`."""
+        """What holds transfers up: for :func:`~parallax.machine.device.copies_for`, and used by :meth:`open_store`."""
         return Delays() if self.verify else no_delay
 
     def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from parallax.swap.store import Pending, Store
+from parallax.swap.stores.store import Pending, Store
 
 _MOST_SAMPLES = 2000
 
@@ -22,7 +22,8 @@ class MicroStatistics:
 
 @dataclass
 class SwapStatistics:
-    """What happened since the last :meth:`~parallax.swap.manager.SwapManager.take_statistics`; bytes and seconds.
+    """What happened since the last :meth:`~parallax.swap.activations.manager.SwapManager.take_statistics`; bytes and
+    seconds.
 
     ``bytes_out`` and ``bytes_in`` count transfers that ended, ``bytes_cancelled`` writes that were spared.
     ``transfer_seconds`` is the sum of what each transfer took, ``stall_seconds`` the part of it (and of waiting in

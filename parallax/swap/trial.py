@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from parallax.device import copies_for
+from parallax.common.files import existing_parent
 from parallax.errors import ConfigError, SwapError
-from parallax.files import existing_parent
+from parallax.machine.device import copies_for
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
-from parallax.swap.manager import SwapManager
 
 _ROOM = 16 * 2**20  # bytes in the store beyond two trials: every place begins at a page
 _PATIENCE = 10.0  # seconds in which what one block saves has been written, whatever the disk
@@ -45,7 +45,9 @@ class Trial:
         until = time.monotonic() + _PATIENCE
         while self._manager.resident_bytes > 0:
             if time.monotonic() > until:
-                raise SwapError(f"offloading on trial: what a block saved was not written within {_PATIENCE:.0f} s")
+                raise SwapError(
+                    f"offloading on trial: what a block saved was not written within {_PATIENCE:.0f} s"
+                )
             time.sleep(1e-4)
         self._manager.fetch(self._micro)
 
@@ -77,7 +79,9 @@ class Trials:
             store = here.open_store(self.tier, room, copies_for(device), folder)
             manager = SwapManager(store, limit_bytes=room, policy=here.policy())
             try:
-                yield Trial(manager, Selector([*block.parameters(), *block.buffers()], here.minimum_bytes))
+                yield Trial(
+                    manager, Selector([*block.parameters(), *block.buffers()], here.minimum_bytes)
+                )
             finally:
                 manager.close()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallax.device import CopyEngine, Event
+from parallax.machine.device import CopyEngine, Event
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -82,7 +82,9 @@ class ResidentWeights:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         dtype = segments[0].parameter.dtype
-        self.kept: list[Tensor | None] = [] if stepped_in(dtype) is dtype else [None] * len(segments)
+        self.kept: list[Tensor | None] = (
+            [] if stepped_in(dtype) is dtype else [None] * len(segments)
+        )
 
     def reduced(self) -> None:
         """They are where they are stepped."""
@@ -137,7 +139,9 @@ class CopiedWeights:
     leave from there.
     """
 
-    def __init__(self, segments: Sequence[Segment], copies: CopyEngine, place: Tensor, *, owned: bool) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], copies: CopyEngine, place: Tensor, *, owned: bool
+    ) -> None:
         self.segments, self._copies, self._place, self._owned = segments, copies, place, owned
         self._dtype = stepped_in(segments[0].parameter.dtype)
         self._master: list[Tensor | None] = [None] * len(segments)
@@ -153,15 +157,21 @@ class CopiedWeights:
         """Copy beside the backward, where they are stepped here."""
         if not self._owned:
             return
-        pairs = [(_gradient(segment), place) for segment, place in zip(self.segments, self.shared())]
-        self._landed = [self._copies.copy(gradient, place) for gradient, place in pairs if gradient is not None]
+        pairs = [
+            (_gradient(segment), place) for segment, place in zip(self.segments, self.shared())
+        ]
+        self._landed = [
+            self._copies.copy(gradient, place) for gradient, place in pairs if gradient is not None
+        ]
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The copies of the weights, and the gradients in their type."""
         for event in self._landed:
             event.wait_host()
         have = [segment.parameter.grad is not None for segment in self.segments]
-        gradients = [place.to(self._dtype) if here else None for here, place in zip(have, self.shared())]
+        gradients = [
+            place.to(self._dtype) if here else None for here, place in zip(have, self.shared())
+        ]
         return list(zip(self._copied(), gradients))
 
     def stepped(self) -> None:
@@ -176,7 +186,9 @@ class CopiedWeights:
         for segment in self.segments:
             size = bytes_of(segment)
             shape = part_of(segment.parameter, segment).shape
-            found.append(self._place[offset : offset + size].view(segment.parameter.dtype).view(shape))
+            found.append(
+                self._place[offset : offset + size].view(segment.parameter.dtype).view(shape)
+            )
             offset += size
         return found
 
@@ -214,7 +226,9 @@ class CopiedWeights:
         for index, (segment, place) in enumerate(zip(self.segments, self.shared())):
             master = self._master[index]
             if master is None:
-                master = torch.empty_like(place, dtype=self._dtype).copy_(part_of(segment.parameter.detach(), segment))
+                master = torch.empty_like(place, dtype=self._dtype).copy_(
+                    part_of(segment.parameter.detach(), segment)
+                )
                 self._master[index] = master
             found.append(master)
         return found

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 from torch import Tensor
 
+from parallax.common.files import cache_directory, replacing
+from parallax.common.targets import call_target, check_call
+from parallax.common.units import parse_bytes
 from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
-from parallax.files import cache_directory, replacing
 from parallax.runtime.batch import Rows
-from parallax.targets import call_target, check_call
-from parallax.units import parse_bytes
 
 Windows = NDArray[np.uint8]  # (rows, sequence + 1)
 
@@ -34,8 +34,15 @@ MINIMUM_ROWS = 4
 ROWS_PER_COUNT = 4096
 PIECE_BYTES = 2**20
 DIGEST_BYTES = 64
-_OFFERED = {"batch": ("rows",), "validation": ("index", "rows"), "state_dict": (), "load_state_dict": ("state",)}
-NOT_TEXT_OF_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+_OFFERED = {
+    "batch": ("rows",),
+    "validation": ("index", "rows"),
+    "state_dict": (),
+    "load_state_dict": ("state",),
+}
+NOT_TEXT_OF_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,18 @@ class TextDataConfig:
 
     def __post_init__(self) -> None:
         for key in ("path", "pattern"):
-            if not getattr(self, key):  # of a variable that is not set, most likely; as a path it would be this folder
-                raise ConfigError(f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out")
+            if not getattr(
+                self, key
+            ):  # of a variable that is not set, most likely; as a path it would be this folder
+                raise ConfigError(
+                    f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out"
+                )
         parse_bytes(self.max_bytes, "data.max_bytes")
         check_positive("data.validation", self.validation)
         if self.validation >= 1:
-            raise ConfigError(f"data.validation={self.validation}: accepted are shares between 0 and 1")
+            raise ConfigError(
+                f"data.validation={self.validation}: accepted are shares between 0 and 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +99,9 @@ class Source(Protocol):
         """Continue from there."""
 
 
-def build_source(config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True) -> Source:
+def build_source(
+    config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True
+) -> Source:
     """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering."""
     if isinstance(config, TextDataConfig):
         return TextSource(config, sequence, seed, quiet=quiet)
@@ -130,7 +145,9 @@ class TextSource:
     one number, the position, says where a run stands, whatever the batch size.
     """
 
-    def __init__(self, config: TextDataConfig, sequence: int, seed: int, *, quiet: bool = True) -> None:
+    def __init__(
+        self, config: TextDataConfig, sequence: int, seed: int, *, quiet: bool = True
+    ) -> None:
         check_positive("sequence", sequence)
         corpus = open_corpus(config, quiet=quiet)
         training = len(corpus.bytes) - round(len(corpus.bytes) * config.validation)
@@ -144,7 +161,9 @@ class TextSource:
                 f"{math.ceil((sequence + 2) / share):,}; name more text (data.path, data.pattern, "
                 "data.max_bytes) or a shorter sequence"
             )
-        self.fingerprint = f"{corpus.digest[:16]}/{training}+{len(corpus.bytes) - training}/{sequence}"
+        self.fingerprint = (
+            f"{corpus.digest[:16]}/{training}+{len(corpus.bytes) - training}/{sequence}"
+        )
         self._seed = seed
         self._position = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
@@ -175,8 +194,12 @@ class TextSource:
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how often each byte occurs: a loss worth beating."""
         counts = np.zeros(256, dtype=np.int64)
-        for start in range(0, len(self), ROWS_PER_COUNT):  # bincount widens to 8 bytes each: never all at once
-            counts += np.bincount(self._training[start : start + ROWS_PER_COUNT].ravel(), minlength=256)
+        for start in range(
+            0, len(self), ROWS_PER_COUNT
+        ):  # bincount widens to 8 bytes each: never all at once
+            counts += np.bincount(
+                self._training[start : start + ROWS_PER_COUNT].ravel(), minlength=256
+            )
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
 
@@ -255,7 +278,10 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
         limit,
         [(os.fsencode(f.path).hex(), f.size, f.modified_ns) for f in files],
     ]
-    path = cache_directory() / f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}.bin"
+    path = (
+        cache_directory()
+        / f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}.bin"
+    )
     try:
         if not path.is_file() or path.stat().st_size != DIGEST_BYTES + size:
             _gather(files, size, path, quiet=quiet)
@@ -299,7 +325,9 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
     """Files in sorted order. A folder that cannot be listed is an error: rows would silently be missing."""
 
     def stop(error: OSError) -> None:
-        raise DataError(f"data.path: cannot list {error.filename} ({error.strerror}); make it readable") from error
+        raise DataError(
+            f"data.path: cannot list {error.filename} ({error.strerror}); make it readable"
+        ) from error
 
     if not root.is_dir():
         yield root
@@ -320,7 +348,9 @@ def _text_file(path: Path) -> TextFile | None:
         raise DataError(
             f"data.path: cannot read {printable(str(path))} ({error.strerror}); make it readable or narrow data.pattern"
         ) from error
-    return TextFile(path, status.st_size, status.st_mtime_ns) if head and b"\0" not in head else None
+    return (
+        TextFile(path, status.st_size, status.st_mtime_ns) if head and b"\0" not in head else None
+    )
 
 
 def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> None:
@@ -336,7 +366,9 @@ def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> Non
                     bar.advance(len(piece))
                     expected, left = expected - len(piece), left - len(piece)
             if expected:
-                raise DataError(f"{printable(str(file.path))} became shorter while it was read: start again")
+                raise DataError(
+                    f"{printable(str(file.path))} became shorter while it was read: start again"
+                )
         target.seek(0)
         target.write(digest.hexdigest().encode("ascii"))
 
@@ -346,7 +378,10 @@ class _Bar:
 
     def __init__(self, total: int, *, quiet: bool) -> None:
         self._bar = Progress(
-            *Progress.get_default_columns(), DownloadColumn(), console=Console(stderr=True), disable=quiet
+            *Progress.get_default_columns(),
+            DownloadColumn(),
+            console=Console(stderr=True),
+            disable=quiet,
         )
         self._task = self._bar.add_task("gathering text", total=total)
         self._shown_from = time.monotonic() + 1

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from parallax.common.events import Span
 from parallax.errors import ConfigError, check_choice
-from parallax.events import Span
-from parallax.host import resident_bytes
+from parallax.machine.host import resident_bytes
 from parallax.report.trace import chrome_trace
 from parallax.runtime.engine import StepResult
 
@@ -47,7 +47,9 @@ class DebugConfig:
         check_choice("debug.record", self.record, RECORDS)
         first, last = self.steps
         if not 1 <= first <= last:
-            raise ConfigError(f"debug.steps=[{first},{last}]: accepted are a first step from 1 and a last one from it")
+            raise ConfigError(
+                f"debug.steps=[{first},{last}]: accepted are a first step from 1 and a last one from it"
+            )
 
 
 class Recorder(Protocol):
@@ -73,7 +75,11 @@ def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.devi
     if config.record == "profiler":
         return Window(config.steps, *_profiler(path, device))
     cuda = device.type == "cuda"
-    about = _allocations(path.with_suffix(".pickle"), device) if cuda else _profiler(path, device, memory=True)
+    about = (
+        _allocations(path.with_suffix(".pickle"), device)
+        if cuda
+        else _profiler(path, device, memory=True)
+    )
     return Memory(Window(config.steps, *about), path.with_suffix(".csv"), device)
 
 
@@ -149,7 +155,9 @@ class Window:
 def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tuple[Call, Call]:
     """torch.profiler; with ``memory`` it also notes every allocation, and from where it came."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    profiler = profile(activities=activities, record_shapes=memory, profile_memory=memory, with_stack=memory)
+    profiler = profile(
+        activities=activities, record_shapes=memory, profile_memory=memory, with_stack=memory
+    )
 
     def stop() -> None:
         profiler.stop()

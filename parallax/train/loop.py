@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
+from parallax.common.events import EventLog, Span, bubble_fraction, read_events
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
-from parallax.events import EventLog, Span, bubble_fraction, read_events
-from parallax.monitor import LoggerConfig, StepLine, Unwritten
-from parallax.plan.calibrate import seconds_by_term
 from parallax.plan.plan import Plan
+from parallax.plan.simulation.calibrate import seconds_by_term
 from parallax.report import timeline_png
 from parallax.report.occupancy import Occupancy, computed, occupancy_path
 from parallax.report.swap import SwapRecord, swaps
@@ -28,6 +27,7 @@ from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
+from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.voice import Voice, open_voice
 
@@ -67,7 +67,13 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch", "eval_batches"):
             check_positive(f"trainer.{key}", getattr(self, key))
-        for key in ("eval_every", "checkpoint_every", "keep_checkpoints", "watchdog_seconds", "phase_seconds"):
+        for key in (
+            "eval_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "watchdog_seconds",
+            "phase_seconds",
+        ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_count("trainer.microbatch", self.microbatch)
@@ -103,7 +109,17 @@ def train(
     "stopped" where it was asked to, and ``stopped`` is the signal's number.
     """
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
-    run = _Run(engine, source, trainer, logger, directory, tokens_per_row, on_drift, recording, onlooker or Nobody())
+    run = _Run(
+        engine,
+        source,
+        trainer,
+        logger,
+        directory,
+        tokens_per_row,
+        on_drift,
+        recording,
+        onlooker or Nobody(),
+    )
     return run.run()
 
 
@@ -140,7 +156,9 @@ class _Run:
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
         self._refused: list[CheckpointError] = []
-        self._recent: deque[tuple[float, list[Span]]] = deque(maxlen=RECENT)  # seconds and spans of steps
+        self._recent: deque[tuple[float, list[Span]]] = deque(
+            maxlen=RECENT
+        )  # seconds and spans of steps
         self._seconds: list[float] = []
         self._losses: list[float] = []
         self._validation: float | None = None
@@ -159,7 +177,12 @@ class _Run:
             EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
             contextlib.closing(self._recording),
             open_voice(
-                self._rank, self._directory, self._logger, total, self._engine.completed_steps, self._unwritten
+                self._rank,
+                self._directory,
+                self._logger,
+                total,
+                self._engine.completed_steps,
+                self._unwritten,
             ) as voice,
         ):
             for refused in self._refused:
@@ -187,11 +210,15 @@ class _Run:
     def _end(self) -> dict[str, Any]:
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._rank)):
-                self._write_occupancy(self._last)  # before the ranks meet: where there is a summary, there is this
+                self._write_occupancy(
+                    self._last
+                )  # before the ranks meet: where there is a summary, there is this
         summary = self._summary()
         if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
             self._write(summary)
-        lines = [line for found in self._mesh.gather_objects(self._unwritten.lines()) for line in found]
+        lines = [
+            line for found in self._mesh.gather_objects(self._unwritten.lines()) for line in found
+        ]
         return {**summary, "unwritten": lines}
 
     @property
@@ -374,18 +401,24 @@ class _Run:
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
             "validation_loss": self._validation,
-            "unigram_entropy": getattr(self._source, "unigram_entropy", None) if self._rank == 0 else None,
+            "unigram_entropy": getattr(self._source, "unigram_entropy", None)
+            if self._rank == 0
+            else None,
             "step_seconds_median": median,
             "predicted_step_seconds": plan.prediction.step_seconds,
             "bubble_predicted": plan.prediction.bubble,
             "bubble_measured": bubble_fraction(measured),
-            "tokens_per_second": self._trainer.global_batch * self._tokens / median if median else None,
+            "tokens_per_second": self._trainer.global_batch * self._tokens / median
+            if median
+            else None,
             "ranks": ranks,
         }
 
     @property
     def _ending(self) -> str:
-        if self._signal and (self._unfinished or self._engine.completed_steps < self._trainer.steps):
+        if self._signal and (
+            self._unfinished or self._engine.completed_steps < self._trainer.steps
+        ):
             return "stopped"
         return "drift" if self._drifted else "steps"
 
@@ -433,7 +466,9 @@ class _Run:
             (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
             with EventLog(self._directory / MEASURED_EVENTS) as events:
                 events.extend(self._measured)
-        if not self._signal and (predicted := self._predicted_spans()):  # a picture takes longer than saving did
+        if not self._signal and (
+            predicted := self._predicted_spans()
+        ):  # a picture takes longer than saving did
             with trying(self._directory / "timeline.png"):
                 timeline_png(predicted, self._measured, self._directory / "timeline.png")
 

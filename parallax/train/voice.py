@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine, Unwritten
+from parallax.train.monitor import LoggerConfig, MetricsLog, Progress, StepLine, Unwritten
 
 OUTPUT = "the progress lines to standard output"
 

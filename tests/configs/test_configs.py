@@ -20,9 +20,9 @@ from parallax.errors import ConfigError
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.model.precision import PrecisionConfig
-from parallax.plan.catalog import CatalogClusterConfig
-from parallax.plan.request import PlanConfig
-from parallax.plan.transformer import TransformerConfig
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.config import PlanConfig
 from parallax.train.loop import TrainerConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -63,7 +63,9 @@ def test_every_option_composes_and_comes_back_from_text(file: Path) -> None:
 
 
 # An experiment may pin a default, so it is not looked at here.
-@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name != "experiment"], ids=str)
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.parent.name != "experiment"], ids=str
+)
 def test_a_file_holds_only_what_differs_from_the_dataclass(file: Path) -> None:
     group = file.parent.name
     kind = type(getattr(option(group, file.stem), group))
@@ -87,7 +89,9 @@ def test_experiments() -> None:
     assert (tiny.model.layers, tiny.model.hidden, tiny.model.sequence) == (2, 64, 64)
     assert tiny.trainer.steps <= 5
     assert isinstance(compose(["experiment=mlp"]).model, MLPConfig)
-    assert compose(["experiment=tiny", "trainer.steps=7"]).trainer.steps == 7, "the command line comes last"
+    assert compose(["experiment=tiny", "trainer.steps=7"]).trainer.steps == 7, (
+        "the command line comes last"
+    )
     assert compose(["experiment=null"]) == compose([])
 
 
@@ -102,7 +106,10 @@ def test_option_meanings() -> None:
     assert isinstance(fp64, PrecisionConfig)
     assert (bf16.parameters, bf16.compute) == ("fp32", "bf16")
     assert (fp64.parameters, fp64.compute) == ("fp64", "fp64")
-    mixed = {name: str(compose([f"precision={name}"]).precision) for name in ("mixed_bf16", "mixed_fp16", "tf32")}
+    mixed = {
+        name: str(compose([f"precision={name}"]).precision)
+        for name in ("mixed_bf16", "mixed_fp16", "tf32")
+    }
     assert mixed == {"mixed_bf16": "bf16", "mixed_fp16": "fp16", "tf32": "tf32"}
 
 
@@ -112,7 +119,9 @@ def test_a_cluster_to_plan_for_leaves_the_plan_open() -> None:
     assert (config.cluster.nodes, config.cluster.device_memory) == (2, "auto")
     assert config.plan == PlanConfig()
     assert len(config.cluster.build().devices) == 16
-    assert compose(["cluster=dgx_a100", "plan=two_stages"]).plan.stages == 2, "what was asked for has the last word"
+    assert compose(["cluster=dgx_a100", "plan=two_stages"]).plan.stages == 2, (
+        "what was asked for has the last word"
+    )
     assert compose(["cluster=dgx_a100", "plan.stages=3"]).plan.stages == 3
     assert compose(["experiment=tiny", "cluster=mixed"]).model.layers == 2  # type: ignore[union-attr]
     assert isinstance(compose(["model=transformer", "model.layers=3"]).model, TransformerConfig)
@@ -125,7 +134,9 @@ def test_every_cluster_to_plan_for_can_be_built(file: Path) -> None:
         assert all(device.memory_bytes > device.reserve_bytes for device in cluster.build().devices)
 
 
-def test_configs_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_are_found_in_a_checkout_and_in_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert config_module._folder() == CONFIGS
     package = tmp_path / "site-packages" / "parallax"
     package.mkdir(parents=True)
@@ -178,7 +189,9 @@ def test_configs_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypa
     ],
     ids=str,
 )  # fmt: skip
-def test_accepted(overrides: list[str], path: str, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted(
+    overrides: list[str], path: str, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PARALLAX_TEST_STEPS", "9")
     config = compose(overrides)
     group, _, key = path.partition(".")
@@ -283,7 +296,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "begins", "accepted", "near"), REFUSED, ids=[row[0][:40] for row in REFUSED])
+@pytest.mark.parametrize(
+    ("override", "begins", "accepted", "near"), REFUSED, ids=[row[0][:40] for row in REFUSED]
+)
 def test_refused_in_one_line(override: str, begins: str, accepted: str, near: str) -> None:
     message = error_of(override)
     assert message.startswith(begins)
@@ -293,10 +308,14 @@ def test_refused_in_one_line(override: str, begins: str, accepted: str, near: st
 
 
 def test_an_option_does_not_accept_the_keys_of_another() -> None:
-    assert error_of("model=mlp", "model.heads=2").startswith("model.heads=2: unknown key; model=mlp accepts")
+    assert error_of("model=mlp", "model.heads=2").startswith(
+        "model.heads=2: unknown key; model=mlp accepts"
+    )
 
 
-def test_an_unknown_key_in_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_in_a_file_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in CONFIGS.rglob("*.yaml"):
         copy = tmp_path / "configs" / path.relative_to(CONFIGS)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +335,9 @@ def test_an_unknown_key_in_a_file_is_an_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_text_comes_back_exactly() -> None:
-    odd = r'{a:"${x}",b:"1e3",c:"off",d:"\x1b é",e:[1,[2.5,null,true]],f:{},g:"3",h:3,i:"\n - a: b"}'
+    odd = (
+        r'{a:"${x}",b:"1e3",c:"off",d:"\x1b é",e:[1,[2.5,null,true]],f:{},g:"3",h:3,i:"\n - a: b"}'
+    )
     config = compose([*CUSTOM, "optimizer.eps=1e-20", "optimizer.betas=[0.1,0.3]"])
     assert isinstance(config.optimizer.betas, tuple)
     kwargs = yaml.safe_load(odd.replace(":", ": ").replace("a: b", "a:b"))
@@ -341,10 +362,18 @@ def test_text_comes_back_exactly() -> None:
             "name: gptt",
             "model.name=gptt: accepted are custom, gpt, huggingface, mlp, transformer (did you mean 'gpt'?)",
         ),
-        ("name: gpt", "name: [gpt]", "model.name=['gpt']: accepted are custom, gpt, huggingface, mlp, transformer"),
+        (
+            "name: gpt",
+            "name: [gpt]",
+            "model.name=['gpt']: accepted are custom, gpt, huggingface, mlp, transformer",
+        ),
         ("heads: 5", "heads: 7", "model.heads=7: must divide"),
         ("path: auto", "path: ${oc.env:HOME}", ""),
-        ("path: auto", "path: !!python/name:os.system", "the stored configuration is not plain YAML: "),
+        (
+            "path: auto",
+            "path: !!python/name:os.system",
+            "the stored configuration is not plain YAML: ",
+        ),
         ("seed: 1", "seed: [1", "the stored configuration is not plain YAML: "),
         ("seed: 1", "seed: &a [*a]", "seed="),
     ],
@@ -362,7 +391,9 @@ def test_stored_text_is_validated_and_is_data_only(old: str, new: str, message: 
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("text", ["", "3", "[]", "a", "model: 3", "{model: {}}", "? [a]\n: 3", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "[]", "a", "model: 3", "{model: {}}", "? [a]\n: 3", "\x00"]
+)
 def test_text_that_is_no_configuration(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)

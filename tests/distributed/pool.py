@@ -25,7 +25,9 @@ TIMEOUT_SECONDS = 120
 def _worker(connection: Connection) -> None:
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes of its own cost more than they compile
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # processes of its own cost more than they compile
     gc.freeze()  # what libraries have made need not be looked through by each collection
     while True:
         job = connection.recv()
@@ -35,7 +37,11 @@ def _worker(connection: Connection) -> None:
         try:
             if world > 1:
                 dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+                    "gloo",
+                    init_method=f"file://{store}",
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=60),
                 )
                 dist.barrier()  # a short job might end before all are connected
             try:
@@ -74,7 +80,9 @@ class Pool:
             ready = wait(open_ends, TIMEOUT_SECONDS)
             if not ready:
                 self.close()
-                raise WorkerError(f"no answer within {TIMEOUT_SECONDS} s from {len(open_ends)} of {world} ranks")
+                raise WorkerError(
+                    f"no answer within {TIMEOUT_SECONDS} s from {len(open_ends)} of {world} ranks"
+                )
             for connection in ready:
                 good, value = connection.recv()
                 if not good:

@@ -17,7 +17,7 @@ from parallax.model.describe import describe
 from parallax.plan.rows import micro_batch_rows, replica_rows
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.replicas import ReplicasConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, compare, plain_blocks, same
 from tests.plans import make_plan
@@ -26,7 +26,9 @@ from tests.plans import make_plan
 class Residual(nn.Module):
     def __init__(self, width: int, norm: type[nn.Module], **options: Any) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norm, self.last_norm = norm(width, **options), norm(width, affine=False, momentum=None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,12 +49,16 @@ class Head(nn.Module):
 
 def resnet() -> nn.Module:
     stem = nn.Conv2d(3, 6, 3, padding=1)
-    return nn.Sequential(stem, Residual(6, nn.BatchNorm2d), Residual(6, nn.BatchNorm2d, momentum=0.3), Head(6))
+    return nn.Sequential(
+        stem, Residual(6, nn.BatchNorm2d), Residual(6, nn.BatchNorm2d, momentum=0.3), Head(6)
+    )
 
 
 def resnet_of_sync_norms() -> nn.Module:
     stem = nn.Conv2d(3, 6, 3, padding=1)
-    return nn.Sequential(stem, Residual(6, nn.SyncBatchNorm), Residual(6, nn.SyncBatchNorm, momentum=0.3), Head(6))
+    return nn.Sequential(
+        stem, Residual(6, nn.SyncBatchNorm), Residual(6, nn.SyncBatchNorm, momentum=0.3), Head(6)
+    )
 
 
 class Pictures(Case):
@@ -69,7 +75,9 @@ class Pictures(Case):
 
 def pictures(mode: str, sizes: Sequence[int] = (8, 5, 8), **options: Any) -> Pictures:
     together = ReplicasConfig(batchnorm=mode)
-    return Pictures(resnet, loss=F.cross_entropy, sizes=sizes, together=together).under((1,), **options)  # type: ignore[return-value]
+    return Pictures(resnet, loss=F.cross_entropy, sizes=sizes, together=together).under(
+        (1,), **options
+    )  # type: ignore[return-value]
 
 
 def losses_and_states(case: Case) -> Outcome:
@@ -79,7 +87,9 @@ def losses_and_states(case: Case) -> Outcome:
         results = [engine.step(batch) for batch in case.batches()]
         losses = [result.loss for result in results]
         losses.append(engine.evaluate(case.batches()[0]))
-        weights = {name: tensor.detach().clone().double() for name, tensor in engine.parameters.items()}
+        weights = {
+            name: tensor.detach().clone().double() for name, tensor in engine.parameters.items()
+        }
         engine.close()
     return Outcome(losses, [result.gradient_norm for result in results], weights)
 
@@ -102,7 +112,9 @@ def test_sync_equals_one_replica_with_the_whole_micro_batch(
     """Also where a micro-batch has fewer rows than replicas."""
     case = pictures("sync", sizes=(8, 5, 3, 2), microbatch=3)
     (expected,) = pool.run(losses_and_states, 1, case)
-    case = replace(case, options={"microbatch": 3, "directive": "keep", **options, "replicas": replicas})
+    case = replace(
+        case, options={"microbatch": 3, "directive": "keep", **options, "replicas": replicas}
+    )
     compare(pool.run(losses_and_states, case.world, case), expected, 1e-9)
 
 
@@ -112,15 +124,25 @@ def test_whatever_becomes_of_activations(pool: Pool, replicas: tuple[int, ...]) 
     for mode in ("replica", "sync"):
         found = {}
         for directive in ("keep", "offload", "recompute"):
-            case = replace(pictures(mode), options={"replicas": replicas, "directive": directive, "microbatch": 6})
+            case = replace(
+                pictures(mode),
+                options={"replicas": replicas, "directive": directive, "microbatch": 6},
+            )
             found[directive] = pool.run(losses_and_states, case.world, case)
         same(found["offload"], found["keep"])
         same(found["recompute"], found["keep"])
-        tracked = [w for o in found["keep"] for n, w in o.weights.items() if n.endswith("num_batches_tracked")]
+        tracked = [
+            w
+            for o in found["keep"]
+            for n, w in o.weights.items()
+            if n.endswith("num_batches_tracked")
+        ]
         assert all(count == 5 for count in tracked)  # 8 rows, 5, 8 in micro-batches of at most 6
 
 
-def of_own_rows(case: Case, replicas: int, microbatch: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def of_own_rows(
+    case: Case, replicas: int, microbatch: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """By hand: gradients and statistics of one step in which every replica normalises its own rows."""
     (batch,) = case.batches()
     total = len(batch)
@@ -137,7 +159,9 @@ def of_own_rows(case: Case, replicas: int, microbatch: int) -> tuple[dict[str, T
             if a < b:
                 count += 1
                 (x,) = batch.inputs(low + a, low + b)
-                loss: Tensor = case.loss(model(x), batch.targets(low + a, low + b)) * ((b - a) / total)
+                loss: Tensor = case.loss(model(x), batch.targets(low + a, low + b)) * (
+                    (b - a) / total
+                )
                 loss.backward()
         seen += count
         for name, parameter in model.named_parameters():
@@ -157,15 +181,24 @@ def one_step(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         engine = case.engine(folder)
         engine.gradients(case.batches()[0])
         gradients = {name: g.clone() for name, g in engine.gradients_by_name.items()}
-        statistics = {n: t.detach().clone().double() for n, t in engine.parameters.items() if n not in gradients}
+        statistics = {
+            n: t.detach().clone().double()
+            for n, t in engine.parameters.items()
+            if n not in gradients
+        }
         engine.close()
     return gradients, statistics
 
 
-@pytest.mark.parametrize(("rows", "replicas"), [(8, (2,)), (5, (3,)), (4, (3,)), (8, (2, 2))], ids=str)
-def test_every_replica_normalises_its_own_rows(pool: Pool, rows: int, replicas: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "replicas"), [(8, (2,)), (5, (3,)), (4, (3,)), (8, (2, 2))], ids=str
+)
+def test_every_replica_normalises_its_own_rows(
+    pool: Pool, rows: int, replicas: tuple[int, ...]
+) -> None:
     case = replace(
-        pictures("replica", sizes=(rows,)), options={"replicas": replicas, "microbatch": 4 if rows > 5 else 3}
+        pictures("replica", sizes=(rows,)),
+        options={"replicas": replicas, "microbatch": 4 if rows > 5 else 3},
     )
     expected = of_own_rows(case, replicas[0], case.options["microbatch"])
     for found in pool.run(one_step, case.world, case):
@@ -186,7 +219,11 @@ def test_statistics_agree_and_do_not_depend_on_who_is_asked(pool: Pool) -> None:
 def test_frozen_trains_weights_and_leaves_statistics(pool: Pool, replicas: tuple[int, ...]) -> None:
     case = pictures("frozen", sizes=(8, 1, 5))
     (expected,) = pool.run(losses_and_states, 1, case)
-    found = pool.run(losses_and_states, sum(replicas), replace(case, options={**case.options, "replicas": replicas}))
+    found = pool.run(
+        losses_and_states,
+        sum(replicas),
+        replace(case, options={**case.options, "replicas": replicas}),
+    )
     compare(found, expected, 1e-9)
     for name, tensor in expected.weights.items():
         if "running_var" in name:
@@ -201,14 +238,18 @@ def test_modules_that_synchronise_by_themselves_obey(pool: Pool, mode: str) -> N
     """SyncBatchNorm would meet ranks of all stages, and refuses a CPU."""
     case = replace(pictures(mode, sizes=(8, 5)), options={"replicas": (1, 2), "microbatch": 4})
     of_own = replace(case, factory=resnet_of_sync_norms)
-    for outcome, expected in zip(pool.run(losses_and_states, 3, of_own), pool.run(losses_and_states, 3, case)):
+    for outcome, expected in zip(
+        pool.run(losses_and_states, 3, of_own), pool.run(losses_and_states, 3, case)
+    ):
         compare([outcome], replace(expected, weights=outcome.weights), 1e-12)
 
 
 def test_autocast(pool: Pool) -> None:
     case = replace(pictures("sync"), dtype=torch.float32, compute="bf16")
     (expected,) = pool.run(losses_and_states, 1, case)
-    for outcome in pool.run(losses_and_states, 2, replace(case, options={**case.options, "replicas": (2,)})):
+    for outcome in pool.run(
+        losses_and_states, 2, replace(case, options={**case.options, "replicas": (2,)})
+    ):
         assert outcome.losses[0] == pytest.approx(expected.losses[0], rel=1e-2)
         assert outcome.losses[-1] == pytest.approx(expected.losses[-1], rel=5e-2)
 
@@ -218,7 +259,11 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 4)
+        self.first, self.norm, self.last = (
+            nn.Linear(1024, 1024),
+            nn.BatchNorm1d(1024),
+            nn.Linear(1024, 4),
+        )
         self.experts = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,7 +285,9 @@ def gradients_of_chosen(replicas: int) -> dict[str, Tensor]:
     chain = describe(chosen, seed=1)
     plan = make_plan(chain, replicas=(replicas,), global_batch=8, microbatch=4)
     x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0))
-    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2)  # each replica uses one expert, and each another
+    x[:, 0] = torch.tensor(
+        [1.0, 1.0, -1.0, -1.0] * 2
+    )  # each replica uses one expert, and each another
     engine = Engine.build(chain, plan, loss=F.mse_loss, replicas=ReplicasConfig(batchnorm="sync"))
     engine.gradients(TensorRows(x, x[:, :4]))
     found = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}

@@ -20,12 +20,27 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from parallax.errors import CheckpointError
-from parallax.monitor import LoggerConfig
-from parallax.runtime.checkpoint import begin, checkpoint_name, list_checkpoints, partial_folder, remove_partial
-from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.checkpoint import (
+    begin,
+    checkpoint_name,
+    list_checkpoints,
+    partial_folder,
+    remove_partial,
+)
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig, train
+from parallax.train.monitor import LoggerConfig
 from tests.distributed.pool import ROOT, Pool
-from tests.distributed.test_engine import Case, Outcome, compare, gpt, half_frozen, make_batch, same, with_unused
+from tests.distributed.test_engine import (
+    Case,
+    Outcome,
+    compare,
+    gpt,
+    half_frozen,
+    make_batch,
+    same,
+    with_unused,
+)
 
 CASE = Case(gpt(), sizes=(8, 3, 7, 1, 2))
 STATE = {"source": {"position": 7}}
@@ -62,7 +77,9 @@ def loading(case: Case, path: Path) -> tuple[str, bool, int]:
         message = str(error)
     changed = any(not torch.equal(a, b) for a, b in zip(parameters, before))
     for parameter, state in zip(parameters, states):
-        changed |= any(not torch.equal(engine._optimizer.states(parameter)[k], v) for k, v in state.items())
+        changed |= any(
+            not torch.equal(engine._optimizer.states(parameter)[k], v) for k, v in state.items()
+        )
     engine.close()
     return message, changed, engine.completed_steps
 
@@ -88,7 +105,9 @@ def test_training_continues_under_any_plan(
     first = CASE.under(before)
     pool.run(training, first.world, first, tmp_path, 0, 3, None)
     resumed = pool.run(training, sum(after), CASE.under(after), tmp_path, 3, 5, 3)
-    expected = Outcome(whole[0].losses[3:], whole[0].norms[3:], {n: w for o in whole for n, w in o.weights.items()})
+    expected = Outcome(
+        whole[0].losses[3:], whole[0].norms[3:], {n: w for o in whole for n, w in o.weights.items()}
+    )
     compare(resumed, expected, 1e-12)
     if before == after:
         same(resumed, [Outcome(o.losses[3:], o.norms[3:], o.weights) for o in whole])
@@ -172,8 +191,12 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         remove_partial(folder)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
         left = list_checkpoints(folder)
-        renamed = base == "again" or (call, when) == ("rename", "after") or (call, at) == ("fsync", 4)
-        assert [path.name for path in left] == [checkpoint_name(2), checkpoint_name(3)][: 1 + renamed]
+        renamed = (
+            base == "again" or (call, when) == ("rename", "after") or (call, at) == ("fsync", 4)
+        )
+        assert [path.name for path in left] == [checkpoint_name(2), checkpoint_name(3)][
+            : 1 + renamed
+        ]
         for path in left:
             assert engine.load(path) == STATE
             assert engine.completed_steps == int(path.name[5:])
@@ -184,7 +207,9 @@ def test_a_new_save_takes_nothing_from_an_interrupted_one(pool: Pool, tmp_path: 
     """A part that a plan of two stages had left over was read as if it belonged to the new checkpoint."""
     partial = partial_folder(tmp_path, 2)
     begin(partial)
-    save_file({"model/embedding.token.weight": torch.zeros(64, 32)}, partial / "stage-01.safetensors")
+    save_file(
+        {"model/embedding.token.weight": torch.zeros(64, 32)}, partial / "stage-01.safetensors"
+    )
     path = saved(pool, tmp_path)
     assert [p.name for p in path.glob("*.safetensors")] == ["stage-00.safetensors"]
     assert pool.run(loading, 1, CASE.under((1,)), path)[0][0] == ""
@@ -263,7 +288,9 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> No
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-    index["checksums"] = {n: zlib.crc32(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()}
+    index["checksums"] = {
+        n: zlib.crc32(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()
+    }
     (path / "checkpoint.json").write_text(json.dumps(index))
 
 
@@ -281,7 +308,12 @@ def test_missing_and_extra_names(pool: Pool, tmp_path: Path) -> None:
 
 def test_wrong_shape(pool: Pool, tmp_path: Path) -> None:
     path = saved(pool, tmp_path)
-    rewrite(path, lambda tensors: tensors.update({"model/layers.0.up.bias": torch.zeros(1, dtype=torch.float64)}))
+    rewrite(
+        path,
+        lambda tensors: tensors.update(
+            {"model/layers.0.up.bias": torch.zeros(1, dtype=torch.float64)}
+        ),
+    )
     ((message, changed, _),) = pool.run(loading, 1, CASE.under((1,)), path)
     assert "layers.0.up.bias has shape [1] where [128] is due" in message
     assert not changed
@@ -289,8 +321,13 @@ def test_wrong_shape(pool: Pool, tmp_path: Path) -> None:
 
 def test_wrong_model(pool: Pool, tmp_path: Path) -> None:
     path = saved(pool, tmp_path)
-    for message, changed, _ in pool.run(loading, 2, Case(gpt(layers=3), sizes=(8,)).under((1, 1)), path):
-        assert "missing layers.2.down.bias, layers.2.down.weight, layers.2.norm1.bias (12), extra nothing" in message
+    for message, changed, _ in pool.run(
+        loading, 2, Case(gpt(layers=3), sizes=(8,)).under((1, 1)), path
+    ):
+        assert (
+            "missing layers.2.down.bias, layers.2.down.weight, layers.2.norm1.bias (12), extra nothing"
+            in message
+        )
         assert not changed
     ((message, _, _),) = pool.run(loading, 1, Case(gpt(hidden=16), sizes=(8,)).under((1,)), path)
     assert "missing nothing, extra nothing; fingerprint" in message
@@ -299,7 +336,10 @@ def test_wrong_model(pool: Pool, tmp_path: Path) -> None:
 def test_another_optimizer(pool: Pool, tmp_path: Path) -> None:
     path, lion = saved(pool, tmp_path), replace(CASE, optimizer=OptimizerConfig(name="lion"))
     for message, changed, _ in pool.run(loading, 2, lion.under((1, 1)), path):
-        assert "was trained by adamw, and its states are no good to lion: use optimizer=adamw" in message
+        assert (
+            "was trained by adamw, and its states are no good to lion: use optimizer=adamw"
+            in message
+        )
         assert not changed
 
 
@@ -350,7 +390,10 @@ def test_disk_full(tmp_path: Path) -> None:
     assert str(tmp_path / ".saving-step-00000002" / "stage-00.safetensors") in line
     assert "KiB to" in line or "MiB to" in line
     assert "untouched" in line
-    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(1), checkpoint_name(2)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        checkpoint_name(1),
+        checkpoint_name(2),
+    ]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -410,7 +453,9 @@ class CountingSource:
 
 def looping(case: Case, folder: Path, options: dict[str, Any]) -> dict[str, torch.Tensor] | str:
     engine = case.engine(folder)
-    trainer = TrainerConfig(**{"global_batch": 4, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 1, **options})
+    trainer = TrainerConfig(
+        **{"global_batch": 4, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 1, **options}
+    )
     logger = LoggerConfig(tensorboard=False, events=False)
     try:
         train(engine, CountingSource(), trainer, logger, folder, tokens_per_row=16)
@@ -422,7 +467,11 @@ def looping(case: Case, folder: Path, options: dict[str, Any]) -> dict[str, torc
 
 
 def equal(found: list[Any], expected: list[Any]) -> bool:
-    return all(torch.equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in a | b)
+    return all(
+        torch.equal(a[name], b[name])
+        for a, b in zip(found, expected, strict=True)
+        for name in a | b
+    )
 
 
 def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Path) -> None:
@@ -433,12 +482,16 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
     whole = pool.run(looping, 2, case, tmp_path / "whole", {"steps": 6})
     pool.run(looping, 2, case, run, {"steps": 4, "keep_checkpoints": 3})
     checkpoints = run / "checkpoints"
-    assert [path.name for path in list_checkpoints(checkpoints)] == [checkpoint_name(s) for s in (2, 3, 4)]
+    assert [path.name for path in list_checkpoints(checkpoints)] == [
+        checkpoint_name(s) for s in (2, 3, 4)
+    ]
     flip(checkpoints / checkpoint_name(4) / "stage-01.safetensors", "model/head.norm.bias")
     (checkpoints / checkpoint_name(3) / "checkpoint.json").write_text("{")
     (checkpoints / ".saving-step-00000005").mkdir()
     assert equal(pool.run(looping, 2, case, run, {"steps": 6, "keep_checkpoints": 3}), whole)
-    assert [path.name for path in list_checkpoints(checkpoints)] == [checkpoint_name(s) for s in (4, 5, 6)]
+    assert [path.name for path in list_checkpoints(checkpoints)] == [
+        checkpoint_name(s) for s in (4, 5, 6)
+    ]
     summary = (run / "summary.json").read_text()
     assert equal(pool.run(looping, 2, case, run, {"steps": 6, "keep_checkpoints": 0}), whole)
     assert (run / "summary.json").read_text() == summary

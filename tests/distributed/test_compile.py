@@ -20,15 +20,21 @@ SIZES = (8, 5, 2)
 
 
 def with_dropout() -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2)), nn.Linear(64, 64))
+    return nn.Sequential(
+        nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2)), nn.Linear(64, 64)
+    )
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU()), nn.Linear(64, 64))
+    return nn.Sequential(
+        nn.Embedding(64, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU()), nn.Linear(64, 64)
+    )
 
 
 def with_norm() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(48, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 5))
+    return nn.Sequential(
+        nn.Flatten(), nn.Sequential(nn.Linear(48, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 5)
+    )
 
 
 def trained(case: Case) -> tuple[Outcome, int]:
@@ -44,27 +50,37 @@ PLANS: list[Any] = [
     {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
     {"replicas": (1,), "directive": "recompute", "microbatch": 3},
     {"replicas": (1, 1), "directive": "keep", "schedule": "zb-h1"},
-    pytest.param({"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough),
+    pytest.param(
+        {"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough
+    ),
     {"replicas": (1,), **BELOW},
 ]
 
 
 @pytest.mark.parametrize(
-    "factory", [small, pytest.param(gpt(tied=False, layers=1), marks=pytest.mark.thorough)], ids=["small", "gpt"]
+    "factory",
+    [small, pytest.param(gpt(tied=False, layers=1), marks=pytest.mark.thorough)],
+    ids=["small", "gpt"],
 )
 @pytest.mark.parametrize("options", PLANS, ids=str)
-def test_compiled_blocks_train_alike(pool: Pool, factory: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+def test_compiled_blocks_train_alike(
+    pool: Pool, factory: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
     plain = Case(factory, dtype=torch.float32, sizes=SIZES).under(**options)
     expected = pool.run(training, plain.world, plain)
     found = pool.run(trained, plain.world, replace(plain, compile=True))
     for (outcome, programs), wanted in zip(found, expected):
         compare([replace(outcome, weights=wanted.weights)], wanted, 1e-5)
-        compare([outcome], wanted, 1e-2)  # Adam makes steps of a bias of the keys out of its gradient's rounding errors
+        compare(
+            [outcome], wanted, 1e-2
+        )  # Adam makes steps of a bias of the keys out of its gradient's rounding errors
         assert programs > 0
 
 
 def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
-    case = Case(with_dropout, dtype=torch.float32, sizes=SIZES, compile=True).under((1,), microbatch=3)
+    case = Case(with_dropout, dtype=torch.float32, sizes=SIZES, compile=True).under(
+        (1,), microbatch=3
+    )
     (kept,) = pool.run(training, 1, case)
     (again,) = pool.run(training, 1, case.under((1,), "recompute", microbatch=3))
     compare([again], kept, 1e-6)
@@ -80,7 +96,9 @@ def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
         pytest.param("replica", (1,), "recompute", marks=pytest.mark.thorough),
     ],
 )
-def test_norms_in_compiled_blocks(pool: Pool, mode: str, replicas: tuple[int, ...], directive: str) -> None:
+def test_norms_in_compiled_blocks(
+    pool: Pool, mode: str, replicas: tuple[int, ...], directive: str
+) -> None:
     plain = replace(pictures(mode, sizes=(8, 5)), factory=with_norm)
     case = replace(plain, options={"replicas": replicas, "microbatch": 4})
     expected = pool.run(losses_and_states, case.world, case)
@@ -95,5 +113,7 @@ def test_the_compiler_is_loaded_only_when_asked_for() -> None:
         "print(before, 'torch._dynamo' in sys.modules, "
         "'torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert found.stdout.split() == ["False", "False", "False"]

@@ -29,7 +29,9 @@ class Sometimes(nn.Module):
 
 
 def with_functions() -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 16), Sometimes(16), nn.Dropout(0.1), Sometimes(16), nn.Linear(16, 64))
+    return nn.Sequential(
+        nn.Embedding(64, 16), Sometimes(16), nn.Dropout(0.1), Sometimes(16), nn.Linear(16, 64)
+    )
 
 
 PLANS: list[dict[str, Any]] = [

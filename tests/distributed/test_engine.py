@@ -23,13 +23,19 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.optimizer import OptimizerConfig
-from parallax.runtime.replicas import ReplicasConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
-SIZES = (8, 3, 7, 1, 2)  # rows per step: whole, uneven, fewer than micro-batches, fewer than replicas
+SIZES = (
+    8,
+    3,
+    7,
+    1,
+    2,
+)  # rows per step: whole, uneven, fewer than micro-batches, fewer than replicas
 STEPS = len(SIZES)
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 IGNORED, POISON = -100, 63
@@ -40,7 +46,9 @@ Weights = dict[str, Tensor]
 
 
 def gpt(**changes: Any) -> Callable[[], nn.Module]:
-    return GPTConfig(**{"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 64, **changes}).build
+    return GPTConfig(
+        **{"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 64, **changes}
+    ).build
 
 
 def gpt_with_dropout() -> nn.Module:
@@ -79,7 +87,9 @@ def with_buffers() -> nn.Module:
 
 
 def of_many_buckets() -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 1024), *(nn.Linear(1024, 1024) for _ in range(3)), nn.Linear(1024, 64))
+    return nn.Sequential(
+        nn.Embedding(64, 1024), *(nn.Linear(1024, 1024) for _ in range(3)), nn.Linear(1024, 64)
+    )
 
 
 class HalfUsed(nn.Module):
@@ -139,7 +149,9 @@ class Counted:
     """The sum over targets that count, and how many do."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
 
     def count(self, targets: Tensor) -> int:
         return int((targets != IGNORED).sum())
@@ -191,13 +203,17 @@ class Case:
         return PrecisionConfig(parameters=parameters, compute=self.compute or parameters)
 
     def batches(self) -> list[TensorRows]:
-        return [make_batch(rows, step, ignoring=self.ignoring) for step, rows in enumerate(self.sizes)]
+        return [
+            make_batch(rows, step, ignoring=self.ignoring) for step, rows in enumerate(self.sizes)
+        ]
 
     def engine(self, folder: str | Path) -> Engine:
         chain = self.chain()
         return Engine.build(
             chain,
-            make_plan(chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}),
+            make_plan(
+                chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}
+            ),
             loss=self.loss,
             steps=STEPS,
             optimizer=self.optimizer,
@@ -224,7 +240,10 @@ def plain_blocks(case: Case) -> tuple[list[nn.Module], Weights]:
     chain = case.chain()
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     states = [block.state_dict(keep_vars=True) for block in blocks]
-    return blocks, {name: states[i][inner] for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()}
+    return blocks, {
+        name: states[i][inner]
+        for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()
+    }
 
 
 def plain_loss(case: Case, blocks: list[nn.Module], batch: TensorRows) -> Tensor:
@@ -277,10 +296,16 @@ def close(found: float, expected: float, tolerance: float) -> bool:
 
 def compare(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
     for outcome in outcomes:
-        assert all(close(*pair, tolerance) for pair in zip(outcome.losses, expected.losses)), outcome.losses
-        assert all(close(*pair, tolerance) for pair in zip(outcome.norms, expected.norms)), outcome.norms
+        assert all(close(*pair, tolerance) for pair in zip(outcome.losses, expected.losses)), (
+            outcome.losses
+        )
+        assert all(close(*pair, tolerance) for pair in zip(outcome.norms, expected.norms)), (
+            outcome.norms
+        )
         for name, tensor in outcome.weights.items():
-            error = (tensor - expected.weights[name]).norm() / expected.weights[name].norm().clamp(min=1e-3)
+            error = (tensor - expected.weights[name]).norm() / expected.weights[name].norm().clamp(
+                min=1e-3
+            )
             assert error <= tolerance, f"{name}: {error}"
     assert {name for outcome in outcomes for name in outcome.weights} == set(expected.weights)
 
@@ -353,7 +378,10 @@ def test_a_loss_in_memory_that_is_used_again(pool: Pool) -> None:
     blocks, _ = plain_blocks(case)
     with torch.no_grad():
         expected = sum(
-            plain_loss(case, blocks, TensorRows(batch.inputs(m, m + 2), batch.targets(m, m + 2))).item() / 4
+            plain_loss(
+                case, blocks, TensorRows(batch.inputs(m, m + 2), batch.targets(m, m + 2))
+            ).item()
+            / 4
             for batch in case.batches()[:1]
             for m in range(0, 8, 2)
         )
@@ -383,7 +411,9 @@ def test_parameters_may_be_frozen_between_steps(pool: Pool, below: float) -> Non
 
 
 def test_no_target_counts(pool: Pool) -> None:
-    case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(1,)).under((1, 1))  # row 0 is ignored as a whole
+    case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(1,)).under(
+        (1, 1)
+    )  # row 0 is ignored as a whole
     for outcome in pool.run(training, 2, case):
         assert outcome.losses == outcome.norms == [0.0]
 
@@ -409,7 +439,9 @@ def test_dropout(pool: Pool) -> None:
     same(pool.run(training, 2, case.under((1, 1), "offload")), kept)
     (single,) = pool.run(training, 1, case.under((1,)))
     assert all(close(*pair, 1e-5) for pair in zip(single.losses, kept[0].losses))
-    (without,) = pool.run(training, 1, Case(gpt(), dtype=torch.float32, sizes=(8, 8, 8)).under((1,)))
+    (without,) = pool.run(
+        training, 1, Case(gpt(), dtype=torch.float32, sizes=(8, 8, 8)).under((1,))
+    )
     assert without.losses != single.losses
 
 
@@ -418,7 +450,9 @@ def test_frozen_parameters_and_buffers(pool: Pool, factory: Callable[[], nn.Modu
     case = Case(factory)
     expected, (_, first) = plain_training(case), plain_blocks(case)
     for replicas in [(1,), (2, 1), (1, 2)]:
-        found = pool.run(training, sum(replicas), case.under(replicas, cuts=[2] if len(replicas) > 1 else None))
+        found = pool.run(
+            training, sum(replicas), case.under(replicas, cuts=[2] if len(replicas) > 1 else None)
+        )
         compare(found, expected, 1e-9)
         for name, tensor in ((n, t) for outcome in found for n, t in outcome.weights.items()):
             assert torch.equal(tensor, first[name]) or first[name].requires_grad
@@ -433,8 +467,14 @@ def evaluation(case: Case) -> list[Any]:
         batches = case.batches()
         engine.step(batches[0])
         tensors = engine.parameters
-        before = {n: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for n, t in tensors.items()}
-        places = {n: (t.data_ptr(), None if t.grad is None else t.grad.data_ptr()) for n, t in tensors.items()}
+        before = {
+            n: (t.detach().clone(), None if t.grad is None else t.grad.clone())
+            for n, t in tensors.items()
+        }
+        places = {
+            n: (t.data_ptr(), None if t.grad is None else t.grad.data_ptr())
+            for n, t in tensors.items()
+        }
         engine.evaluate(batches[1])
         gc.collect()
         held = sum(t.numel() for t in gc.get_objects() if isinstance(t, Tensor))
@@ -445,8 +485,15 @@ def evaluation(case: Case) -> list[Any]:
             weight, gradient = before[name]
             assert torch.equal(tensor, weight)
             assert gradient is None or torch.equal(tensor.grad, gradient)
-            assert places[name] == (tensor.data_ptr(), None if tensor.grad is None else tensor.grad.data_ptr())
-        stored = (engine._manager.stored_bytes, engine._manager.resident_bytes) if engine._manager else (0, 0)
+            assert places[name] == (
+                tensor.data_ptr(),
+                None if tensor.grad is None else tensor.grad.data_ptr(),
+            )
+        stored = (
+            (engine._manager.stored_bytes, engine._manager.resident_bytes)
+            if engine._manager
+            else (0, 0)
+        )
         swapped = engine._manager.take_statistics().bytes_out if engine._manager else 0
         assert engine.completed_steps == 1
         engine.close()
@@ -454,7 +501,9 @@ def evaluation(case: Case) -> list[Any]:
     return [losses, weights, more, stored, swapped]
 
 
-@pytest.mark.parametrize(("replicas", "directive"), [((1,), "offload"), ((1, 2), "offload"), ((2, 1), "recompute")])
+@pytest.mark.parametrize(
+    ("replicas", "directive"), [((1,), "offload"), ((1, 2), "offload"), ((2, 1), "recompute")]
+)
 def test_evaluation(pool: Pool, replicas: tuple[int, ...], directive: str) -> None:
     case = Case(gpt_with_dropout, sizes=SIZES).under(replicas, directive)
     results = pool.run(evaluation, case.world, case)
@@ -463,7 +512,9 @@ def test_evaluation(pool: Pool, replicas: tuple[int, ...], directive: str) -> No
         for _, weights, *_ in results:
             for name, weight in weights.items():
                 tensors[name].copy_(weight)
-        expected = [plain_loss(case, [b.eval() for b in blocks], batch).item() for batch in case.batches()]
+        expected = [
+            plain_loss(case, [b.eval() for b in blocks], batch).item() for batch in case.batches()
+        ]
     for losses, _, more, stored, swapped in results:
         assert all(close(*pair, 1e-12) for pair in zip(losses, expected))
         assert more <= 64
@@ -483,7 +534,11 @@ def reductions(case: Case) -> tuple[list[int], list[int], int]:
 
         def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             gradients = tensor.is_floating_point()  # beside them the first step asks who was used
-            if gradients and kwargs.get("group") is engine.mesh.replicas and engine.mesh.replicas is not None:
+            if (
+                gradients
+                and kwargs.get("group") is engine.mesh.replicas
+                and engine.mesh.replicas is not None
+            ):
                 numbers.append(tensor.numel())
             return plain(tensor, *args, **kwargs)
 
@@ -502,8 +557,12 @@ def reductions(case: Case) -> tuple[list[int], list[int], int]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 2)], ids=str)
-def test_each_gradient_is_reduced_once_per_step(pool: Pool, replicas: tuple[int, ...], schedule: str) -> None:
-    case = Case(of_many_buckets, dtype=torch.float32, sizes=(8, 1, 6, 8)).under(replicas, schedule=schedule)
+def test_each_gradient_is_reduced_once_per_step(
+    pool: Pool, replicas: tuple[int, ...], schedule: str
+) -> None:
+    case = Case(of_many_buckets, dtype=torch.float32, sizes=(8, 1, 6, 8)).under(
+        replicas, schedule=schedule
+    )
     results = pool.run(reductions, case.world, case)
     for rank, (calls, carried, trained) in enumerate(results):
         replicated = rank >= case.world - replicas[-1] or replicas[0] > 1
@@ -514,7 +573,9 @@ def test_each_gradient_is_reduced_once_per_step(pool: Pool, replicas: tuple[int,
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("replicas", [(1,), (2,), (2, 1)], ids=str)
-def test_parameters_that_are_never_used(pool: Pool, replicas: tuple[int, ...], schedule: str) -> None:
+def test_parameters_that_are_never_used(
+    pool: Pool, replicas: tuple[int, ...], schedule: str
+) -> None:
     """They have no gradient, under replicas too, and so no weight decay. Once DDP reduced the buckets that were
     complete, and the step went on with the rest unreduced; then this was refused."""
     case = Case(with_unused).under(replicas, schedule=schedule)
@@ -532,12 +593,19 @@ def poisoned_step(case: Case) -> tuple[str, list[str], int, float]:
         bad.targets(0, 8)[5, 3] = POISON
         engine.step(good)
         before = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
-        states = {p: {n: v.clone() for n, v in engine._optimizer.states(p).items()} for p in engine.parameters.values()}
+        states = {
+            p: {n: v.clone() for n, v in engine._optimizer.states(p).items()}
+            for p in engine.parameters.values()
+        }
         try:
             engine.step(bad)
         except NonFiniteError as error:
             message = str(error)
-        changed = [name for name, tensor in engine.parameters.items() if not torch.equal(tensor, before[name])]
+        changed = [
+            name
+            for name, tensor in engine.parameters.items()
+            if not torch.equal(tensor, before[name])
+        ]
         for parameter, state in states.items():
             now = engine._optimizer.states(parameter)
             changed += [key for key, value in state.items() if not torch.equal(value, now[key])]
@@ -578,7 +646,9 @@ def test_gradient_norm_whose_square_overflows(pool: Pool) -> None:
 
 def test_plan_of_another_model_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     chain, other = describe(gpt()), describe(gpt(layers=3))
-    with mock.patch("parallax.runtime.stage.materialise_each", side_effect=AssertionError("allocated")):
+    with mock.patch(
+        "parallax.runtime.stage.materialise_each", side_effect=AssertionError("allocated")
+    ):
         with pytest.raises(PlanError, match="plan again"):
             Engine.build(chain, make_plan(other), loss=GPT.loss, scratch=tmp_path)
         with pytest.raises(PlanError, match="needs 2 ranks but 1 run"):
@@ -597,7 +667,10 @@ def failing_step(case: Case) -> tuple[str, list[str], tuple[int, int], list[floa
         manager = engine._manager
         assert manager is not None
         deadline = time.monotonic() + 20
-        while (left := (manager.stored_bytes, manager.resident_bytes)) != (0, 0) and time.monotonic() < deadline:
+        while (left := (manager.stored_bytes, manager.resident_bytes)) != (
+            0,
+            0,
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)  # a write that had begun is let end
         after = [engine.step(case.batches()[0]).loss] if engine.mesh.world is None else []
         engine.close()

@@ -12,16 +12,27 @@ import pytest
 import torch
 
 from parallax.errors import NonFiniteError
-from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
-from tests.distributed.test_engine import POISON, Case, gpt, half_frozen, make_batch, of_many_buckets, poisoned, same
+from tests.distributed.test_engine import (
+    POISON,
+    Case,
+    gpt,
+    half_frozen,
+    make_batch,
+    of_many_buckets,
+    poisoned,
+    same,
+)
 
 STEPS = 4
 LOW = 1e-3  # a clip norm that every gradient is above
 
 
-def many_steps(case: Case, folder: Path, steps: int, clip: float) -> tuple[list[float], dict[str, Any], int]:
+def many_steps(
+    case: Case, folder: Path, steps: int, clip: float
+) -> tuple[list[float], dict[str, Any], int]:
     """Losses, weights, and the bytes of optimizer states that the tier holds at the end."""
     optimizer = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=clip)
     engine = replace(case, optimizer=optimizer).engine(folder)
@@ -34,12 +45,22 @@ def many_steps(case: Case, folder: Path, steps: int, clip: float) -> tuple[list[
 
 
 FACTORIES = {"gpt": gpt(), "of_many_buckets": of_many_buckets, "half_frozen": half_frozen}
-TELLING = [("gpt", (1,)), ("gpt", (2,)), ("gpt", (1, 2)), ("gpt", (3,)), ("of_many_buckets", (1, 2))]
-OTHERS = [pair for pair in itertools.product(FACTORIES, [(1,), (2,), (1, 2), (3,)]) if pair not in TELLING]
+TELLING = [
+    ("gpt", (1,)),
+    ("gpt", (2,)),
+    ("gpt", (1, 2)),
+    ("gpt", (3,)),
+    ("of_many_buckets", (1, 2)),
+]
+OTHERS = [
+    pair for pair in itertools.product(FACTORIES, [(1,), (2,), (1, 2), (3,)]) if pair not in TELLING
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "replicas"), [*TELLING, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)], ids=str
+    ("model", "replicas"),
+    [*TELLING, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)],
+    ids=str,
 )
 def test_steps_below_the_device_equal_steps_on_it(
     pool: Pool, tmp_path: Path, model: str, replicas: tuple[int, ...]
@@ -60,7 +81,9 @@ def test_steps_below_the_device_equal_steps_on_it(
             assert sum(stored for _, _, stored in found) <= total * 1.1 + 64 * 4096
 
 
-def test_a_hundred_steps_with_clipping_and_accumulation_are_bit_identical(pool: Pool, tmp_path: Path) -> None:
+def test_a_hundred_steps_with_clipping_and_accumulation_are_bit_identical(
+    pool: Pool, tmp_path: Path
+) -> None:
     case = Case(gpt(), dtype=torch.float32)
     (plain,) = pool.run(many_steps, 1, case.under((1,)), tmp_path, 100, 0.5)
     (below,) = pool.run(many_steps, 1, case.under((1,), optimizer_offload=1.0), tmp_path, 100, 0.5)
@@ -70,9 +93,14 @@ def test_a_hundred_steps_with_clipping_and_accumulation_are_bit_identical(pool: 
 
 @pytest.mark.parametrize("name", ["sgd", "lion"])
 def test_other_optimizers(pool: Pool, tmp_path: Path, name: str) -> None:
-    case = replace(Case(gpt(), dtype=torch.float32), optimizer=OptimizerConfig(name=name, lr=1e-2, clip_norm=1.0))
+    case = replace(
+        Case(gpt(), dtype=torch.float32),
+        optimizer=OptimizerConfig(name=name, lr=1e-2, clip_norm=1.0),
+    )
     plain = pool.run(training, 1, case.under((1,)), tmp_path / "plain", 0, 3, None)
-    below = pool.run(training, 1, case.under((1,), optimizer_offload=1.0), tmp_path / "below", 0, 3, None)
+    below = pool.run(
+        training, 1, case.under((1,), optimizer_offload=1.0), tmp_path / "below", 0, 3, None
+    )
     same(below, plain)
     assert plain[0].losses[-1] != plain[0].losses[0]
 
@@ -85,7 +113,9 @@ def test_a_checkpoint_does_not_know_where_states_were(
     world = sum(replicas)
     whole = pool.run(training, world, CASE.under(replicas), tmp_path / "whole", 0, 4, None)
     pool.run(training, world, CASE.under(replicas, optimizer_offload=before), tmp_path, 0, 2, None)
-    rest = pool.run(training, world, CASE.under(replicas, optimizer_offload=after), tmp_path, 2, 4, 2)
+    rest = pool.run(
+        training, world, CASE.under(replicas, optimizer_offload=after), tmp_path, 2, 4, 2
+    )
     for one, other in zip(whole, rest):
         assert other.losses == one.losses[2:]
         assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
@@ -100,17 +130,26 @@ def poisoned_below(case: Case, folder: Path) -> tuple[bool, float, float, list[s
     bad.targets(0, 8)[5, 3] = POISON
     with pytest.raises(NonFiniteError, match="nothing was updated"):
         engine.step(bad)
-    changed = any(not torch.equal(tensor, before[name]) for name, tensor in engine.parameters.items())
+    changed = any(
+        not torch.equal(tensor, before[name]) for name, tensor in engine.parameters.items()
+    )
     engine.step(make_batch(8, 2))
     at_once = engine.evaluate(make_batch(8, 3))
     after = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     later = engine.evaluate(make_batch(8, 3))
     engine.close()
-    return changed, at_once, later, [t.name for t in threading.enumerate() if t.name.startswith("parallax")]
+    return (
+        changed,
+        at_once,
+        later,
+        [t.name for t in threading.enumerate() if t.name.startswith("parallax")],
+    )
 
 
-def test_nan_updates_nothing_and_evaluation_sees_the_new_weights(pool: Pool, tmp_path: Path) -> None:
+def test_nan_updates_nothing_and_evaluation_sees_the_new_weights(
+    pool: Pool, tmp_path: Path
+) -> None:
     case = Case(gpt(), loss=poisoned).under((1,), optimizer_offload=1.0)
     ((changed, at_once, later, threads),) = pool.run(poisoned_below, 1, case, tmp_path)
     assert not changed

@@ -31,7 +31,12 @@ PLANS: list[dict[str, Any]] = [
     {"schedule": "interleaved", "directive": "keep", "interleave": 2},
 ]
 PERIOD = 8 * len(LENGTHS) * len(PLANS)  # after so many steps, every plan has seen every shape
-MEASURED = (6 * PERIOD, 10 * PERIOD, 14 * PERIOD, 18 * PERIOD)  # tables of many kinds grow for a thousand steps
+MEASURED = (
+    6 * PERIOD,
+    10 * PERIOD,
+    14 * PERIOD,
+    18 * PERIOD,
+)  # tables of many kinds grow for a thousand steps
 KIB = 1024
 
 
@@ -41,7 +46,18 @@ def make_batch(step: int) -> TensorRows:
     return TensorRows(tokens[:, :-1], tokens[:, 1:])
 
 
-_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+_FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
 
 
 class _Mallinfo(ctypes.Structure):
@@ -62,7 +78,10 @@ def census(engines: list[Engine]) -> dict[str, int]:
     """What this process holds between two steps."""
     deadline = time.monotonic() + 20
     for manager in (engine._manager for engine in engines if engine._manager is not None):
-        while (manager.stored_bytes, manager.resident_bytes) != (0, 0) and time.monotonic() < deadline:
+        while (manager.stored_bytes, manager.resident_bytes) != (
+            0,
+            0,
+        ) and time.monotonic() < deadline:
             time.sleep(0.001)  # a write that had begun is let end
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -105,7 +124,9 @@ def test_steps_leave_nothing_behind(pool: Pool) -> None:
     """A leak grows from each census to the next; a table that fills up, or becomes larger at once, does not."""
     for counted in pool.run(training, 2):
         first, last = counted[0], counted[-1]
-        more = {name: min(b[name] - a[name] for a, b in itertools.pairwise(counted)) for name in first}
+        more = {
+            name: min(b[name] - a[name] for a, b in itertools.pairwise(counted)) for name in first
+        }
         steps = MEASURED[1] - MEASURED[0]
         assert last["files"] <= first["files"], counted
         assert last["threads"] <= first["threads"], counted

@@ -19,7 +19,7 @@ from parallax.plan.rows import micro_batch_rows
 from parallax.plan.schedule import ORDERS
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.replicas import ReplicasConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
@@ -49,11 +49,15 @@ class Case:
 
     @property
     def precision(self) -> PrecisionConfig:
-        return PrecisionConfig(parameters="fp64" if self.compute == "fp64" else "fp32", compute=self.compute)
+        return PrecisionConfig(
+            parameters="fp64" if self.compute == "fp64" else "fp32", compute=self.compute
+        )
 
     def chain(self) -> Chain:
         entry = MODELS[self.model]
-        return describe(entry.build, seed=3, dtype=self.precision.parameter_dtype, sample=entry.sample)
+        return describe(
+            entry.build, seed=3, dtype=self.precision.parameter_dtype, sample=entry.sample
+        )
 
     @property
     def interleave(self) -> int:
@@ -71,15 +75,24 @@ def cases() -> list[Any]:
         found.append(Case(model, schedule, replicas, directive))
     schedules = len(ORDERS)
     skipped = [(i // schedules + i % schedules) % 2 == 1 for i in range(len(found))]
-    found = [pytest.param(case, marks=pytest.mark.thorough) if skip else case for case, skip in zip(found, skipped)]
-    found += [Case(model, schedule, (2, 1), "keep", "bf16") for model, schedule in zip(MODELS, itertools.cycle(ORDERS))]
+    found = [
+        pytest.param(case, marks=pytest.mark.thorough) if skip else case
+        for case, skip in zip(found, skipped)
+    ]
+    found += [
+        Case(model, schedule, (2, 1), "keep", "bf16")
+        for model, schedule in zip(MODELS, itertools.cycle(ORDERS))
+    ]
     return found
 
 
 def every_case() -> list[Case]:
     """Each model under each schedule with each directive in each precision, with even and uneven replicas."""
     layouts = [(2, 2), (1, 3, 2)]
-    return [Case(*each) for each in itertools.product(MODELS, ORDERS, layouts, DIRECTIVES, ("fp64", "bf16"))]
+    return [
+        Case(*each)
+        for each in itertools.product(MODELS, ORDERS, layouts, DIRECTIVES, ("fp64", "bf16"))
+    ]
 
 
 def plain(case: Case) -> Found:
@@ -89,17 +102,26 @@ def plain(case: Case) -> Found:
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     model = entry.build().to(chain.dtype)
     states = [block.state_dict(keep_vars=True) for block in blocks]
-    values = {name: states[i][inner] for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()}
+    values = {
+        name: states[i][inner]
+        for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()
+    }
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in values:
                 tensor.copy_(values[name])
     batch, count = make_batch(case), micro_batches(ROWS)
-    bounds = [micro_batch_rows(ROWS, count, m) for m in range(count)] if entry.buffers else [(0, ROWS)]
+    bounds = (
+        [micro_batch_rows(ROWS, count, m) for m in range(count)] if entry.buffers else [(0, ROWS)]
+    )
     total = 0.0
     for low, high in bounds:
         with case.precision.autocast("cpu"):
-            loss = entry.loss(call(model, batch.inputs(low, high)), batch.targets(low, high)) * (high - low) / ROWS
+            loss = (
+                entry.loss(call(model, batch.inputs(low, high)), batch.targets(low, high))
+                * (high - low)
+                / ROWS
+            )
         loss.backward()
         total += loss.item()
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -161,7 +183,9 @@ ALL = [*cases(), *(pytest.param(case, marks=pytest.mark.thorough) for case in ev
 def test_gradients_equal_the_plain_models(pool: Pool, case: Case) -> None:
     loss, expected = plain(case)
     whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
-    exact = 1e-10 if case.model in OWN else 2e-6  # parts of transformers are in fp32 whatever the rest is
+    exact = (
+        1e-10 if case.model in OWN else 2e-6
+    )  # parts of transformers are in fp32 whatever the rest is
     seen = set()
     for found, gradients in pool.run(piped, sum(case.replicas), case):
         assert abs(found - loss) <= (exact if case.compute == "fp64" else 1e-2) * abs(loss)

@@ -58,14 +58,20 @@ def theirs(schedule: str, stages: int) -> Found:
     inputs = batch.inputs(0, ROWS) if stage == 0 else ()
     runner.step(*inputs, target=batch.targets(0, ROWS) if last else None, losses=losses)
     names = parameter_names(chain, range(cut.start, cut.stop))
-    gradients = {name: blocks[index - cut.start].get_parameter(inner).grad for name, (index, inner) in names.items()}
+    gradients = {
+        name: blocks[index - cut.start].get_parameter(inner).grad
+        for name, (index, inner) in names.items()
+    }
     return sum(loss.item() for loss in losses), copy.deepcopy(gradients)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_gradients_equal_the_oracles(pool: Pool, schedule: str, stages: int) -> None:
-    found, expected = pool.run(ours, stages, schedule, stages), pool.run(theirs, stages, schedule, stages)
+    found, expected = (
+        pool.run(ours, stages, schedule, stages),
+        pool.run(theirs, stages, schedule, stages),
+    )
     (loss,) = {loss for loss, _ in found}
     assert abs(loss - expected[-1][0]) <= 1e-6 * loss
     sums: dict[str, Tensor] = {}

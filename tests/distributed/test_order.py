@@ -11,7 +11,7 @@ import torch
 
 from parallax.plan.cluster import Link
 from parallax.plan.schedule import ORDERS
-from parallax.plan.simulate import simulate
+from parallax.plan.simulation.simulate import simulate
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
@@ -44,7 +44,12 @@ def test_recorded_order_is_simulated_order(
     pool: Pool, schedule: str, replicas: tuple[int, ...], directive: str
 ) -> None:
     interleave = 2 if schedule == "interleaved" and len(replicas) == 2 else 1
-    options = {"schedule": schedule, "replicas": replicas, "directive": directive, "interleave": interleave}
+    options = {
+        "schedule": schedule,
+        "replicas": replicas,
+        "directive": directive,
+        "interleave": interleave,
+    }
     as_simulated(pool.run(job, sum(replicas), options), options)
 
 

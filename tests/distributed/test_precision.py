@@ -14,7 +14,7 @@ from parallax.model.describe import describe
 from parallax.model.gpt import GPT
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
-from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import gpt, make_batch
@@ -48,8 +48,12 @@ class Outcome:
     state_bytes: int = field(default=0)
 
 
-def engine(precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path) -> Engine:
-    chain = describe(gpt(tied="parameter_offload" not in options), seed=3, dtype=precision.parameter_dtype)
+def engine(
+    precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path
+) -> Engine:
+    chain = describe(
+        gpt(tied="parameter_offload" not in options), seed=3, dtype=precision.parameter_dtype
+    )
     return Engine.build(
         chain,
         make_plan(chain, replicas=replicas, global_batch=8, microbatch=2, **options),
@@ -72,7 +76,12 @@ def outcome(built: Engine, losses: list[float]) -> Outcome:
 
 
 def train(
-    precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path, first: int, last: int
+    precision: PrecisionConfig,
+    replicas: tuple[int, ...],
+    options: dict[str, Any],
+    folder: Path,
+    first: int,
+    last: int,
 ) -> Outcome:
     """Steps ``first`` to ``last``, from the checkpoint before and into one after."""
     built = engine(precision, replicas, options, folder)
@@ -85,14 +94,19 @@ def train(
 
 def same(one: Outcome, other: Outcome) -> None:
     assert (one.factor, one.skipped) == (other.factor, other.skipped)
-    assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights | other.weights)
+    assert all(
+        torch.equal(one.weights[name], other.weights[name]) for name in one.weights | other.weights
+    )
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("fp16", "bf16 autocast", "fp32"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bf16", "fp16 autocast", "tf32")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("bf16", "fp16 autocast", "tf32")
+        ),
     ],
 )
 def test_every_plan_trains_alike_and_resumes_exactly(pool: Pool, tmp_path: Path, name: str) -> None:
@@ -101,13 +115,19 @@ def test_every_plan_trains_alike_and_resumes_exactly(pool: Pool, tmp_path: Path,
     near = 2e-5 if name in ("fp32", "tf32") else 3e-2
     for index, (replicas, options) in enumerate(PLANS):
         world = sum(replicas)
-        found = pool.run(train, world, precision, replicas, options, tmp_path / f"{index}", 0, STEPS)
+        found = pool.run(
+            train, world, precision, replicas, options, tmp_path / f"{index}", 0, STEPS
+        )
         for each in found:
             assert each.losses == pytest.approx(expected.losses, abs=near), options
             assert each.factor == expected.factor
-            assert all(tensor.dtype is precision.parameter_dtype for tensor in each.weights.values())
+            assert all(
+                tensor.dtype is precision.parameter_dtype for tensor in each.weights.values()
+            )
         pool.run(train, world, precision, replicas, options, tmp_path / f"{index} in two", 0, HALF)
-        resumed = pool.run(train, world, precision, replicas, options, tmp_path / f"{index} in two", HALF, STEPS)
+        resumed = pool.run(
+            train, world, precision, replicas, options, tmp_path / f"{index} in two", HALF, STEPS
+        )
         for whole, rest in zip(found, resumed):
             assert whole.losses[HALF:] == rest.losses
             same(whole, rest)
@@ -115,7 +135,9 @@ def test_every_plan_trains_alike_and_resumes_exactly(pool: Pool, tmp_path: Path,
 
 def test_replicas_share_their_states(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(train, 2, PrecisionConfig(), (2,), {}, tmp_path / "whole", 0, 2)
-    sharded = pool.run(train, 2, PrecisionConfig(), (2,), {"shard": True}, tmp_path / "sharded", 0, 2)
+    sharded = pool.run(
+        train, 2, PrecisionConfig(), (2,), {"shard": True}, tmp_path / "sharded", 0, 2
+    )
     assert sum(each.state_bytes for each in sharded) == whole[0].state_bytes
     assert max(each.state_bytes for each in sharded) < 0.7 * whole[0].state_bytes
     for one, other in zip(sharded, whole):
@@ -133,7 +155,9 @@ def test_streamed_parameters_resume_exactly(pool: Pool, tmp_path: Path, name: st
     same(whole, rest)
 
 
-def overflow(precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path) -> Outcome:
+def overflow(
+    precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path
+) -> Outcome:
     """A step, one whose loss is scaled far too much until it is not, and some more."""
     built = engine(precision, replicas, options, folder)
     losses = [built.step(make_batch(8, 0)).loss]
@@ -143,7 +167,9 @@ def overflow(precision: PrecisionConfig, replicas: tuple[int, ...], options: dic
         before = {name: tensor.detach().clone() for name, tensor in built.parameters.items()}
         result = built.step(make_batch(8, 1))
         if result.skipped_steps == skipped:
-            assert not all(torch.equal(before[name], tensor) for name, tensor in built.parameters.items())
+            assert not all(
+                torch.equal(before[name], tensor) for name, tensor in built.parameters.items()
+            )
             break
         assert all(torch.equal(before[name], tensor) for name, tensor in built.parameters.items())
         built._scale.factor /= 2**8

@@ -149,7 +149,11 @@ class Graph:
             before = frozenset(each for source in node.sources[:count] for each in made[source])
             made += [before | {place}] * (2 if node.operation == "split" else 1)
         used = {place for output in self.outputs for place in made[output]}
-        return {node.module for place, node in enumerate(self.nodes) if node.module >= 0 and place not in used}
+        return {
+            node.module
+            for place, node in enumerate(self.nodes)
+            if node.module >= 0 and place not in used
+        }
 
 
 class Model(nn.Module):
@@ -198,14 +202,19 @@ class Model(nn.Module):
 
 
 def loss(returned: dict[str, Any], targets: Tensor) -> Tensor:
-    parts = [(output - targets).square().mean() / number for number, output in enumerate(returned["outputs"], 1)]
+    parts = [
+        (output - targets).square().mean() / number
+        for number, output in enumerate(returned["outputs"], 1)
+    ]
     return torch.stack(parts).sum()
 
 
 def make_batch(rows: int, dtype: torch.dtype) -> TensorRows:
     random = torch.Generator().manual_seed(rows)
     x, targets = (torch.randn(rows, WIDTH, WIDTH, generator=random, dtype=dtype) for _ in range(2))
-    return TensorRows({"x": x, "tokens": torch.randint(0, TOKENS, (rows, WIDTH), generator=random)}, targets)
+    return TensorRows(
+        {"x": x, "tokens": torch.randint(0, TOKENS, (rows, WIDTH), generator=random)}, targets
+    )
 
 
 # ---- cases
@@ -261,10 +270,20 @@ def cases(draw: st.DrawFn) -> Case:
     blocks = len(chain.blocks)
     schedule = draw(st.sampled_from(sorted(BUILT_IN)))
     fitting = [each for each in REPLICAS if len(each) <= blocks]
-    twice = [each for each in fitting if 1 < len(each) <= blocks // 2] if schedule == "interleaved" else []
-    interleave, replicas = (2, draw(st.sampled_from(twice))) if twice else (1, draw(st.sampled_from(fitting)))
+    twice = (
+        [each for each in fitting if 1 < len(each) <= blocks // 2]
+        if schedule == "interleaved"
+        else []
+    )
+    interleave, replicas = (
+        (2, draw(st.sampled_from(twice))) if twice else (1, draw(st.sampled_from(fitting)))
+    )
     stages = len(replicas) * interleave
-    inner = st.sets(st.integers(1, blocks - 1), min_size=stages - 1, max_size=stages - 1) if stages > 1 else st.none()
+    inner = (
+        st.sets(st.integers(1, blocks - 1), min_size=stages - 1, max_size=stages - 1)
+        if stages > 1
+        else st.none()
+    )
     plan = make_plan(
         chain,
         replicas=replicas,
@@ -280,7 +299,9 @@ def cases(draw: st.DrawFn) -> Case:
         count = stage.stop - stage.start
         directives = draw(st.lists(st.sampled_from(Directive), min_size=count, max_size=count))
         mixed.append(replace(stage, directives=tuple(directives)))
-    return Case(graph, replace(plan, fingerprint=chain_of(graph).fingerprint(), stages=tuple(mixed)), rows)
+    return Case(
+        graph, replace(plan, fingerprint=chain_of(graph).fingerprint(), stages=tuple(mixed)), rows
+    )
 
 
 # ---- the plain model, and the pipeline
@@ -292,14 +313,19 @@ def plain(case: Case) -> Found:
     chain, model = case.chain(), case.graph.build().double()
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     states = [block.state_dict(keep_vars=True) for block in blocks]
-    values = {name: states[i][inner] for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()}
+    values = {
+        name: states[i][inner]
+        for name, (i, inner) in parameter_names(chain, range(len(blocks))).items()
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
     batch = make_batch(case.rows, torch.float64)
     found = loss(model(**batch.inputs(0, case.rows)), batch.targets(0, case.rows))
     found.backward()
-    return found.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found.item(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def piped(case: Case) -> Found:
@@ -312,7 +338,9 @@ def piped(case: Case) -> Found:
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",
         )
-        engine.gradients(make_batch(case.rows % 3 + 1, torch.float64))  # so that the next runs on re-used state
+        engine.gradients(
+            make_batch(case.rows % 3 + 1, torch.float64)
+        )  # so that the next runs on re-used state
         total = engine.gradients(make_batch(case.rows, torch.float64))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
         engine.close()
@@ -329,7 +357,9 @@ def check(pool: Pool, case: Case) -> None:
         for name, gradient in gradients.items():
             seen.add(name)
             wanted = expected.get(name, torch.zeros_like(gradient))
-            assert float((gradient - wanted).norm()) <= EXACT * max(float(wanted.norm()), 1e-3 * whole), name
+            assert float((gradient - wanted).norm()) <= EXACT * max(
+                float(wanted.norm()), 1e-3 * whole
+            ), name
     assert seen >= set(expected)
 
 
@@ -358,7 +388,9 @@ def changing() -> nn.Module:
 
 
 def changing_within() -> nn.Module:
-    return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def alone(factory: Callable[[], nn.Module], **options: Any) -> float:

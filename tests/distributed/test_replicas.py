@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import PlanError
-from parallax.runtime.optimizer import OptimizerConfig
-from parallax.runtime.replicas import ReplicasConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, gpt, make_batch, same, training
 from tests.plans import make_plan
@@ -42,14 +42,19 @@ def test_short_gradients_are_near_the_exact_ones(
     """Also of a batch with fewer rows than replicas, which no last backward announces."""
     case = Case(gpt(), dtype=torch.float32, sizes=(1, 8)).under(replicas, schedule=schedule)
     exact = pool.run(gradients, case.world, case)
-    short = pool.run(gradients, case.world, replace(case, together=ReplicasConfig(compress=compress)))
+    short = pool.run(
+        gradients, case.world, replace(case, together=ReplicasConfig(compress=compress))
+    )
     for (found, count), (expected, expected_count) in zip(short, exact):
         for name, gradient in expected.items():
             error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
             assert error <= (1e-2 if compress == "bf16" else 2e-3), (name, error)
         assert count == expected_count
     replicated = range(case.world - replicas[-1], case.world)
-    assert any(not torch.equal(short[replicated[0]][0][n], exact[replicated[0]][0][n]) for n in exact[replicated[0]][0])
+    assert any(
+        not torch.equal(short[replicated[0]][0][n], exact[replicated[0]][0][n])
+        for n in exact[replicated[0]][0]
+    )
     first, *others = (short[rank][0] for rank in replicated)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
@@ -90,20 +95,32 @@ def repeated(case: Case) -> tuple[Tensor, list[Tensor], list[float], Outcome]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU"
+)
 def test_power_sgd_gives_back_what_it_lost(pool: Pool, world: int) -> None:
     """Of the same gradient again and again, error feedback lets the average come closer and closer."""
-    case = Case(wide, dtype=torch.float32, together=POWER_SGD, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=0))
+    case = Case(
+        wide,
+        dtype=torch.float32,
+        together=POWER_SGD,
+        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=0),
+    )
     results = pool.run(repeated, world, case.under((world,), microbatch=4))
     for exact, found, losses, _ in results:
-        errors = [float((torch.stack(found[:n]).mean(0) - exact).norm() / exact.norm()) for n in (1, len(found))]
+        errors = [
+            float((torch.stack(found[:n]).mean(0) - exact).norm() / exact.norm())
+            for n in (1, len(found))
+        ]
         assert errors[0] > 0.05  # two of 512 columns are not all
         assert errors[1] < 0.8 * errors[0]  # without it, the same is lost each time
         assert losses[-1] < 0.5 * losses[0]
     same([outcome for *_, outcome in results[1:]], [results[0][3]] * (world - 1))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU"
+)
 def test_power_sgd_trains_with_batches_of_any_size(pool: Pool) -> None:
     case = Case(gpt(), dtype=torch.float32, together=POWER_SGD).under((1, 2))
     outcomes = pool.run(training, 3, case)

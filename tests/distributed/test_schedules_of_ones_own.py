@@ -36,7 +36,9 @@ def weights_last(positions: int, position: int, micro_batches: int) -> list[Acti
             listed.append(Action(Kind.FORWARD, position, turn))
         if turn >= positions - position - 1:
             listed.append(Action(Kind.BACKWARD, position, turn - (positions - position - 1)))
-    return listed + [Action(Kind.BACKWARD_WEIGHT, position, micro) for micro in reversed(range(micro_batches))]
+    return listed + [
+        Action(Kind.BACKWARD_WEIGHT, position, micro) for micro in reversed(range(micro_batches))
+    ]
 
 
 OWN: dict[str, Listing] = {"own-eager": eager, "own-weights-last": weights_last}

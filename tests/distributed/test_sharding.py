@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallax.device import CpuCopies
-from parallax.runtime import resident
-from parallax.runtime.optimizer import OptimizerConfig, StageOptimizer
-from parallax.runtime.replicate import SharedStates
+from parallax.machine.device import CpuCopies
+from parallax.runtime.optim import resident
+from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.replicas.replicate import SharedStates
 from tests.distributed.pool import Pool
 
 SHAPES = ((90, 70), (70,), (3,), (), (50, 33), (33,), (1, 7), (40, 40), (40, 40), (11, 5))  # uneven
@@ -45,7 +45,9 @@ class Outcome:
 
     @property
     def state_bytes(self) -> int:
-        return sum(value.nbytes for states in self.states for key, value in states.items() if key != "step")
+        return sum(
+            value.nbytes for states in self.states for key, value in states.items() if key != "step"
+        )
 
 
 class Counting:
@@ -110,7 +112,9 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
         else:
             optimizer.step(torch.tensor(7.0), 1e-2 / (1 + step), setting.scale)
     optimizer.finish()
-    states = [{key: value.clone() for key, value in optimizer.states(p).items()} for p in parameters]
+    states = [
+        {key: value.clone() for key, value in optimizer.states(p).items()} for p in parameters
+    ]
     alone = [optimizer.alone_knows(parameter) for parameter in parameters]
     optimizer.close()
     resident.UPDATE_BUCKET_BYTES = before
@@ -147,14 +151,24 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_shared_steps_are_those_of_one(pool: Pool, config: OptimizerConfig, replicas: int, dtype: torch.dtype) -> None:
+def test_shared_steps_are_those_of_one(
+    pool: Pool, config: OptimizerConfig, replicas: int, dtype: torch.dtype
+) -> None:
     setting = Setting(config, dtype)
     (plain,) = pool.run(stepping, 1, setting, 0, STEPS, None, False)
     for below, scale in ((0.0, 1.0), (0.0, 2.0**16), (0.5, 2.0**16)):
-        found = pool.run(stepping, replicas, replace(setting, below=below, scale=scale), 0, STEPS, None, True)
-        assert all(torch.equal(a, b) for o in found[1:] for a, b in zip(o.weights, found[0].weights, strict=True))
+        found = pool.run(
+            stepping, replicas, replace(setting, below=below, scale=scale), 0, STEPS, None, True
+        )
+        assert all(
+            torch.equal(a, b)
+            for o in found[1:]
+            for a, b in zip(o.weights, found[0].weights, strict=True)
+        )
         check_same(collected(found), collected([plain]))
-        assert all(sum(owns) == 1 for owns in zip(*(o.alone for o in found))), "everything has one owner"
+        assert all(sum(owns) == 1 for owns in zip(*(o.alone for o in found))), (
+            "everything has one owner"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,7 +179,10 @@ def test_each_replica_holds_its_part_of_the_states(pool: Pool, dtype: torch.dtyp
     for replicas in (2, 3):
         copies = pool.run(stepping, replicas, setting, 0, STEPS, None, False)
         assert [outcome.state_bytes for outcome in copies] == [whole] * replicas
-        parts = [outcome.state_bytes for outcome in pool.run(stepping, replicas, setting, 0, STEPS, None, True)]
+        parts = [
+            outcome.state_bytes
+            for outcome in pool.run(stepping, replicas, setting, 0, STEPS, None, True)
+        ]
         assert sum(parts) == whole
         largest = max(parameter.numel() for parameter in make_parameters(dtype)) * whole // numbers
         assert max(parts) <= max(largest, 1.1 * whole / replicas)
@@ -179,11 +196,15 @@ def test_what_is_new_is_sent_once_for_each_owner(pool: Pool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
-def test_a_checkpoint_does_not_know_who_had_the_states(pool: Pool, before: int, after: int, dtype: torch.dtype) -> None:
+def test_a_checkpoint_does_not_know_who_had_the_states(
+    pool: Pool, before: int, after: int, dtype: torch.dtype
+) -> None:
     setting = Setting(OPTIMIZERS["adamw"], dtype)
     (plain,) = pool.run(stepping, 1, setting, 0, STEPS, None, False)
     half = collected(pool.run(stepping, before, setting, 0, 3, None, True))
     rest = pool.run(stepping, after, setting, 3, STEPS, half, True)
     check_same(collected(rest), collected([plain]))
     if after > 1:
-        assert sum(outcome.state_bytes for outcome in rest) == plain.state_bytes, "what others own was not kept"
+        assert sum(outcome.state_bytes for outcome in rest) == plain.state_bytes, (
+            "what others own was not kept"
+        )

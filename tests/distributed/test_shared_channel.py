@@ -19,7 +19,7 @@ import torch
 from parallax import mesh
 from parallax.errors import TransportError
 from parallax.mesh import Edge
-from parallax.runtime.shared_channel import Contact, Listener, SharedReceiver, SharedSender
+from parallax.runtime.channels.shared_channel import Contact, Listener, SharedReceiver, SharedSender
 
 EDGE = Edge(3, 4, 1, backward=False)
 MESSAGE = [torch.ones(2, 3)]
@@ -149,7 +149,10 @@ def test_channels_that_connect_in_another_order() -> None:
     for number, sender in enumerate(senders.values()):
         sender.send([torch.full((2,), float(number))], 2)
     for number, edge in reversed(list(enumerate(edges))):
-        assert SharedReceiver(edge, listener, listener.contact).receive(2)[0].tolist() == [float(number)] * 2
+        assert (
+            SharedReceiver(edge, listener, listener.contact).receive(2)[0].tolist()
+            == [float(number)] * 2
+        )
         senders[edge].close()
     listener.close()
 

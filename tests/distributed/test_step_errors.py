@@ -82,7 +82,9 @@ def make_engine(schedule: str, directive: str, folder: str) -> Engine:
     chain = describe(build, seed=3)
     return Engine.build(
         chain,
-        make_plan(chain, replicas=(1,) * RANKS, schedule=schedule, directive=directive, microbatch=1),
+        make_plan(
+            chain, replicas=(1,) * RANKS, schedule=schedule, directive=directive, microbatch=1
+        ),
         loss=loss,
         swap=SwapConfig(minimum_bytes=1),
         scratch=Path(folder) / "swap",
@@ -170,7 +172,9 @@ def good_steps(pool: Pool) -> list[Any]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "backward_weight"])
-def test_failed_steps_leave_no_more_than_others(pool: Pool, good_steps: list[Any], where: str) -> None:
+def test_failed_steps_leave_no_more_than_others(
+    pool: Pool, good_steps: list[Any], where: str
+) -> None:
     """Of files the groups of processes open as many as they need, one more or less."""
     for ended, failed in zip(good_steps, pool.run(many_steps, RANKS, where)):
         for kind, spare in enumerate((20, 0, 0)):

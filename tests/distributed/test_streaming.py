@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import PlanError
-from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
 from tests.distributed.test_engine import Case, gpt, half_frozen, make_batch, with_buffers
@@ -24,37 +24,64 @@ BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str, Tensor], int, int]:
     """Loss and gradients, the most that streamed parameters held on the device, and what they may hold."""
     engine = case.engine(folder)
-    engine.gradients(make_batch(batch, 0))  # a first round, so that the one compared runs on re-used state
+    engine.gradients(
+        make_batch(batch, 0)
+    )  # a first round, so that the one compared runs on re-used state
     loss = engine.gradients(make_batch(batch, 0))
     gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
     streamed = engine._stage.streamed
-    held, limit = (0, 0) if streamed is None else (streamed.take_statistics().high_water, streamed.limit_bytes)
+    held, limit = (
+        (0, 0)
+        if streamed is None
+        else (streamed.take_statistics().high_water, streamed.limit_bytes)
+    )
     engine.close()
     return loss, gradients, held, limit
 
 
 @pytest.mark.parametrize(
     "replicas",
-    [(1,), (1, 1), (1, 2), (3,), *(pytest.param(each, marks=pytest.mark.thorough) for each in ((2,), (2, 1)))],
+    [
+        (1,),
+        (1, 1),
+        (1, 2),
+        (3,),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ((2,), (2, 1))),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.thorough), "1f1b"])
-def test_gradients_are_bit_identical(pool: Pool, tmp_path: Path, replicas: tuple[int, ...], schedule: str) -> None:
+def test_gradients_are_bit_identical(
+    pool: Pool, tmp_path: Path, replicas: tuple[int, ...], schedule: str
+) -> None:
     case, world = Case(UNTIED, dtype=torch.float32), sum(replicas)
     for directive in ("keep", "offload", "recompute"):
         here = case.under(replicas, directive, schedule=schedule)
         expected = pool.run(gradients_of, world, here, tmp_path, 7)
         for share in (0.5, 1.0):
-            below = case.under(replicas, directive, schedule=schedule, optimizer_offload=1.0, parameter_offload=share)
+            below = case.under(
+                replicas,
+                directive,
+                schedule=schedule,
+                optimizer_offload=1.0,
+                parameter_offload=share,
+            )
             found = pool.run(gradients_of, world, below, tmp_path, 7)
-            for (loss, gradients, _, _), (loss_below, gradients_below, held, limit) in zip(expected, found):
+            for (loss, gradients, _, _), (loss_below, gradients_below, held, limit) in zip(
+                expected, found
+            ):
                 assert loss_below == loss
                 assert gradients_below.keys() == gradients.keys()
                 if (len(replicas) == 1 and replicas[0] < 3) or max(replicas) == 1:
-                    assert all(torch.equal(gradients_below[name], gradient) for name, gradient in gradients.items())
+                    assert all(
+                        torch.equal(gradients_below[name], gradient)
+                        for name, gradient in gradients.items()
+                    )
                 else:  # DDP sums in buckets, streaming one by one: rings of three begin elsewhere
                     for name, gradient in gradients.items():
-                        torch.testing.assert_close(gradients_below[name], gradient, rtol=1e-5, atol=1e-7)
+                        torch.testing.assert_close(
+                            gradients_below[name], gradient, rtol=1e-5, atol=1e-7
+                        )
                 assert held <= limit
             assert max(held for _, _, held, _ in found) > 0
 
@@ -64,17 +91,25 @@ def test_gradients_are_bit_identical(pool: Pool, tmp_path: Path, replicas: tuple
 def test_training_is_bit_identical(
     pool: Pool, tmp_path: Path, factory: Callable[[], nn.Module], replicas: tuple[int, ...]
 ) -> None:
-    case = replace(Case(factory, dtype=torch.float32), optimizer=OptimizerConfig(lr=3e-3, clip_norm=0.1))
-    expected = pool.run(training, len(replicas), case.under(replicas), tmp_path / "device", 0, 4, None)
+    case = replace(
+        Case(factory, dtype=torch.float32), optimizer=OptimizerConfig(lr=3e-3, clip_norm=0.1)
+    )
+    expected = pool.run(
+        training, len(replicas), case.under(replicas), tmp_path / "device", 0, 4, None
+    )
     for share in (0.5, 1.0):
         below = case.under(replicas, optimizer_offload=1.0, parameter_offload=share)
         found = pool.run(training, len(replicas), below, tmp_path / f"below-{share}", 0, 4, None)
         for one, other in zip(expected, found):
             assert (other.losses, other.norms) == (one.losses, one.norms)
-            assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
+            assert all(
+                torch.equal(other.weights[name], weight) for name, weight in one.weights.items()
+            )
 
 
-@pytest.mark.parametrize(("before", "after"), [({}, BELOW), (BELOW, {}), (BELOW, BELOW)], ids=["down", "up", "below"])
+@pytest.mark.parametrize(
+    ("before", "after"), [({}, BELOW), (BELOW, {}), (BELOW, BELOW)], ids=["down", "up", "below"]
+)
 def test_a_checkpoint_does_not_know_where_parameters_were(
     pool: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import parallax
-from parallax.swap.wrapped import local_bytes
+from parallax.swap.lms.wrapped import local_bytes
 from tests.distributed.pool import Pool
 from tests.unit.swap_fakes import assert_equal
 
@@ -35,14 +35,23 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.view(-1).view(2, -1).view(-1).view_as(self.weight).unsqueeze(0).squeeze(0).t()
+        weight = (
+            self.weight.view(-1)
+            .view(2, -1)
+            .view(-1)
+            .view_as(self.weight)
+            .unsqueeze(0)
+            .squeeze(0)
+            .t()
+        )
         return x + F.gelu(self.norm(x) @ weight)
 
 
 def build(frozen: bool) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(WIDTH)) for _ in range(4)], nn.Linear(WIDTH, 4)
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(WIDTH)) for _ in range(4)],
+        nn.Linear(WIDTH, 4),
     )
     for layer in [*model][1:3] if frozen else []:
         layer.requires_grad_(False)
@@ -52,11 +61,16 @@ def build(frozen: bool) -> nn.Sequential:
 def shard(kind: str, model: nn.Sequential) -> nn.Module:
     if kind == "fsdp1":
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (2,)), "reshard_after_forward": kind != "no reshard"}
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (2,)),
+        "reshard_after_forward": kind != "no reshard",
+    }
     if kind == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     if kind == "mixed":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     for layer in [*model] if kind != "root only" else []:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -79,14 +93,20 @@ def values(found: Any) -> Any:
     return found.to_local().clone() if isinstance(found, DTensor) else copy.deepcopy(found)
 
 
-def train(directory: Path | None, kind: str, optimize: str, habits: tuple[str, ...]) -> tuple[Any, tuple[int, ...]]:
+def train(
+    directory: Path | None, kind: str, optimize: str, habits: tuple[str, ...]
+) -> tuple[Any, tuple[int, ...]]:
     """A few steps; with a limit where there is a directory."""
     model = shard(kind, build("frozen" in habits))
     optimizer = OPTIMIZERS[optimize]([p for p in model.parameters() if p.requires_grad])
     room = MIB // 4 if kind == "mixed" else MIB * 3 // 4
     limit = 2 * sum(local_bytes(p) for p in model.parameters()) + room
     options = {"directory": directory, "minimum_bytes": 1024, "piece_bytes": MIB // 8}
-    scope = parallax.swap(model, limit, optimizer=optimizer, **options) if directory else contextlib.nullcontext()
+    scope = (
+        parallax.swap(model, limit, optimizer=optimizer, **options)
+        if directory
+        else contextlib.nullcontext()
+    )
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     losses = []
     with scope as swapping:
@@ -98,7 +118,11 @@ def train(directory: Path | None, kind: str, optimize: str, habits: tuple[str, .
             if "accumulate" in habits:
                 model.set_requires_gradient_sync(number % 2 == 1)
             with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in habits):
-                output = checkpoint(model, x, use_reentrant=False) if "checkpoint" in habits else model(x)
+                output = (
+                    checkpoint(model, x, use_reentrant=False)
+                    if "checkpoint" in habits
+                    else model(x)
+                )
                 loss = F.cross_entropy(output.float(), x[:, :4].argmax(1))
             loss.backward()
             if "clip" in habits:
@@ -109,7 +133,11 @@ def train(directory: Path | None, kind: str, optimize: str, habits: tuple[str, .
             losses.append(loss.item())
         inside = values(optimizer.state_dict())
     found = losses, values(model.state_dict()), values(optimizer.state_dict())
-    moved = (swapping.statistics.bytes_out, swapping.statistics.bytes_in) if swapping is not None else ()
+    moved = (
+        (swapping.statistics.bytes_out, swapping.statistics.bytes_in)
+        if swapping is not None
+        else ()
+    )
     return ([*found, inside], (*moved, swapping.states[0].bytes_in) if swapping is not None else ())
 
 
@@ -133,7 +161,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join([case[0], case[1], *case[2]]))
-def test_every_rank_is_exact(case: tuple[str, str, tuple[str, ...]], pool: Pool, scratch: Path) -> None:
+def test_every_rank_is_exact(
+    case: tuple[str, str, tuple[str, ...]], pool: Pool, scratch: Path
+) -> None:
     for (expected, _), (found, moved) in pool.run(both, 2, scratch, *case):
         assert_equal(found, expected)
         assert all(moved), moved

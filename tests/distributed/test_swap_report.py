@@ -12,13 +12,13 @@ import torch
 from parallax import cli
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
-from parallax.monitor import LoggerConfig, read_metrics
 from parallax.plan.plan import Directive
 from parallax.report.occupancy import Occupancy
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from parallax.train.loop import TrainerConfig, train
+from parallax.train.monitor import LoggerConfig, read_metrics
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
@@ -53,27 +53,48 @@ def looping(folder: Path) -> None:
         plan.save(folder / "plan.yaml")
     swap = SwapConfig(tier="disk", minimum_bytes=MINIMUM)
     engine = Engine.build(chain, plan, loss=GPT.loss, swap=swap, scratch=folder / "swap")
-    trainer = TrainerConfig(steps=3, global_batch=8, eval_every=0, eval_batches=1, checkpoint_every=0)
+    trainer = TrainerConfig(
+        steps=3, global_batch=8, eval_every=0, eval_batches=1, checkpoint_every=0
+    )
     try:
-        train(engine, Rows(), trainer, LoggerConfig(tensorboard=False, events=False), folder, tokens_per_row=16)
+        train(
+            engine,
+            Rows(),
+            trainer,
+            LoggerConfig(tensorboard=False, events=False),
+            folder,
+            tokens_per_row=16,
+        )
     finally:
         engine.close()
 
 
-def test_each_rank_tells_of_its_own_swap(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_rank_tells_of_its_own_swap(
+    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pool.run(looping, 3, tmp_path)
     ranks = json.loads((tmp_path / "summary.json").read_text())["ranks"]
     assert [bool(rank["swap"]) for rank in ranks] == [True, True, False]
     for rank in ranks[:2]:
         decisions = rank["swap"]["last_step"]["decisions"]
-        assert {"moved", "parameter or buffer", "smaller than swap.minimum_bytes"} <= decisions.keys()
+        assert {
+            "moved",
+            "parameter or buffer",
+            "smaller than swap.minimum_bytes",
+        } <= decisions.keys()
         assert Occupancy.load(tmp_path, rank["rank"]).replica == rank["replica"]
-    assert {path.name for path in tmp_path.glob("swap-rank*")} == {"swap-rank0.json", "swap-rank1.json"}
+    assert {path.name for path in tmp_path.glob("swap-rank*")} == {
+        "swap-rank0.json",
+        "swap-rank1.json",
+    }
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     moved = sum(rank["swap"]["bytes_out_per_step"] for rank in ranks[:2])
     assert sum(record.get("offloaded_bytes", 0) for record in metrics) == pytest.approx(3 * moved)
     capfd.readouterr()
     assert cli.main(["explain", str(tmp_path), "--json", "--png", str(tmp_path / "swap.png")]) == 0
     told = json.loads(capfd.readouterr().out)["swap"]
-    assert [(rank["rank"], rank["stage"], rank["replica"]) for rank in told] == [(0, 0, 0), (1, 0, 1)]
+    assert [(rank["rank"], rank["stage"], rank["replica"]) for rank in told] == [
+        (0, 0, 0),
+        (1, 0, 1),
+    ]
     assert (tmp_path / "swap.png").is_file()

@@ -41,17 +41,23 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
                 swap=SwapConfig(minimum_bytes=1, verify=verify),
                 scratch=Path(folder) / "swap",
             )
-            engine.gradients(make_batch(ROWS))  # a first round, so that the one compared runs on re-used state
+            engine.gradients(
+                make_batch(ROWS)
+            )  # a first round, so that the one compared runs on re-used state
             loss = engine.gradients(make_batch(ROWS))
             moved = engine._manager.take_statistics().bytes_out if engine._manager else 0
-            found.append((loss, {name: g.clone() for name, g in engine.gradients_by_name.items()}, moved))
+            found.append(
+                (loss, {name: g.clone() for name, g in engine.gradients_by_name.items()}, moved)
+            )
             engine.close()
     return found
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)], ids=str)
 @pytest.mark.parametrize("schedule", ORDERS)
-def test_swap_is_bit_identical_under_every_schedule(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
+def test_swap_is_bit_identical_under_every_schedule(
+    pool: Pool, schedule: str, replicas: tuple[int, ...]
+) -> None:
     for (loss, kept, none), *swapped in pool.run(gradients, sum(replicas), schedule, replicas):
         assert none == 0
         for same_loss, same, moved in swapped:

@@ -21,11 +21,17 @@ def train(rank: int, directory: Path | None, accumulate: bool) -> Found:
     """A few steps; with a limit where there is a directory."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)]
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(128, 4)), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        nn.Sequential(*layers, nn.Linear(128, 4)), gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     limit = 2 * sum(p.nbytes for p in model.parameters()) + MIB * 5 // 8
     options = {"directory": directory, "minimum_bytes": 1024, "piece_bytes": MIB // 8}
-    scope = parallax.swap(model, limit, optimizer=optimizer, **options) if directory else contextlib.nullcontext()
+    scope = (
+        parallax.swap(model, limit, optimizer=optimizer, **options)
+        if directory
+        else contextlib.nullcontext()
+    )
     generator = torch.Generator().manual_seed(rank)
     losses = []
     with scope as swapping:
@@ -39,7 +45,11 @@ def train(rank: int, directory: Path | None, accumulate: bool) -> Found:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-    moved = (swapping.statistics.bytes_out, swapping.states[0].bytes_in) if swapping is not None else (0, 0)
+    moved = (
+        (swapping.statistics.bytes_out, swapping.states[0].bytes_in)
+        if swapping is not None
+        else (0, 0)
+    )
     return losses, [p.detach().clone() for p in model.parameters()], *moved
 
 

@@ -38,7 +38,9 @@ def make_batch(rows: int = ROWS) -> TensorRows:
     return TensorRows(tokens[:, :-1], tokens[:, 1:])
 
 
-def reference(model: str, dtype: torch.dtype, rows: int = ROWS) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(
+    model: str, dtype: torch.dtype, rows: int = ROWS
+) -> tuple[float, dict[str, torch.Tensor]]:
     """One process, one batch, plain torch."""
     chain, batch = make_chain(model, dtype), make_batch(rows)
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
@@ -48,14 +50,20 @@ def reference(model: str, dtype: torch.dtype, rows: int = ROWS) -> tuple[float, 
     loss = MODELS[model][1](x, batch.targets(0, rows))
     loss.backward()
     names = parameter_names(chain, range(len(blocks))).items()
-    return loss.item(), {name: blocks[index].get_parameter(inner).grad for name, (index, inner) in names}
+    return loss.item(), {
+        name: blocks[index].get_parameter(inner).grad for name, (index, inner) in names
+    }
 
 
 def job(
     model: str, dtype: torch.dtype, plan_options: dict[str, Any], rows: int
 ) -> tuple[float, dict[str, Any], int, int]:
     chain = make_chain(model, dtype)
-    precision = PrecisionConfig(parameters="fp64", compute="fp64") if dtype is torch.float64 else PrecisionConfig()
+    precision = (
+        PrecisionConfig(parameters="fp64", compute="fp64")
+        if dtype is torch.float64
+        else PrecisionConfig()
+    )
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine.build(
             chain,
@@ -65,7 +73,9 @@ def job(
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",
         )
-        engine.gradients(make_batch(rows))  # a first round, so that the one compared runs on re-used state
+        engine.gradients(
+            make_batch(rows)
+        )  # a first round, so that the one compared runs on re-used state
         before = engine.all_reduces
         loss = engine.gradients(make_batch(rows))
         reduced = engine.all_reduces - before
@@ -77,10 +87,14 @@ def job(
 
 def jobs(model: str, options: dict[str, Any], ways: list[tuple[str, torch.dtype]]) -> list[Any]:
     """One for each directive and type, in one world: making one takes as long as a step."""
-    return [job(model, dtype, {**options, "directive": directive}, ROWS) for directive, dtype in ways]
+    return [
+        job(model, dtype, {**options, "directive": directive}, ROWS) for directive, dtype in ways
+    ]
 
 
-def compare(results: Sequence[Any], model: str, dtype: torch.dtype, rows: int, tolerance: float) -> None:
+def compare(
+    results: Sequence[Any], model: str, dtype: torch.dtype, rows: int, tolerance: float
+) -> None:
     loss, gradients = reference(model, dtype, rows)
     seen: set[str] = set()
     for found, partial, _, _ in results:
@@ -105,7 +119,9 @@ REPLICAS = [(1,), (2,), (1, 1), (2, 2), (1, 2), (2, 1), (1, 1, 1), (1, 2, 1), (2
     ],
 )
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-def test_gradients_equal_plain_training(pool: Pool, model: str, schedule: str, replicas: tuple[int, ...]) -> None:
+def test_gradients_equal_plain_training(
+    pool: Pool, model: str, schedule: str, replicas: tuple[int, ...]
+) -> None:
     ways = list(itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64]))
     options = {"replicas": replicas, "schedule": schedule, "swap_limit": 60000}
     by_directive = dict(zip(ways, zip(*pool.run(jobs, sum(replicas), model, options, ways))))
@@ -120,15 +136,25 @@ def test_gradients_equal_plain_training(pool: Pool, model: str, schedule: str, r
             assert all(torch.equal(a[name], b[name]) for name in a)
             assert count_a == count_b
     position = 0
-    for count in replicas:  # one all-reduce per bucket and step in a replicated stage, none elsewhere
-        reduced = {results[rank][2] for results in by_directive.values() for rank in range(position, position + count)}
+    for (
+        count
+    ) in replicas:  # one all-reduce per bucket and step in a replicated stage, none elsewhere
+        reduced = {
+            results[rank][2]
+            for results in by_directive.values()
+            for rank in range(position, position + count)
+        }
         assert reduced == ({1} if count > 1 else {0})
         position += count
 
 
 @pytest.mark.parametrize("placement", [(2, 0, 1), (1, 2, 0), (2, 1, 0)])
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (1, 1, 1)], ids=str)
-def test_ranks_may_stand_in_any_order(pool: Pool, replicas: tuple[int, ...], placement: tuple[int, ...]) -> None:
+def test_ranks_may_stand_in_any_order(
+    pool: Pool, replicas: tuple[int, ...], placement: tuple[int, ...]
+) -> None:
     """Once a message from a later rank to an earlier one was taken for a gradient."""
-    results = pool.run(job, 3, "gpt", torch.float32, {"replicas": replicas, "placement": placement}, ROWS)
+    results = pool.run(
+        job, 3, "gpt", torch.float32, {"replicas": replicas, "placement": placement}, ROWS
+    )
     compare(results, "gpt", torch.float32, ROWS, 1e-6)

@@ -16,13 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallax.device import CpuCopies
 from parallax.errors import TransportError
+from parallax.machine.device import CpuCopies
 from parallax.mesh import Edge, Mesh
 from parallax.model.describe import describe
-from parallax.runtime.group_channel import Address, DirectStaging, GroupSender, PinnedStaging
-from parallax.runtime.shared_channel import SharedSender
-from parallax.runtime.transport import Channels, Receiver, Sender
+from parallax.runtime.channels.group_channel import (
+    Address,
+    DirectStaging,
+    GroupSender,
+    PinnedStaging,
+)
+from parallax.runtime.channels.shared_channel import SharedSender
+from parallax.runtime.channels.transport import Channels, Receiver, Sender
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
@@ -92,10 +97,15 @@ def exchange(kind: str, messages: list[list[Spec]], posted: bool, ahead: int, bo
                 kept.append(receiver.receive(rows))
         channels.drain()
         sender.flush()
-    return all(same(found, make(specs, number)) for number, (found, specs) in enumerate(zip(kept, messages)))
+    return all(
+        same(found, make(specs, number))
+        for number, (found, specs) in enumerate(zip(kept, messages))
+    )
 
 
-def exchanges(kind: str, messages: list[list[Spec]], ways: list[tuple[bool, int, bool]]) -> list[bool]:
+def exchanges(
+    kind: str, messages: list[list[Spec]], ways: list[tuple[bool, int, bool]]
+) -> list[bool]:
     """One after the other, in one world: making one takes longer than most exchanges."""
     return [exchange(kind, messages, *way) for way in ways]
 
@@ -103,19 +113,34 @@ def exchanges(kind: str, messages: list[list[Spec]], ways: list[tuple[bool, int,
 SEQUENCES: dict[str, list[list[Spec]]] = {
     "rows": [[(F32, (rows, 5))] for rows in (4, 4, 3, 1, 7, 4, 2, 9)],
     "other dimensions": [[(F32, (4, n))] for n in (5, 5, 1, 300, 2, 300, 0, 5)],
-    "number of dimensions": [[(F32, (4, *rest))] for rest in ((), (2,), (2, 3), (2, 3, 1, 2), (3,), ())],
-    "type": [[(dtype, (4, 5))] for dtype in (F32, F64, BF16, F16, I64, I32, torch.int16, I8, U8, BOOL, F32)],
+    "number of dimensions": [
+        [(F32, (4, *rest))] for rest in ((), (2,), (2, 3), (2, 3, 1, 2), (3,), ())
+    ],
+    "type": [
+        [(dtype, (4, 5))]
+        for dtype in (F32, F64, BF16, F16, I64, I32, torch.int16, I8, U8, BOOL, F32)
+    ],
     "number of tensors": [[(F32, (3, 2))] * n for n in (1, 2, 5, 1, 9, 3)],
     "many tensors": [[(F32, (3, 2))] * n for n in (1, 40, 200, 40, 3)],
     "several types": [
         [(F32, (rows, 3)), (I64, (rows,)), (BOOL, (rows, 7)), (U8, (rows, 1)), (BF16, (rows, 2, 3))]
         for rows in (2, 2, 5, 1, 3)
     ],
-    "without size": [[(F32, (rows, 0)), (BOOL, (rows, width))] for rows, width in ((2, 0), (2, 3), (3, 0), (1, 1))],
+    "without size": [
+        [(F32, (rows, 0)), (BOOL, (rows, width))]
+        for rows, width in ((2, 0), (2, 3), (3, 0), (1, 1))
+    ],
     "scalar beside rows": [[(F32, (rows, 2)), (F64, ())] for rows in (2, 3, 1)],
-    "rowless beside rows": [[(F32, (rows, 2)), (F32, (7, 3)), (F32, (2,))] for rows in (2, 3, 1, 7, 2)],
+    "rowless beside rows": [
+        [(F32, (rows, 2)), (F32, (7, 3)), (F32, (2,))] for rows in (2, 3, 1, 7, 2)
+    ],
     "nothing": [[], [(F32, (2, 2))], [], [], [(F32, ())], []],
-    "larger than thought": [[(F32, (2, 10))], [(F32, (2, 100000))], [(F32, (2, 10))], [(F64, (5, 70000))]],
+    "larger than thought": [
+        [(F32, (2, 10))],
+        [(F32, (2, 100000))],
+        [(F32, (2, 10))],
+        [(F64, (5, 70000))],
+    ],
     "more layouts than are kept": [[(F32, (2, n))] for n in (*range(1, 80), *range(1, 80))],
     "more messages than slots": [[(F32, (2, 20000))]] * 50,
 }
@@ -124,7 +149,9 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_messages_that_change(pool: Pool, name: str, kind: str) -> None:
-    ways = [(posted, ahead, False) for posted, ahead in itertools.product((True, False), (1, 3))] + [(True, 2, True)]
+    ways = [
+        (posted, ahead, False) for posted, ahead in itertools.product((True, False), (1, 3))
+    ] + [(True, 2, True)]
     for found in pool.run(exchanges, 2, kind, SEQUENCES[name], ways):
         assert all(found), [way for way, good in zip(ways, found) if not good]
 
@@ -254,7 +281,11 @@ def left_over(closed: bool) -> tuple[int, int, int]:
     def count() -> tuple[int, int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("parallax-ring")
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            maps.count("parallax-ring"),
+        )
 
     rank, where = dist.get_rank(), make_mesh()
     before = count()

@@ -21,7 +21,14 @@ from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
 MICRO = 2
-SIZES = (5, 1, 8, 3, 1, 7)  # fewer micro-batches than stages, fewer rows than replicas, last ones of any size
+SIZES = (
+    5,
+    1,
+    8,
+    3,
+    1,
+    7,
+)  # fewer micro-batches than stages, fewer rows than replicas, last ones of any size
 LONGEST, VOCABULARY = 12, 32
 REPLICAS = [(1, 1, 1), (1, 2), (2, 2, 2)]
 MODEL = GPTConfig(layers=4, hidden=16, heads=2, sequence=LONGEST, vocabulary=VOCABULARY)
@@ -52,8 +59,12 @@ class Ragged:
     def _tokens(self, start: int, stop: int) -> Tensor:
         (first,) = [low for low, high in self._bounds if low <= start and stop <= high]
         length = 2 + (7 * first) % (LONGEST - 1)
-        rows = [torch.Generator().manual_seed(1000 * self._rows + row) for row in range(start, stop)]
-        return torch.stack([torch.randint(0, VOCABULARY, (length + 1,), generator=each) for each in rows])
+        rows = [
+            torch.Generator().manual_seed(1000 * self._rows + row) for row in range(start, stop)
+        ]
+        return torch.stack(
+            [torch.randint(0, VOCABULARY, (length + 1,), generator=each) for each in rows]
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,9 @@ def plain_model() -> tuple[nn.Module, Gradients]:
     chain = make_chain()
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     names = parameter_names(chain, range(len(blocks))).items()
-    return nn.Sequential(*blocks), {name: blocks[index].get_parameter(inner) for name, (index, inner) in names}
+    return nn.Sequential(*blocks), {
+        name: blocks[index].get_parameter(inner) for name, (index, inner) in names
+    }
 
 
 def plain() -> list[tuple[float, Gradients]]:
@@ -109,10 +122,16 @@ def plain() -> list[tuple[float, Gradients]]:
         batch, total = Ragged(rows), 0.0
         model.zero_grad()
         for low, high in micro_bounds(rows):
-            loss = GPT.loss(model(batch.inputs(low, high)), batch.targets(low, high)) * (high - low) / rows
+            loss = (
+                GPT.loss(model(batch.inputs(low, high)), batch.targets(low, high))
+                * (high - low)
+                / rows
+            )
             loss.backward()
             total += loss.item()
-        found.append((total, {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}))
+        found.append(
+            (total, {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        )
     return found
 
 
@@ -122,15 +141,24 @@ def piped(case: Case) -> list[tuple[float, Gradients]]:
         engine = case.engine(folder)
         for rows in SIZES:
             loss = engine.gradients(Ragged(rows))
-            found.append((loss, {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}))
+            found.append(
+                (
+                    loss,
+                    {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()},
+                )
+            )
         engine.close()
     return found
 
 
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 @pytest.mark.parametrize("schedule", ORDERS)
-def test_lengths_and_numbers_of_micro_batches_vary(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
-    directive = {"gpipe": "offload", "zb-h1": "recompute", "interleaved": "offload"}.get(schedule, "keep")
+def test_lengths_and_numbers_of_micro_batches_vary(
+    pool: Pool, schedule: str, replicas: tuple[int, ...]
+) -> None:
+    directive = {"gpipe": "offload", "zb-h1": "recompute", "interleaved": "offload"}.get(
+        schedule, "keep"
+    )
     expected = plain()
     seen = set()
     for by_size in pool.run(piped, sum(replicas), Case(schedule, replicas, directive)):
@@ -155,7 +183,9 @@ def predictions(case: Case) -> list[list[tuple[int, Tensor]]]:
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 3), (3, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h2"])
-def test_predictions_are_the_plain_models(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
+def test_predictions_are_the_plain_models(
+    pool: Pool, schedule: str, replicas: tuple[int, ...]
+) -> None:
     ranks = pool.run(predictions, sum(replicas), Case(schedule, replicas, "offload"))
     model = plain_model()[0]
     for index, rows in enumerate(SIZES):
@@ -168,7 +198,9 @@ def test_predictions_are_the_plain_models(pool: Pool, schedule: str, replicas: t
         with torch.no_grad():
             for low, high in micro_bounds(rows):
                 expected = model(Ragged(rows).inputs(low, high))
-                torch.testing.assert_close(torch.stack([by_row[n] for n in range(low, high)]), expected)
+                torch.testing.assert_close(
+                    torch.stack([by_row[n] for n in range(low, high)]), expected
+                )
 
 
 # ---- evaluation between steps
@@ -196,13 +228,19 @@ def training_and_evaluating(case: Case) -> tuple[list[float], list[float], Gradi
     return training(case, evaluating=True)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.thorough), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "replicas", [pytest.param((1, 1), marks=pytest.mark.thorough), (2, 1)], ids=str
+)
 @pytest.mark.parametrize("schedule", ORDERS)
-def test_evaluation_between_steps_changes_nothing(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
+def test_evaluation_between_steps_changes_nothing(
+    pool: Pool, schedule: str, replicas: tuple[int, ...]
+) -> None:
     case = Case(schedule, replicas, "offload")
     expected = pool.run(plainly_training, sum(replicas), case)
     found = pool.run(training_and_evaluating, sum(replicas), case)
     for (losses, _, weights), (same_losses, evaluated, same_weights) in zip(expected, found):
         assert same_losses == losses
         assert all(torch.equal(same_weights[name], weight) for name, weight in weights.items())
-        assert evaluated[::2] == sorted(evaluated[::2], reverse=True), "it is the trained model that is evaluated"
+        assert evaluated[::2] == sorted(evaluated[::2], reverse=True), (
+            "it is the trained model that is evaluated"
+        )

@@ -20,11 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallax import cli, config, trust
-from parallax.job import build_chain
-from parallax.plan.calibrate import times
+from parallax import cli, config
+from parallax.common import trust
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
+from parallax.plan.simulation.calibrate import times
+from parallax.run.job import build_chain
 from parallax.runtime.checkpoint import list_checkpoints
 from tests.distributed.pool import ROOT
 from tests.plans import make_plan
@@ -77,7 +78,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def temporary() -> list[Path]:
     """What processes started here have left in their temporary folder."""
-    return [path for path in (Path.cwd().parent / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    return [
+        path
+        for path in (Path.cwd().parent / "tmp").iterdir()
+        if not path.name.startswith("torchinductor")
+    ]
 
 
 def running(folder: Path) -> list[psutil.Process]:
@@ -104,7 +109,9 @@ def start(command: Sequence[str], **added: str) -> subprocess.Popen[str]:
         "TMPDIR": str(Path.cwd().parent / "tmp"),
     }
     environment |= added
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -154,13 +161,17 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
-def prepared(*overrides: str, name: str = "run", plan: Callable[[Plan], Plan] = lambda plan: plan) -> Path:
+def prepared(
+    *overrides: str, name: str = "run", plan: Callable[[Plan], Plan] = lambda plan: plan
+) -> Path:
     """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything."""
     settings = config.compose([*overrides, f"name={name}"])
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config.dump(settings))
-    made = make_plan(build_chain(settings), replicas=(1, 1), global_batch=settings.trainer.global_batch)
+    made = make_plan(
+        build_chain(settings), replicas=(1, 1), global_batch=settings.trainer.global_batch
+    )
     plan(made).save(folder / "plan.yaml")
     trust.remember(folder, trust.class_paths(config.dump(settings)))
     return folder
@@ -168,7 +179,11 @@ def prepared(*overrides: str, name: str = "run", plan: Callable[[Plan], Plan] = 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     last = list_checkpoints(run / "checkpoints")[-1]
-    return {name: tensor for part in sorted(last.glob("*.safetensors")) for name, tensor in load_file(part).items()}
+    return {
+        name: tensor
+        for part in sorted(last.glob("*.safetensors"))
+        for name, tensor in load_file(part).items()
+    }
 
 
 # ---- a run from end to end
@@ -194,7 +209,13 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     }
     assert {"events-rank0.jsonl", "events-rank1.jsonl", "events-predicted.jsonl"} <= names
     summary = json.loads((run / "summary.json").read_text())
-    for key in ("loss_first", "loss_last", "unigram_entropy", "step_seconds_median", "predicted_step_seconds"):
+    for key in (
+        "loss_first",
+        "loss_last",
+        "unigram_entropy",
+        "step_seconds_median",
+        "predicted_step_seconds",
+    ):
         assert summary[key] > 0
     assert summary["steps"] == 4
     assert 0 <= summary["bubble_predicted"] < 1
@@ -202,17 +223,27 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     assert [(rank["stage"], rank["replica"]) for rank in summary["ranks"]] == [(0, 0), (1, 0)]
     for rank in summary["ranks"]:
         assert rank["budget_bytes"] >= rank["predicted_peak_bytes"] > 0
-        assert {"measured_peak_bytes", "offloaded_bytes_per_step", "stall_seconds_per_step"} <= rank.keys()
+        assert {
+            "measured_peak_bytes",
+            "offloaded_bytes_per_step",
+            "stall_seconds_per_step",
+        } <= rank.keys()
     assert [path.name for path in here.iterdir()] == ["runs"]
     assert temporary() == []
 
     code, out, err = called("train", *settings, "name=a", "cluster.devices=2", "trainer.steps=6")
     assert (code, err.strip()) == (0, "")
     assert "continuing after step 4 from runs/a/checkpoints/step-00000004" in out
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    steps = [
+        json.loads(line)["step"]
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if '"loss"' in line
+    ]
     assert steps == [1, 2, 3, 4, 5, 6]
 
-    code, out, err = call("-m", "parallax", "train", *settings, "name=b", "trainer.steps=6", launcher=TORCHRUN)
+    code, out, err = call(
+        "-m", "parallax", "train", *settings, "name=b", "trainer.steps=6", launcher=TORCHRUN
+    )
     assert code == 0
     assert not [line for line in err.splitlines() if line.startswith(NOISE)], err
     assert out.count("results: runs/b") == 1
@@ -242,7 +273,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+    ("arguments", "expected"),
+    WRONG,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_input_is_one_line(
     here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], expected: str
@@ -254,7 +287,9 @@ def test_wrong_input_is_one_line(
     assert list(here.iterdir()) == []
 
 
-def test_infeasible_budget_is_one_line(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
+def test_infeasible_budget_is_one_line(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
     code, out, err = called("train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB")
     assert code == 2
     assert "MiB" in one_line(err)
@@ -269,12 +304,16 @@ def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
-def test_plan_as_json_of_an_own_folder(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
+def test_plan_as_json_of_an_own_folder(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
     texts = here / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("All happy families are alike. " * 400)
     folder = f"data.path={texts}"
-    code, out, err = called("plan", *TINY, folder, "cluster.devices=2", "--json", "--output", "mine.yaml")
+    code, out, err = called(
+        "plan", *TINY, folder, "cluster.devices=2", "--json", "--output", "mine.yaml"
+    )
     assert (code, err.strip()) == (0, "")
     assert len(out.splitlines()) == 1
     assert json.loads(out)["hash"] == Plan.load(Path("mine.yaml")).hash()
@@ -292,7 +331,9 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str], command: str) -
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    listed = {
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")
+    }
     assert listed >= set(cli.COMMANDS)
 
 
@@ -316,7 +357,9 @@ def said(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     return run
 
 
-def test_plan_simulate_explain_and_diff_without_measuring(here: Path, said: Callable[..., Any]) -> None:
+def test_plan_simulate_explain_and_diff_without_measuring(
+    here: Path, said: Callable[..., Any]
+) -> None:
     planned = said("plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4")
     plan = Plan.load(Path("plan.yaml"))
     assert planned["hash"] == plan.hash()
@@ -325,7 +368,9 @@ def test_plan_simulate_explain_and_diff_without_measuring(here: Path, said: Call
 
     simulated = said("simulate", "plan.yaml", "--trace", "trace.json", "--png", "timeline.png")
     assert simulated["step_seconds"] == pytest.approx(plan.prediction.step_seconds, abs=1e-6)
-    assert [rank["peak_bytes"] for rank in simulated["ranks"]] == [r.peak_bytes for r in plan.prediction.ranks]
+    assert [rank["peak_bytes"] for rank in simulated["ranks"]] == [
+        r.peak_bytes for r in plan.prediction.ranks
+    ]
     assert Path("timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
@@ -349,7 +394,12 @@ def test_people_get_tables(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "parameters" in out
     assert "candidates compared" in out
     assert "plan: plan.yaml" in out
-    for command in (["simulate", "plan.yaml"], ["explain", "plan.yaml"], ["estimate", *DGX], ["profile", *DGX]):
+    for command in (
+        ["simulate", "plan.yaml"],
+        ["explain", "plan.yaml"],
+        ["estimate", *DGX],
+        ["profile", *DGX],
+    ):
         assert cli.main(command) == 0
         out, err = capfd.readouterr()
         assert out.strip()
@@ -370,7 +420,11 @@ def test_a_profile_is_used_instead_of_measuring(here: Path, said: Callable[..., 
     assert profile["source"] == "analytic"
     assert json.loads(Path("mine.json").read_text()) == profile
     slow = dict(
-        profile, blocks=[dict(b, forward_seconds={**b["forward_seconds"], "fixed": 7.0}) for b in profile["blocks"]]
+        profile,
+        blocks=[
+            dict(b, forward_seconds={**b["forward_seconds"], "fixed": 7.0})
+            for b in profile["blocks"]
+        ],
     )
     Path("slow.json").write_text(json.dumps(slow))
     quick = said("plan", *DGX, "--profile", "mine.json")["prediction"]["step_seconds"]
@@ -402,8 +456,14 @@ def test_what_cannot_be_combined_is_a_row(said: Callable[..., Any]) -> None:
 
 
 def test_estimate(said: Callable[..., Any]) -> None:
-    found = said("estimate", *GPT2, "precision=bf16", "trainer.global_batch=8", "trainer.microbatch=2")
-    assert (found["rows"], found["micro_batches"], found["precision"]) == (2, 4, "fp32+bf16 autocast")
+    found = said(
+        "estimate", *GPT2, "precision=bf16", "trainer.global_batch=8", "trainer.microbatch=2"
+    )
+    assert (found["rows"], found["micro_batches"], found["precision"]) == (
+        2,
+        4,
+        "fp32+bf16 autocast",
+    )
     assert found["keep"]["optimizer"] == 8 * found["parameters"]
     assert found["recompute"]["activations"] < found["keep"]["activations"]
     assert [need["stages"] for need in found["pipelines"]] == [1, 2, 4, 6]
@@ -414,20 +474,32 @@ def test_estimate(said: Callable[..., Any]) -> None:
 
 
 WRONG_ELSEWHERE = [
-    (["train", "cluster=dgx_a100"], "it is a cluster to plan for; train on this machine with cluster=local"),
+    (
+        ["train", "cluster=dgx_a100"],
+        "it is a cluster to plan for; train on this machine with cluster=local",
+    ),
     (["train", *GPT2], "it has sizes but no code"),
     (["plan", *GPT2], "so it can be planned for (cluster=dgx_a100)"),
     (["profile", *GPT2], "it has sizes but no code"),
-    (["train", "precision=mixed_bf16", "precision.compute=fp32"], "precision.compute=fp32: accepted are bf16"),
+    (
+        ["train", "precision=mixed_bf16", "precision.compute=fp32"],
+        "precision.compute=fp32: accepted are bf16",
+    ),
     (["plan", "cluster=dgx"], "did you mean"),
     (["plan", "cluster=dgx_a100", "cluster.nodes=0"], "cluster.nodes=0"),
     (["plan", *DGX, "--profile", "nowhere.json"], "cannot read profile nowhere.json"),
-    (["plan", *DGX, "--output", "no/folder/plan.yaml"], "--output no/folder/plan.yaml: cannot be written"),
+    (
+        ["plan", *DGX, "--output", "no/folder/plan.yaml"],
+        "--output no/folder/plan.yaml: cannot be written",
+    ),
     (["plan", "cluster=dgx_a100", "--what-if", "devices"], "accepted is key=VALUE,VALUE"),
     (["plan", "cluster=dgx_a100", "--what-if", "devices=2,"], "accepted is key=VALUE,VALUE"),
     (["plan", "cluster=dgx_a100", "--what-if", "devics=2,4"], "devics=2"),
     (["plan", *GPT2, "--what-if", "cluster.devices=1,2"], "it has sizes but no code"),
-    (["plan", "trainer.steps=3", "--diff", "a.yaml", "b.yaml"], "--diff compares two plan files and nothing else"),
+    (
+        ["plan", "trainer.steps=3", "--diff", "a.yaml", "b.yaml"],
+        "--diff compares two plan files and nothing else",
+    ),
     (["plan", "--diff", "a.yaml", "b.yaml"], "cannot read plan a.yaml"),
     (["simulate", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
     (["explain", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
@@ -437,17 +509,31 @@ WRONG_ELSEWHERE = [
     (["plan", *DGX, "data.pattern="], "data.pattern=: it is empty"),
     (["plan", *DGX, "data.max_bytes=lots"], "data.max_bytes=lots"),
     (["plan", *DGX, "swap.directory="], "swap.directory=: accepted is auto or a folder"),
-    (["plan", *DGX, "swap.directory=/dev/null"], "swap.directory=/dev/null: accepted is auto or a folder"),
+    (
+        ["plan", *DGX, "swap.directory=/dev/null"],
+        "swap.directory=/dev/null: accepted is auto or a folder",
+    ),
     (["plan", *DGX, "--output", ""], "--output .: cannot be written (it is a folder)"),
-    (["profile", "experiment=tiny", "--output", "no/folder/x.json"], "cannot be written (no/folder is no folder)"),
-    (["plan", *DGX, "plan.schedule=math:floor"], "plan.schedule=math:floor(x, /): it is called with (positions, "),
-    (["plan", *DGX, "plan.schedule=builtins:max"], "its function gave int; accepted is a list of Action"),
+    (
+        ["profile", "experiment=tiny", "--output", "no/folder/x.json"],
+        "cannot be written (no/folder is no folder)",
+    ),
+    (
+        ["plan", *DGX, "plan.schedule=math:floor"],
+        "plan.schedule=math:floor(x, /): it is called with (positions, ",
+    ),
+    (
+        ["plan", *DGX, "plan.schedule=builtins:max"],
+        "its function gave int; accepted is a list of Action",
+    ),
     (["calibrate", "nowhere"], "runs/nowhere is no run directory"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), WRONG_ELSEWHERE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+    ("arguments", "expected"),
+    WRONG_ELSEWHERE,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_input_of_planning_is_one_line(
     here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], expected: str
@@ -462,7 +548,9 @@ def test_an_output_without_room_is_one_line(here: Path) -> None:
     assert cli.main(["plan", *DGX]) == 0
     for arguments in (["explain", "plan.yaml"], ["explain", "plan.yaml", "--json"]):
         with open("/dev/full", "w") as full:
-            found = subprocess.run([*MODULE, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            found = subprocess.run(
+                [*MODULE, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
         line = "parallax: cannot write the output: No space left on device"
         assert (found.returncode, one_line(found.stderr)) == (1, line)
 
@@ -481,13 +569,20 @@ def test_a_long_output_without_a_reader_is_one_line(here: Path) -> None:
     assert (code, one_line(err)) == (1, "parallax: cannot write the output: Broken pipe")
 
 
-def test_room_that_another_file_lacks_is_no_fault_of_the_output(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_room_that_another_file_lacks_is_no_fault_of_the_output(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     Path("full_disk.py").write_text(
         "import pathlib\ndef build():\n    pathlib.Path('/dev/full').write_text('x')\n"
         "def pipe():\n    import os\n    ends = os.pipe()\n    os.close(ends[0])\n    os.write(ends[1], b'x')\n"
     )
     for function, expected in (("build", "No space left on device"), ("pipe", "Broken pipe")):
-        arguments = ["plan", "model=custom", f"model.target=full_disk:{function}", "trainer.global_batch=4"]
+        arguments = [
+            "plan",
+            "model=custom",
+            f"model.target=full_disk:{function}",
+            "trainer.global_batch=4",
+        ]
         assert cli.main(arguments) == 1
         _, err = capfd.readouterr()
         assert expected in err.splitlines()[-1]
@@ -497,16 +592,28 @@ def test_room_that_another_file_lacks_is_no_fault_of_the_output(here: Path, capf
 
 @pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 def test_an_environment_that_is_no_rank(here: Path, key: str) -> None:
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
     code, _, err = finish(start([*MODULE, "train", *TINY], **world | {key: "x"}))
-    assert (code, one_line(err)) == (2, f"parallax: {key}=x: accepted is a whole number, as torchrun sets it")
+    assert (code, one_line(err)) == (
+        2,
+        f"parallax: {key}=x: accepted is a whole number, as torchrun sets it",
+    )
 
 
 def test_files_that_do_not_belong_together(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *DGX]) == 0
     assert cli.main(["plan", *DGX]) == 0
     for arguments, expected in (
-        (["plan", *DGX, "model.layers=3", "--profile", "profile.json"], "--profile profile.json: it is of gpt"),
+        (
+            ["plan", *DGX, "model.layers=3", "--profile", "profile.json"],
+            "--profile profile.json: it is of gpt",
+        ),
         (["simulate", "plan.yaml"], "cannot read plan.inputs.json"),
     ):
         Path("plan.inputs.json").unlink(missing_ok=True)
@@ -515,7 +622,9 @@ def test_files_that_do_not_belong_together(here: Path, capfd: pytest.CaptureFixt
         assert expected in one_line(capfd.readouterr().err)
 
 
-def test_a_run_that_measured_nothing_cannot_be_calibrated(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_measured_nothing_cannot_be_calibrated(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", *DGX]) == 0
     run = prepared("experiment=tiny")
     for name in ("plan.yaml", "plan.inputs.json"):
@@ -527,8 +636,16 @@ def test_a_run_that_measured_nothing_cannot_be_calibrated(here: Path, capfd: pyt
 
 def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
     """How long deeper models take is kept by benchmarks/regret.py."""
-    model = ["model=transformer", "model.layers=32", "model.hidden=8192", "model.heads=64", "precision=bf16"]
-    planned = said("plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=1024")
+    model = [
+        "model=transformer",
+        "model.layers=32",
+        "model.hidden=8192",
+        "model.heads=64",
+        "precision=bf16",
+    ]
+    planned = said(
+        "plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=1024"
+    )
     assert sum(stage["replicas"] for stage in planned["stages"]) >= 1024
 
 
@@ -555,7 +672,11 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     run = Path("runs/a")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["ended"]) == (16, "steps")
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    steps = [
+        json.loads(line)["step"]
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if '"loss"' in line
+    ]
     assert steps == list(range(1, 17))
 
     code, out, err = called("calibrate", "a", "--json")
@@ -564,7 +685,9 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     assert abs(found["second_error"]) <= max(0.05, abs(found["first_error"]))
     assert found["profile"] == str(cached)
     corrected = ModelProfile.load(cached)
-    assert corrected == replace(ModelProfile.load(run / "profile-calibrated.json"), model=corrected.model)
+    assert corrected == replace(
+        ModelProfile.load(run / "profile-calibrated.json"), model=corrected.model
+    )
     assert temporary() == []
 
 
@@ -574,8 +697,16 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
 @pytest.mark.parametrize(
     "record", ["trace", pytest.param("profiler", marks=pytest.mark.thorough), "memory"]
 )  # memory records what profiler does, and more
-def test_every_rank_records_the_steps_asked_for(called: Callable[..., tuple[int, str, str]], record: str) -> None:
-    run = prepared(*TINY, f"debug={record}", "debug.steps=[2,3]", "trainer.steps=4", "trainer.checkpoint_every=0")
+def test_every_rank_records_the_steps_asked_for(
+    called: Callable[..., tuple[int, str, str]], record: str
+) -> None:
+    run = prepared(
+        *TINY,
+        f"debug={record}",
+        "debug.steps=[2,3]",
+        "trainer.steps=4",
+        "trainer.checkpoint_every=0",
+    )
     code, _, err = called("train", "--run-dir", str(run))
     assert code == 0
     assert "parallax: " not in err  # torch.profiler has remarks of its own
@@ -583,7 +714,9 @@ def test_every_rank_records_the_steps_asked_for(called: Callable[..., tuple[int,
         events = json.loads((run / f"{record}-rank{rank}.json").read_text())["traceEvents"]
         names = {event.get("name") for event in events}
         if record == "trace":
-            assert {event["args"]["step"] for event in events if "step" in event.get("args", {})} == {1, 2}
+            assert {
+                event["args"]["step"] for event in events if "step" in event.get("args", {})
+            } == {1, 2}
             assert {"forward 0", "backward 0", "update"} <= names
         else:
             assert {"step 2", "step 3", "aten::addmm"} <= names
@@ -614,7 +747,11 @@ def test_exception_on_one_rank(here: Path) -> None:
 
 
 def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [p for p in psutil.Process(launcher.pid).children(recursive=True) if "--run-dir" in " ".join(p.cmdline())]
+    return [
+        p
+        for p in psutil.Process(launcher.pid).children(recursive=True)
+        if "--run-dir" in " ".join(p.cmdline())
+    ]
 
 
 def started(run: Path) -> subprocess.Popen[str]:
@@ -632,7 +769,9 @@ def started(run: Path) -> subprocess.Popen[str]:
 
 
 def test_killed_and_interrupted_runs(here: Path) -> None:
-    run = prepared(*TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0")
+    run = prepared(
+        *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
+    )
     process = started(run)
     assert len(ranks(process)) == 2
     ranks(process)[1].kill()
@@ -653,7 +792,11 @@ def test_killed_and_interrupted_runs(here: Path) -> None:
 
 @pytest.mark.thorough  # test_left_over.py kills a launcher too, and waits for the end of its ranks
 def test_the_ranks_of_a_launcher_that_was_killed_end(here: Path) -> None:
-    process = started(prepared(*TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"))
+    process = started(
+        prepared(
+            *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
+        )
+    )
     process.kill()
     finish(process)
     wait_for(lambda: not running(here), "the ranks of a launcher that was killed")
@@ -661,7 +804,9 @@ def test_the_ranks_of_a_launcher_that_was_killed_end(here: Path) -> None:
 
 def test_ranks_that_read_different_runs(here: Path) -> None:
     first = prepared(*TINY, name="first")
-    second = prepared(*TINY, "trainer.steps=5", name="second", plan=lambda plan: replace(plan, microbatch=1))
+    second = prepared(
+        *TINY, "trainer.steps=5", name="second", plan=lambda plan: replace(plan, microbatch=1)
+    )
     second.joinpath("config.yaml").write_text(
         second.joinpath("config.yaml").read_text().replace("name: second", "name: first")
     )
@@ -676,7 +821,9 @@ def test_ranks_that_read_different_runs(here: Path) -> None:
     }
     (here / "a").mkdir()
     processes = [
-        start([*MODULE, "train", "--run-dir", str(run)], RANK=str(rank), LOCAL_RANK=str(rank), **world)
+        start(
+            [*MODULE, "train", "--run-dir", str(run)], RANK=str(rank), LOCAL_RANK=str(rank), **world
+        )
         for rank, run in enumerate([first, second])
     ]
     ended = [finish(process) for process in processes]

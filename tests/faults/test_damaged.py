@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from parallax import cli
+from parallax.common.events import EventLog, Span, read_events
 from parallax.errors import ConfigError
-from parallax.events import EventLog, Span, read_events
 from tests.faults.test_cli import DGX, MODULE, TINY, finish, here, one_line, prepared, start  # noqa: F401
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi")
 )
 WORTHLESS = {
     "empty": b"",
@@ -39,9 +40,21 @@ def damages(data: bytes) -> Iterator[tuple[str, bytes]]:
     yield from WORTHLESS.items()
     yield "half", data[: len(data) // 2]
     yield "utf-16", data.decode().encode("utf-16")
-    for value in (b"-5", b"null", b"[]", b'"x"', b"1e400", b"NaN", b".nan", b"99999999999999999999"):
+    for value in (
+        b"-5",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"1e400",
+        b"NaN",
+        b".nan",
+        b"99999999999999999999",
+    ):
         for count in (1, 0):
-            yield f"{value!r} {count}", re.sub(rb": -?\d+(\.\d+)?", b": " + value, data, count=count)
+            yield (
+                f"{value!r} {count}",
+                re.sub(rb": -?\d+(\.\d+)?", b": " + value, data, count=count),
+            )
     lines = data.splitlines(keepends=True)
     for number in range(0, len(lines), max(1, len(lines) // 6)):
         yield f"without line {number}", b"".join(lines[:number] + lines[number + 1 :])
@@ -51,11 +64,15 @@ def damages(data: bytes) -> Iterator[tuple[str, bytes]]:
 @pytest.fixture
 def run(here: Path, capfd: pytest.CaptureFixture[str]) -> Path:  # noqa: F811
     """A run directory with a plan, its inputs and what its ranks did."""
-    assert cli.main(["plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4"]) == 0
+    assert (
+        cli.main(["plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4"]) == 0
+    )
     run = prepared(*TINY)
     for name in ("plan.yaml", "plan.inputs.json"):
         Path(name).replace(run / name)
-    (run / "summary.json").write_text(json.dumps({"ranks": [{"rank": 0, "stage": 0, "replica": 0, "swap": {"a": 1}}]}))
+    (run / "summary.json").write_text(
+        json.dumps({"ranks": [{"rank": 0, "stage": 0, "replica": 0, "swap": {"a": 1}}]})
+    )
     with EventLog(run / "events-rank0.jsonl") as log:
         for step in range(5):
             log.extend([Span(0, step, "forward", 0, 0, step, step + 0.5)])
@@ -74,12 +91,20 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "command"), READERS, ids=lambda value: " ".join(value) if value is list else value)
+@pytest.mark.parametrize(
+    ("name", "command"), READERS, ids=lambda value: " ".join(value) if value is list else value
+)
 def test_every_reader_says_so_in_one_line(
-    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, command: list[str]
+    run: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    command: list[str],
 ) -> None:
     monkeypatch.setattr("parallax.commands.simulate.timeline_png", lambda *_: None)
-    monkeypatch.setattr("parallax.launch.plan_run", None)  # never reached with a configuration that is damaged
+    monkeypatch.setattr(
+        "parallax.run.launch.plan_run", None
+    )  # never reached with a configuration that is damaged
     good = (run / name).read_bytes()
     refused = 0
     for how, damaged in damages(good):
@@ -96,13 +121,19 @@ def test_every_reader_says_so_in_one_line(
             refused += 1
             assert len(one_line(err)) < 700, how
             assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before, how
-        assert how not in WORTHLESS or code == 2 or name.startswith("events") or how == "object", how
+        assert how not in WORTHLESS or code == 2 or name.startswith("events") or how == "object", (
+            how
+        )
     assert refused > 10
     assert not Path("mark").exists()
 
 
 def test_events_of_another_plan(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for odd in (Span(0, 9, "forward", 7, 0, 9, 9.5), Span(99, 9, "forward", 0, 0, 9, 9.5), Span(0, 9, "x", 0, 0, 9, 9)):
+    for odd in (
+        Span(0, 9, "forward", 7, 0, 9, 9.5),
+        Span(99, 9, "forward", 0, 0, 9, 9.5),
+        Span(0, 9, "x", 0, 0, 9, 9),
+    ):
         with EventLog(run / "events-rank0.jsonl") as log:
             log.extend([odd])
         assert cli.main(["calibrate", "run"]) == 2
@@ -124,16 +155,29 @@ def test_a_line_that_was_cut_short_is_no_damage(tmp_path: Path) -> None:
 # ---- names
 
 
-@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a/b", "..", ".hidden", "a" * 101, "ü", "a b", "-x"])
-def test_names_that_are_no_folder_names(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    "name", ["a\x1b[31mb", "a\nb", "a/b", "..", ".hidden", "a" * 101, "ü", "a b", "-x"]
+)
+def test_names_that_are_no_folder_names(
+    here: Path,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
     assert cli.main(["train", f"name='{name}'"]) == 2
     assert len(one_line(capfd.readouterr().err)) < 400
     assert list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a" * 300, "a/" * 3000, "a\0b", "ü", "../.."])
+@pytest.mark.parametrize(
+    "name", ["a\x1b[31mb", "a\nb", "a" * 300, "a/" * 3000, "a\0b", "ü", "../.."]
+)
 def test_paths_that_lead_nowhere(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:  # noqa: F811
-    for command in (["explain", name], ["simulate", name], ["calibrate", name], ["train", "--run-dir", name]):
+    for command in (
+        ["explain", name],
+        ["simulate", name],
+        ["calibrate", name],
+        ["train", "--run-dir", name],
+    ):
         assert cli.main(command) == 2
         one_line(capfd.readouterr().err)
     assert cli.main(["plan", "--profile", name, *DGX]) == 2
@@ -170,7 +214,12 @@ def build(rows): return Source(rows)
 
 def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     (here / "few_rows.py").write_text(ROWS)
-    for folder, text in (("empty", None), ("binary", b"\0" * 9999), ("short", b"x" * 99), ("few", b"text " * 200)):
+    for folder, text in (
+        ("empty", None),
+        ("binary", b"\0" * 9999),
+        ("short", b"x" * 99),
+        ("few", b"text " * 200),
+    ):
         (here / folder).mkdir()
         if text is not None:
             (here / folder / "a.txt").write_bytes(text)
@@ -180,7 +229,10 @@ def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str])
         (["data.path=empty"], "data.path=empty: no text in files"),
         (["data.path=binary"], "data.path=binary: no text in files"),
         (["data.path=short"], "data.path=short holds 99 bytes of text"),
-        (["data.path=few", "data.validation=0.2", "trainer.global_batch=64"], "use trainer.global_batch=12 or less"),
+        (
+            ["data.path=few", "data.validation=0.2", "trainer.global_batch=64"],
+            "use trainer.global_batch=12 or less",
+        ),
         (["data.path=few", "data.pattern=*.md"], "no text in files"),
         ([*own, "data.kwargs.rows=0"], "validation(0, 8) gave 0 row(s)"),
         ([*own, "data.kwargs.rows=3"], "use trainer.global_batch=3 or less"),
@@ -200,7 +252,13 @@ def test_a_port_in_use(here: Path) -> None:  # noqa: F811
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        world = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        world = {
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         code, _, err = finish(start([*MODULE, "train", "--run-dir", str(run)], **world))
     assert code == 2
     (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from parallax import cli
 from parallax.commands import plan
+from parallax.common.terminal import SafeConsole, SafeFormatter, print_exception
 from parallax.errors import ConfigError
-from parallax.monitor import Progress
-from parallax.runtime.leaving import say
-from parallax.runtime.verdict import How, Verdict
-from parallax.terminal import SafeConsole, SafeFormatter, print_exception
+from parallax.runtime.failure.exit_report import say
+from parallax.runtime.failure.report import How, Verdict
+from parallax.train.monitor import Progress
 
 HOSTILE = "a\x1b[31m\x9b2J\x07\r\u202eb[/red][bold]\udc80\nparallax: all is well"
 
@@ -44,12 +44,18 @@ def test_tables_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_styles_stay() -> None:
     file = io.StringIO()
-    SafeConsole(file=file, force_terminal=True, color_system="standard").print(Text(HOSTILE, style="bold"))
+    SafeConsole(file=file, force_terminal=True, color_system="standard").print(
+        Text(HOSTILE, style="bold")
+    )
     assert file.getvalue().startswith("\x1b[1ma\\x1b[31m")
 
 
-@pytest.mark.parametrize("error", [ConfigError(HOSTILE), ValueError(HOSTILE)], ids=["ours", "another"])
-def test_the_error_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [ConfigError(HOSTILE), ValueError(HOSTILE)], ids=["ours", "another"]
+)
+def test_the_error_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
     def fails(*_: object) -> int:
         raise error
 

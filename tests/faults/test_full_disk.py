@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from parallax.common.events import EventLog, Span, read_events
+from parallax.common.files import AppendedFile
 from parallax.errors import CheckpointError
-from parallax.events import EventLog, Span, read_events
-from parallax.files import AppendedFile
-from parallax.monitor import LoggerConfig, MetricsLog, Unwritten, read_metrics
 from parallax.runtime.checkpoint import list_checkpoints
+from parallax.train.monitor import LoggerConfig, MetricsLog, Unwritten, read_metrics
 from tests.faults.test_cli import called, finish, here, prepared, running, start
 from tests.faults.test_requests_to_end import LONG
 
@@ -58,7 +58,9 @@ def test_a_run_goes_on_without_its_logs(here: Path) -> None:
     assert all(line.endswith("; the run went on without it") for line in err.splitlines())
     assert " times); the run went on without it" in err
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl")]
-    assert steps[:-1] == list(range(1, len(steps)))  # what is there is whole; the last, of the end, is shorter
+    assert steps[:-1] == list(
+        range(1, len(steps))
+    )  # what is there is whole; the last, of the end, is shorter
     assert 0 < len(steps) < 450
     assert {span.rank for span in read_events(run / "events-rank1.jsonl")} == {1}
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000450"]
@@ -94,7 +96,10 @@ def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_metrics_and_events_begin_again_where_there_is_room(tmp_path: Path) -> None:
     unwritten = Unwritten()
     span = Span(0, 1, "forward", 0, 0, 0.0, 1.0)
-    with MetricsLog(tmp_path, LoggerConfig(tensorboard=False), unwritten) as log, EventLog(tmp_path / "e") as events:
+    with (
+        MetricsLog(tmp_path, LoggerConfig(tensorboard=False), unwritten) as log,
+        EventLog(tmp_path / "e") as events,
+    ):
         log.write({"step": 1})
         with files_of_at_most(8):
             for step in (2, 3):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.files import replacing, temporary_folder
+from parallax.common.files import replacing, temporary_folder
 from tests.faults.test_cli import here, prepared, ranks, running, temporary, wait_for
 from tests.faults.test_requests_to_end import ENDLESS, stepping
 
@@ -40,7 +40,7 @@ def test_what_a_killed_launcher_leaves_goes_with_the_next(
 
 HOLDS = """
 import pathlib, sys, time
-from parallax.files import replacing, temporary_folder
+from parallax.common.files import replacing, temporary_folder
 with replacing(pathlib.Path(sys.argv[1])) as file, temporary_folder():
     file.write(b"half")
     file.flush()
@@ -58,7 +58,10 @@ def test_what_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     others = {path.name for path in tmp_path.iterdir()}
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", HOLDS, str(target)]
-    holders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    holders = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
     try:
         for each in holders:
             assert each.stdout is not None

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from parallax.errors import NonFiniteError
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
-from parallax.monitor import LoggerConfig, read_metrics
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.engine import Engine
-from parallax.runtime.optimizer import OptimizerConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig, train
+from parallax.train.monitor import LoggerConfig, read_metrics
 from tests.plans import make_plan
 
 BAD = 3  # the batch in which it is, counted from 1
@@ -62,8 +62,12 @@ def training(folder: Path, rows: Rows, steps: int = 5, lr: float = 1e-3, **preci
     chain = describe(build)
     plan = make_plan(chain, replicas=(1,), global_batch=80, microbatch=40)
     optimizer = OptimizerConfig(name="sgd", lr=lr, warmup_steps=0, clip_norm=0.0)
-    engine = Engine.build(chain, plan, loss=loss, optimizer=optimizer, precision=PrecisionConfig(**precision))
-    trainer = TrainerConfig(steps=steps, global_batch=80, eval_every=0, eval_batches=2, checkpoint_every=1)
+    engine = Engine.build(
+        chain, plan, loss=loss, optimizer=optimizer, precision=PrecisionConfig(**precision)
+    )
+    trainer = TrainerConfig(
+        steps=steps, global_batch=80, eval_every=0, eval_batches=2, checkpoint_every=1
+    )
     try:
         train(engine, rows, trainer, LoggerConfig(tensorboard=False), folder, tokens_per_row=1)
     finally:
@@ -78,13 +82,19 @@ def test_rows_are_named_and_the_run_ends(tmp_path: Path, where: str, value: floa
     assert list_checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{BAD - 1:08d}"
 
 
-def test_under_a_loss_scale_the_step_is_skipped_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_under_a_loss_scale_the_step_is_skipped_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     training(tmp_path, Rows("inputs", float("nan")), compute="fp16", loss_scale=8.0)
     out = capsys.readouterr().out
     assert out.count("was skipped") == 1
     assert f"step {BAD} was skipped, loss nan: row 70 of the batch's inputs holds nan" in out
     assert "step 5: the validation loss is no number: held-out batch 1 gives nan" in out
-    skipped = [record["skipped_steps"] for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    skipped = [
+        record["skipped_steps"]
+        for record in read_metrics(tmp_path / "metrics.jsonl")
+        if "loss" in record
+    ]
     assert skipped == [0, 0, 1, 1, 1]
 
 
@@ -92,6 +102,11 @@ def test_weights_that_an_update_broke_are_in_no_checkpoint(tmp_path: Path) -> No
     rows = Rows("inputs", 0.0)
     training(tmp_path, rows, steps=2)
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(NonFiniteError, match=r"step 3: parameter \S+ holds (inf|nan), and no checkpoint keeps that"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 3: parameter \S+ holds (inf|nan), and no checkpoint keeps that"
+    ):
         training(tmp_path, rows, steps=6, lr=1e40)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [
+        "step-00000001",
+        "step-00000002",
+    ]

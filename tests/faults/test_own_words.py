@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallax import cli, launch, trust
+from parallax import cli
 from parallax.commands.options import trusting
+from parallax.common import trust
 from parallax.errors import ConfigError
 from parallax.plan.schedule import ORDERS, splits
+from parallax.run import launch
 from tests.distributed.pool import ROOT
 from tests.faults.test_cli import DGX, call, here, one_line, prepared  # noqa: F401
 
@@ -52,7 +54,9 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return one_line(capfd.readouterr().err)
 
 
-def test_a_schedule_of_ones_own_is_explained_and_simulated(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_of_ones_own_is_explained_and_simulated(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", *DGX, OWN, "plan.stages=2", "trainer.microbatch=4"]) == 0
     forget("own_schedule:halved")
     assert cli.main(["explain", "plan.yaml"]) == 0
@@ -72,13 +76,17 @@ def test_a_schedule_of_ones_own_is_explained_and_simulated(folder: Path, capfd: 
     assert "the schedule of theirs/plan.yaml is own_schedule:halved" in said(
         capfd, "simulate", "theirs/plan.yaml", "plan.schedule=own_schedule:other"
     )
-    assert "accepted are the class paths" in said(capfd, "simulate", "theirs/plan.yaml", "plan.stages=3")
+    assert "accepted are the class paths" in said(
+        capfd, "simulate", "theirs/plan.yaml", "plan.stages=3"
+    )
     assert "own_schedule:halved" not in ORDERS
     for command in ("explain", "simulate"):
         assert cli.main([command, "theirs/plan.yaml", "--json", OWN]) == 0
 
 
-def test_a_schedule_that_a_script_registered(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_that_a_script_registered(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Its name says nothing of where the function is."""
     assert cli.main(["plan", *DGX, OWN, "plan.stages=2"]) == 0
     file = folder / "plan.yaml"
@@ -100,7 +108,11 @@ def stranger(folder: Path, key: str) -> Path:
     data = yaml.safe_load(file.read_text())
     group, name = key.split(".")
     own = {"name": "custom", "target": "marks:listing", "kwargs": {}}
-    groups = {"model": own | {"blocks": [], "weights": ""}, "data": own, "plan": data["plan"] | {name: "marks:listing"}}
+    groups = {
+        "model": own | {"blocks": [], "weights": ""},
+        "data": own,
+        "plan": data["plan"] | {name: "marks:listing"},
+    }
     file.write_text(yaml.safe_dump(data | {group: groups[group]}))
     if group == "plan":
         plan = yaml.safe_load((run / "plan.yaml").read_text())
@@ -109,10 +121,16 @@ def stranger(folder: Path, key: str) -> Path:
 
 
 @pytest.mark.parametrize("key", trust.KEYS)
-def test_nothing_of_a_stranger_is_imported(folder: Path, capfd: pytest.CaptureFixture[str], key: str) -> None:
+def test_nothing_of_a_stranger_is_imported(
+    folder: Path, capfd: pytest.CaptureFixture[str], key: str
+) -> None:
     run = stranger(folder, key)
     before = {path: path.read_bytes() for path in run.iterdir()}
-    for command in (["calibrate", "theirs"], ["calibrate", str(run)], ["train", "name=theirs", "trainer.steps=9"]):
+    for command in (
+        ["calibrate", "theirs"],
+        ["calibrate", str(run)],
+        ["train", "name=theirs", "trainer.steps=9"],
+    ):
         line = said(capfd, *command)
         assert f"config.yaml names {key}=marks:listing" in line
         assert line.endswith(f"add {key}=marks:listing to the command")
@@ -126,12 +144,16 @@ def test_nothing_of_a_stranger_is_imported(folder: Path, capfd: pytest.CaptureFi
         assert (folder / "imported").exists()
 
 
-def test_a_prepared_directory_of_a_stranger(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_prepared_directory_of_a_stranger(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The files are this user's, as all that comes out of an archive is; that says nothing of what they name."""
     run = stranger(folder, "model.target")
     word = "model.target=marks:listing"
     for launcher in ([], ["-m", "torch.distributed.run", "--nproc-per-node=1"]):
-        code, out, err = call("train", "--run-dir", str(run), launcher=[sys.executable, *launcher, "-m", "parallax"])
+        code, out, err = call(
+            "train", "--run-dir", str(run), launcher=[sys.executable, *launcher, "-m", "parallax"]
+        )
         assert (code == 0, out) == (False, "")
         (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
         assert f"config.yaml names {word}" in line
@@ -140,7 +162,9 @@ def test_a_prepared_directory_of_a_stranger(folder: Path, capfd: pytest.CaptureF
     line = said(capfd, "train", "--run-dir", str(run), "model.target=other:build")
     assert f"runs/theirs/config.yaml says {word}, and its settings stand" in line
     for command in (["train", "--run-dir", str(run)], ["calibrate", "theirs"]):
-        assert "config.yaml names no data.target" in said(capfd, *command, word, "data.target=marks:rows")
+        assert "config.yaml names no data.target" in said(
+            capfd, *command, word, "data.target=marks:rows"
+        )
     assert not (folder / "imported").exists()
     named = trusting({"model.target": "marks:listing"})
     assert launch.Run.read(run, named).config.model.target == "marks:listing"  # at the user's word

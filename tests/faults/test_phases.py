@@ -11,7 +11,16 @@ import torch.distributed as dist
 
 from parallax.errors import AbsentError
 from parallax.mesh import wait_for_all
-from tests.faults.test_cli import MODULE, finish, here, one_line, prepared, running, start, temporary
+from tests.faults.test_cli import (
+    MODULE,
+    finish,
+    here,
+    one_line,
+    prepared,
+    running,
+    start,
+    temporary,
+)
 
 __all__ = ["here"]
 
@@ -64,8 +73,19 @@ def build():
     stuck_in("building the model")
     return nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(32, 8), Block(8, 8))
 """
-OWN = ["model=custom", "model.target=stuck:build", "+model.kwargs={}", "data=custom", "data.target=stuck:Rows"]
-OWN += ["trainer.global_batch=4", "trainer.microbatch=2", "logger.tensorboard=false", "trainer.steps=2"]
+OWN = [
+    "model=custom",
+    "model.target=stuck:build",
+    "+model.kwargs={}",
+    "data=custom",
+    "data.target=stuck:Rows",
+]
+OWN += [
+    "trainer.global_batch=4",
+    "trainer.microbatch=2",
+    "logger.tensorboard=false",
+    "trainer.steps=2",
+]
 OWN += ["trainer.watchdog_seconds=3"]
 
 
@@ -127,10 +147,15 @@ def test_ranks_that_never_come_are_named(tmp_path: Path, capfd: pytest.CaptureFi
     for each in ended:
         with pytest.raises(AbsentError, match=r"^ranks 0, 2 of 4 have not come within 1 s: "):
             each.result()
-    assert capfd.readouterr().err == "parallax: ranks 0, 2 of 4 have not come within 0.3 s; waiting up to 1 s\n"
+    assert (
+        capfd.readouterr().err
+        == "parallax: ranks 0, 2 of 4 have not come within 0.3 s; waiting up to 1 s\n"
+    )
 
 
-def test_ranks_that_come_are_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_come_are_not_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def come(rank: int) -> None:
         wait_for_all(dist.FileStore(str(tmp_path / "store"), 3), rank, 3, note_seconds=20.0)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from parallax import config
-from parallax.monitor import read_metrics
 from parallax.runtime.checkpoint import list_checkpoints
+from parallax.train.monitor import read_metrics
 from tests.faults.test_cli import (
     MODULE,
     TINY,
@@ -118,24 +118,34 @@ def last_step(run: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code", "to"),
     [
-        pytest.param(signal.SIGTERM, 143, "launcher", marks=pytest.mark.thorough),  # as what goes on bit for bit
+        pytest.param(
+            signal.SIGTERM, 143, "launcher", marks=pytest.mark.thorough
+        ),  # as what goes on bit for bit
         (signal.SIGINT, 130, "all"),
-        pytest.param(signal.SIGTERM, 143, "rank", marks=pytest.mark.thorough),  # as rank 1 asks in an evaluation
+        pytest.param(
+            signal.SIGTERM, 143, "rank", marks=pytest.mark.thorough
+        ),  # as rank 1 asks in an evaluation
         pytest.param(signal.SIGHUP, 129, "launcher", marks=pytest.mark.thorough),
         pytest.param(signal.SIGUSR1, 0, "launcher", marks=pytest.mark.thorough),
         pytest.param(signal.SIGUSR1, 0, "all", marks=pytest.mark.thorough),
     ],
 )
-def test_a_request_is_served_after_a_step(here: Path, number: signal.Signals, code: int, to: str) -> None:
+def test_a_request_is_served_after_a_step(
+    here: Path, number: signal.Signals, code: int, to: str
+) -> None:
     run = prepared(*ENDLESS)
     process = stepping(run)
-    asked = {"launcher": [process], "rank": ranks(process)[1:], "all": [process, *ranks(process)]}[to]
+    asked = {"launcher": [process], "rank": ranks(process)[1:], "all": [process, *ranks(process)]}[
+        to
+    ]
     for each in asked:
         os.kill(each.pid, number)
     is_served(here, run, process, number, code)
 
 
-def is_served(here: Path, run: Path, process: subprocess.Popen[str], number: signal.Signals, code: int) -> int:
+def is_served(
+    here: Path, run: Path, process: subprocess.Popen[str], number: signal.Signals, code: int
+) -> int:
     """The step after which the process ended as it was asked to."""
     settings = config.load((run / "config.yaml").read_text())
     found, out, err = finish(process)
@@ -151,7 +161,9 @@ def is_served(here: Path, run: Path, process: subprocess.Popen[str], number: sig
     return step
 
 
-def test_what_was_stopped_goes_on_bit_for_bit(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
+def test_what_was_stopped_goes_on_bit_for_bit(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
     settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]
     whole, cut = prepared(*settings, name="whole"), prepared(*settings, name="cut")
     process = stepping(cut)
@@ -163,7 +175,8 @@ def test_what_was_stopped_goes_on_bit_for_bit(here: Path, called: Callable[..., 
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     losses = [
-        [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record] for run in (whole, cut)
+        [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+        for run in (whole, cut)
     ]
     assert losses[0] == losses[1]
 
@@ -184,8 +197,19 @@ def test_under_torchrun(here: Path) -> None:
     assert running(here) == []
 
 
-OWN = ["model=custom", "model.target=asking:build", "+model.kwargs={}", "data=custom", "data.target=asking:Rows"]
-OWN += ["trainer.global_batch=4", "trainer.microbatch=2", "logger.tensorboard=false", "trainer.steps=6"]
+OWN = [
+    "model=custom",
+    "model.target=asking:build",
+    "+model.kwargs={}",
+    "data=custom",
+    "data.target=asking:Rows",
+]
+OWN += [
+    "trainer.global_batch=4",
+    "trainer.microbatch=2",
+    "logger.tensorboard=false",
+    "trainer.steps=6",
+]
 OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batches=2"]
 
 
@@ -193,9 +217,17 @@ OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batc
     ("where", "ends"),
     [
         pytest.param("building", r"stopped by SIGUSR1 .*", marks=pytest.mark.thorough),
-        pytest.param("step", r"stopped by SIGUSR1 after step 1 of 6, which is saved", marks=pytest.mark.thorough),
+        pytest.param(
+            "step",
+            r"stopped by SIGUSR1 after step 1 of 6, which is saved",
+            marks=pytest.mark.thorough,
+        ),
         ("evaluation 0", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
-        pytest.param("checkpoint", r"stopped by SIGUSR1 after step 2 of 6, which is saved", marks=pytest.mark.thorough),
+        pytest.param(
+            "checkpoint",
+            r"stopped by SIGUSR1 after step 2 of 6, which is saved",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_whatever_the_run_is_doing(here: Path, where: str, ends: str) -> None:
@@ -203,7 +235,9 @@ def test_whatever_the_run_is_doing(here: Path, where: str, ends: str) -> None:
     run = prepared(*OWN)
     code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)], ASK=where))
     assert code == 0
-    assert re.fullmatch(f"parallax: {ends}; `parallax train name=run` continues", one_line(err)), err
+    assert re.fullmatch(f"parallax: {ends}; `parallax train name=run` continues", one_line(err)), (
+        err
+    )
     assert ("validation loss" in out) == (where == "checkpoint")
     code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)]))
     assert (code, err) == (0, "")
@@ -228,7 +262,9 @@ def test_a_second_ctrl_c_ends_at_once(here: Path) -> None:
 
 
 def test_planning_ends_in_one_line(here: Path) -> None:
-    (here / "asking.py").write_text("import pathlib, time\ndef build():\n pathlib.Path('here').touch(); time.sleep(60)")
+    (here / "asking.py").write_text(
+        "import pathlib, time\ndef build():\n pathlib.Path('here').touch(); time.sleep(60)"
+    )
     process = start([*MODULE, "train", *OWN, "cluster.devices=2"])
     wait_for(lambda: (here / "here").exists(), "planning")
     process.send_signal(signal.SIGTERM)
@@ -242,7 +278,9 @@ def test_planning_ends_in_one_line(here: Path) -> None:
     "launcher", [[str(Path(sys.executable).parent / "parallax")], MODULE], ids=["script", "module"]
 )
 @pytest.mark.parametrize("rank", [{}, {"TORCHELASTIC_RUN_ID": "ours"}], ids=["alone", "rank"])
-def test_what_is_still_importing_ends_in_one_line(here: Path, launcher: list[str], rank: dict[str, str]) -> None:
+def test_what_is_still_importing_ends_in_one_line(
+    here: Path, launcher: list[str], rank: dict[str, str]
+) -> None:
     """What an exception in the middle of an import makes of it is another exception, now and then; and of the ranks
     none speaks."""
     (here / "sitecustomize.py").write_text(SLOW_TORCH)

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from parallax import cli, config, launch
+from parallax import cli, config
 from parallax.commands.options import read_plan
+from parallax.common.lock import LOCK, locked
 from parallax.errors import ConfigError
-from parallax.job import open_source
-from parallax.lock import LOCK, locked
-from parallax.plan.predict import Pipeline, predict
-from parallax.planning import Planned
-from parallax.resume import settings
+from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.run import launch
+from parallax.run.job import open_source
+from parallax.run.planning import Planned
+from parallax.run.resume import settings
 from tests.faults.test_cli import (
     DGX,
     SETTLED,
@@ -43,7 +44,14 @@ def checkpointed(*overrides: str, name: str = "run") -> Path:
     """A run directory with a checkpoint that says what it was trained on."""
     run = prepared(*overrides, name=name)
     state = {"source": open_source(config.load((run / "config.yaml").read_text())).state_dict()}
-    index = {"version": 1, "step": 2, "state": state, "fingerprint": "f", "optimizer": [], "checksums": {}}
+    index = {
+        "version": 1,
+        "step": 2,
+        "state": state,
+        "fingerprint": "f",
+        "optimizer": [],
+        "checksums": {},
+    }
     folder = run / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     (folder / "checkpoint.json").write_text(json.dumps(index))
@@ -64,13 +72,22 @@ def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:  # noqa
     ("typed", "changed"),
     [
         (["trainer.steps=9"], ["trainer.steps: 4 -> 9"]),
-        (["+trainer.steps=9", "plan.replicas=[1,2]"], ["plan.replicas: auto -> [1, 2]", "trainer.steps: 4 -> 9"]),
+        (
+            ["+trainer.steps=9", "plan.replicas=[1,2]"],
+            ["plan.replicas: auto -> [1, 2]", "trainer.steps: 4 -> 9"],
+        ),
         (["plan=single"], ["plan.stages: 3 -> 1", "plan.replicas: auto -> 1"]),
         (["trainer.eval_every=${trainer.global_batch}"], ["trainer.eval_every: 2 -> 4"]),
-        (["swap=off", "logger.events=false"], ["swap.tier: auto -> none", "logger.events: true -> false"]),
+        (
+            ["swap=off", "logger.events=false"],
+            ["swap.tier: auto -> none", "logger.events: true -> false"],
+        ),
         (["precision=bf16"], ["precision.compute: fp32 -> bf16"]),
         (["optimizer.betas=[0.8,0.9]"], ["optimizer.betas: [0.9, 0.95] -> [0.8, 0.9]"]),
-        (["cluster.devices=2", "compile=true"], ["cluster.devices: auto -> 2", "compile: false -> true"]),
+        (
+            ["cluster.devices=2", "compile=true"],
+            ["cluster.devices: auto -> 2", "compile: false -> true"],
+        ),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -108,7 +125,9 @@ def test_what_a_checkpoint_cannot_follow_is_named(
     assert "step-00000002" in line
     assert line.endswith("leave that out, or choose another name")
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
-    for checkpoint in (run / "checkpoints").iterdir():  # without a checkpoint nothing stands against it
+    for checkpoint in (
+        run / "checkpoints"
+    ).iterdir():  # without a checkpoint nothing stands against it
         checkpoint.joinpath("checkpoint.json").unlink()
     assert settings(["name=run", *typed], RUNS).changed
 
@@ -142,7 +161,13 @@ def test_a_run_of_ones_own_model_goes_on_by_its_name(here: Path) -> None:  # noq
     """Its class path was named when it was begun."""
     (here / "own_model.py").write_text(OWN_MODEL)
     model = ["model=custom", "model.target=own_model:build", "model.kwargs.width=16"]
-    common = [*SETTLED, "data.max_bytes=64KiB", "trainer.global_batch=4", "cluster.devices=2", "trainer.eval_every=0"]
+    common = [
+        *SETTLED,
+        "data.max_bytes=64KiB",
+        "trainer.global_batch=4",
+        "cluster.devices=2",
+        "trainer.eval_every=0",
+    ]
     code, _, err = call("train", *model, *common, "name=a", "trainer.steps=2")
     assert (code, err.strip()) == (0, "")
     code, out, err = call("train", "name=a", "trainer.steps=3")
@@ -161,7 +186,10 @@ def test_a_directory_has_one_run(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     with locked(run):
         assert (run / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-        with pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()} on {socket.gethostname()}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"is being trained by process {os.getpid()} on {socket.gethostname()}",
+        ):
             locked(run).__enter__()
         (run / "kept").touch()
     assert [path.name for path in run.iterdir()] == ["kept"]
@@ -172,10 +200,12 @@ def test_a_directory_has_one_run(tmp_path: Path) -> None:
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from parallax.lock import locked\n"
+        "import sys, time; from pathlib import Path; from parallax.common.lock import locked\n"
         "with locked(Path(sys.argv[1])):\n    print(flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a")], stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
@@ -188,12 +218,16 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_name(here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    run = prepared(*TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0")
+    run = prepared(
+        *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
+    )
     process = started(run)
     try:
         for arguments in (["name=run"], ["--run-dir", str(run)]):
             assert cli.main(["train", *arguments]) == 2
-            assert f"runs/run is being trained by process {process.pid} on" in one_line(capfd.readouterr().err)
+            assert f"runs/run is being trained by process {process.pid} on" in one_line(
+                capfd.readouterr().err
+            )
         assert cli.main(["explain", str(run)]) == 0  # whoever only reads need not wait
         assert process.poll() is None
     finally:
@@ -257,7 +291,13 @@ def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:  # noqa: 
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     launch._write(run, config.compose(TINY), planned)
     names = {path.name for path in run.iterdir()}
-    assert names >= {"config.yaml", "plan.yaml", "plan.inputs.json", "profile.json", "events-predicted.jsonl"}
+    assert names >= {
+        "config.yaml",
+        "plan.yaml",
+        "plan.inputs.json",
+        "profile.json",
+        "events-predicted.jsonl",
+    }
     assert not [name for name in names if name.startswith(".")]
 
 
@@ -265,6 +305,9 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(
     here: Path,  # noqa: F811
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB", "name=run"]) == 2
+    assert (
+        cli.main(["train", *TINY, "cluster.devices=2", "cluster.device_memory=1MiB", "name=run"])
+        == 2
+    )
     one_line(capfd.readouterr().err)
     assert list(here.iterdir()) == []

@@ -14,12 +14,26 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.test_cli import MODULE, finish, here, prepared, running, start, temporary, wait_for
+from tests.faults.test_cli import (
+    MODULE,
+    finish,
+    here,
+    prepared,
+    running,
+    start,
+    temporary,
+    wait_for,
+)
 
 __all__ = ["here"]
 
 ALL_GONE_SECONDS = 5.0  # 2 s on a machine that has nothing else to do
-SIZES = ["trainer.global_batch=4", "trainer.microbatch=2", "trainer.steps=1000", "trainer.eval_every=0"]
+SIZES = [
+    "trainer.global_batch=4",
+    "trainer.microbatch=2",
+    "trainer.steps=1000",
+    "trainer.eval_every=0",
+]
 SIZES += ["trainer.checkpoint_every=0", "data.max_bytes=64KiB", "logger.tensorboard=false"]
 
 # Two forwards a step, so that the fault is in the first micro-batch of step 2.
@@ -69,7 +83,14 @@ def build():
 
 
 def torchrun(ranks: int, *more: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *more, *MODULE[1:]]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        *more,
+        *MODULE[1:],
+    ]
 
 
 @pytest.fixture
@@ -99,11 +120,17 @@ def ranks(folder: Path) -> list[psutil.Process]:
 
 def training(*overrides: str) -> Path:
     (Path.cwd() / "faulty_model.py").write_text(MODEL)
-    return prepared("model=custom", "model.target=faulty_model:build", "+model.kwargs={}", *SIZES, *overrides)
+    return prepared(
+        "model=custom", "model.target=faulty_model:build", "+model.kwargs={}", *SIZES, *overrides
+    )
 
 
 def the_line(err: str) -> str:
-    (line,) = [line for line in err.splitlines() if "parallax: " in line and not line.startswith(("W1", "E1"))]
+    (line,) = [
+        line
+        for line in err.splitlines()
+        if "parallax: " in line and not line.startswith(("W1", "E1"))
+    ]
     assert line.startswith("parallax: ")
     return line
 
@@ -119,12 +146,16 @@ ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SE
     ("fault", "rank", "expected"),
     [
         pytest.param("raises", "0", RAISED, marks=pytest.mark.thorough),
-        pytest.param("raises", "1", RAISED, marks=pytest.mark.thorough),  # as test_cli.py's exception on one rank
+        pytest.param(
+            "raises", "1", RAISED, marks=pytest.mark.thorough
+        ),  # as test_cli.py's exception on one rank
         ("crashes", "1", KILLED),
         pytest.param("is_killed", "0", KILLED, marks=pytest.mark.thorough),
     ],
 )
-def test_one_host(here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str) -> None:
+def test_one_host(
+    here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str
+) -> None:
     run = training()
     launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT=fault, FAULT_RANK=rank)
     seconds = gone(launcher)
@@ -133,7 +164,9 @@ def test_one_host(here: Path, gone: Callable[..., float], fault: str, rank: str,
     assert seconds < ALL_GONE_SECONDS
     assert code == 1
     signalled = "SIGSEGV" if fault == "crashes" else "SIGKILL"
-    assert re.fullmatch("parallax: " + expected.format(rank=rank, signal=signalled), the_line(err)), err
+    assert re.fullmatch(
+        "parallax: " + expected.format(rank=rank, signal=signalled), the_line(err)
+    ), err
     assert err.count("Traceback") == (fault == "raises")
     assert ("Fatal Python error: Segmentation fault" in err) == (fault == "crashes")
     assert running(here) == []
@@ -157,7 +190,9 @@ def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
             f"--node-rank={node}",
         )
         command.insert(command.index("-m", 3), "--local-addr=127.0.0.1")
-        launchers.append(start([*command, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **added))
+        launchers.append(
+            start([*command, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **added)
+        )
     return launchers
 
 
@@ -169,7 +204,9 @@ def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
         pytest.param("is_killed", "1", ENDED, marks=pytest.mark.thorough),
     ],
 )
-def test_two_agents(here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str) -> None:
+def test_two_agents(
+    here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str
+) -> None:
     run = training()
     launchers = two_agents("train", "--run-dir", str(run), FAULT=fault, FAULT_RANK=rank)
     seconds = gone(*launchers)
@@ -198,11 +235,15 @@ STOPPED = (
         ("is_stopped", "1", 1, STOPPED),
     ],
 )
-def test_a_hang(here: Path, gone: Callable[..., float], fault: str, rank: str, agents: int, expected: str) -> None:
+def test_a_hang(
+    here: Path, gone: Callable[..., float], fault: str, rank: str, agents: int, expected: str
+) -> None:
     run = training("trainer.watchdog_seconds=3")
     arguments = ["train", "--run-dir", str(run)]
     added = {"FAULT": fault, "FAULT_RANK": rank}
-    launchers = [start([*MODULE, *arguments], **added)] if agents == 1 else two_agents(*arguments, **added)
+    launchers = (
+        [start([*MODULE, *arguments], **added)] if agents == 1 else two_agents(*arguments, **added)
+    )
     seconds = gone(*launchers)
     print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s of a limit of 3 s")
     assert seconds < 3 + ALL_GONE_SECONDS
@@ -221,7 +262,10 @@ def test_stopped_and_continued_is_no_hang(here: Path) -> None:
     run = training("trainer.watchdog_seconds=3")
     launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT="raises", FAULT_RANK="none")
     metrics = run / "metrics.jsonl"
-    wait_for(lambda: (metrics.exists() and metrics.stat().st_size > 0) or launcher.poll() is not None, "a step")
+    wait_for(
+        lambda: (metrics.exists() and metrics.stat().st_size > 0) or launcher.poll() is not None,
+        "a step",
+    )
     stopped = ranks(here)
     for process in stopped:
         process.suspend()
@@ -229,7 +273,9 @@ def test_stopped_and_continued_is_no_hang(here: Path) -> None:
     for process in stopped:
         process.resume()
     size = metrics.stat().st_size
-    wait_for(lambda: metrics.stat().st_size > size + 2000 or launcher.poll() is not None, "more steps")
+    wait_for(
+        lambda: metrics.stat().st_size > size + 2000 or launcher.poll() is not None, "more steps"
+    )
     assert launcher.poll() is None, launcher.communicate()
     launcher.send_signal(signal.SIGINT)
     code, _, err = finish(launcher)

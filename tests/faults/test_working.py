@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_cli import MODULE, finish, here, one_line, running, start, temporary, wait_for
+from tests.faults.test_cli import (
+    MODULE,
+    finish,
+    here,
+    one_line,
+    running,
+    start,
+    temporary,
+    wait_for,
+)
 
 __all__ = ["here"]
 
@@ -78,10 +87,17 @@ def hanging(command: str, *overrides: str, how: str, where: str = "model") -> su
         pytest.param("estimate", "model", "sleeps", marks=pytest.mark.thorough),
     ],
 )
-def test_a_hang_is_named_with_the_users_function(here: Path, command: str, where: str, how: str) -> None:
+def test_a_hang_is_named_with_the_users_function(
+    here: Path, command: str, where: str, how: str
+) -> None:
     code, out, err = finish(hanging(command, how=how, where=where))
     assert (code, out) == (1, "")
-    what = {"train": "planning", "plan": "planning", "profile": "profiling", "estimate": "counting"}[command]
+    what = {
+        "train": "planning",
+        "plan": "planning",
+        "profile": "profiling",
+        "estimate": "counting",
+    }[command]
     doing = {
         "model": r"building the model \(model.target=hanging:build\)",
         "data": "(building the model|fetching rows) ",

@@ -8,19 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.device import CudaCopies
+from parallax.machine.device import CudaCopies
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
-from parallax.model.measure import measure
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.measure import measure
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from parallax.swap.store import DiskStore, HostStore
+from parallax.swap.stores.store import DiskStore, HostStore
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 MIB = 2**20
 CONFIG = GPTConfig(layers=4, hidden=256, heads=4, sequence=128)
@@ -31,13 +34,20 @@ def batch(rows: int = 8) -> TensorRows:
     return TensorRows(tokens[:, :-1], tokens[:, 1:])
 
 
-def losses(directive: str, tier: str, scratch: Path, replicas: tuple[int, ...] = (1,)) -> list[float]:
+def losses(
+    directive: str, tier: str, scratch: Path, replicas: tuple[int, ...] = (1,)
+) -> list[float]:
     """Five steps on this rank's device; every rank uses the same one."""
     chain = describe(CONFIG.build)
     plan = make_plan(chain, replicas=replicas, directive=directive, tier=tier, swap_limit=16 * MIB)
     device = torch.device("cuda", 0)
     engine = Engine.build(
-        chain, plan, loss=GPT.loss, device=device, swap=SwapConfig(minimum_bytes=1024), scratch=scratch
+        chain,
+        plan,
+        loss=GPT.loss,
+        device=device,
+        swap=SwapConfig(minimum_bytes=1024),
+        scratch=scratch,
     )
     found: list[Any] = [engine.step(batch()) for _ in range(5)]
     engine.close()
@@ -81,8 +91,17 @@ def test_offload_lowers_the_peak(scratch: Path) -> None:
     peaks = {}
     for directive in ("keep", "offload"):
         chain = describe(CONFIG.build)
-        plan = make_plan(chain, directive=directive, tier="host", swap_limit=8 * MIB, global_batch=16, microbatch=16)
-        engine = Engine.build(chain, plan, loss=GPT.loss, device=torch.device("cuda", 0), scratch=scratch)
+        plan = make_plan(
+            chain,
+            directive=directive,
+            tier="host",
+            swap_limit=8 * MIB,
+            global_batch=16,
+            microbatch=16,
+        )
+        engine = Engine.build(
+            chain, plan, loss=GPT.loss, device=torch.device("cuda", 0), scratch=scratch
+        )
         peaks[directive] = [engine.step(batch(16)).peak_bytes for _ in range(3)][-1]
         engine.close()
         del engine

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.device import PinnedArena, copies_for
+from parallax.machine.device import PinnedArena, copies_for
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
 from parallax.swap.config import SwapConfig
-from parallax.swap.manager import SwapManager
-from parallax.swap.policy import Policy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 MIB = 2**20
 
@@ -40,7 +43,9 @@ def test_the_arena_is_pinned_and_no_larger_than_asked() -> None:
 def test_late_copies_change_no_gradient(tier: str, eager: bool, scratch: Path) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
-    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.Tanh())]).to(device)
+    model = nn.Sequential(
+        *[layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.Tanh())]
+    ).to(device)
     rows = torch.randn(4, 256, 512, device=device)
     selector = Selector([*model.parameters()], minimum_bytes=1)
 

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from parallax.device import CudaCopies
-from parallax.swap.optimizer import HostOptimizer
-from parallax.swap.parameters import StreamedParameters
-from parallax.swap.store import DiskStore, HostStore
+from parallax.machine.device import CudaCopies
+from parallax.swap.optimizer.host import HostOptimizer
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.stores.store import DiskStore, HostStore
 from parallax.swap.verify import Delays
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 MIB = 2**20
 WIDTH = 512
@@ -55,13 +58,21 @@ def test_steps_are_those_of_a_resident_model(scratch: Path, tier: str) -> None:
     copies = CudaCopies(torch.device("cuda", 0), delay)
     with contextlib.ExitStack() as stack:
         disk = tier == "disk"
-        store = DiskStore(scratch, 256 * MIB, copies, threads=2, delay=delay) if disk else HostStore(256 * MIB, copies)
+        store = (
+            DiskStore(scratch, 256 * MIB, copies, threads=2, delay=delay)
+            if disk
+            else HostStore(256 * MIB, copies)
+        )
         stack.callback(store.close)
-        streamed = StreamedParameters([b.parameters() for b in mine], store, chunk_bytes=MIB, verify=True)
+        streamed = StreamedParameters(
+            [b.parameters() for b in mine], store, chunk_bytes=MIB, verify=True
+        )
         stack.callback(streamed.close)
         for index, block in enumerate(mine):
             streamed.attach(index, block)
-        below = HostOptimizer(torch.optim.SGD(mine.parameters(), lr=0.5), [], copies=copies, extra=streamed.chunks)
+        below = HostOptimizer(
+            torch.optim.SGD(mine.parameters(), lr=0.5), [], copies=copies, extra=streamed.chunks
+        )
         stack.callback(below.close)
         for _ in range(3):
             plain.zero_grad()
@@ -72,7 +83,10 @@ def test_steps_are_those_of_a_resident_model(scratch: Path, tier: str) -> None:
                 found = streamed.read_gradient(a)
                 assert found is not None
                 assert torch.equal(found, b.grad)
-            norms = [get_total_norm(terms) for terms in (streamed.norm_terms(mine.parameters()), gradients(plain))]
+            norms = [
+                get_total_norm(terms)
+                for terms in (streamed.norm_terms(mine.parameters()), gradients(plain))
+            ]
             torch.testing.assert_close(*norms)
             below.commit()
             below.finish()

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from parallax.plan.collective import all_reduce_seconds, broadcast_seconds
-from parallax.plan.cost import load_block, load_stage
+from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds
+from parallax.plan.cost.stage import load_block, load_stage
+from parallax.plan.cost.traffic import TIER_FLOOR, TIER_SLACK
 from parallax.plan.plan import Directive
-from parallax.plan.request import Request, Shape
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import in_flight
-from parallax.plan.stages import TIE, TIER_FLOOR, TIER_SLACK
+from parallax.plan.search.exact_stage import TIE
+from parallax.plan.search.request import Request, Shape
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -28,7 +29,16 @@ def choices(length: int, kinds: int) -> np.ndarray[Any, Any]:
 
 
 def every_stage(
-    request: Request, shape: Shape, start: int, stop: int, r: int, rows: int, flight: int, split: bool, *, always: bool
+    request: Request,
+    shape: Shape,
+    start: int,
+    stop: int,
+    r: int,
+    rows: int,
+    flight: int,
+    split: bool,
+    *,
+    always: bool,
 ) -> list[tuple[float, float, float]]:
     """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of states below."""
     model, device, allowed = request.profile, request.device(0, 1), list(request.allowed)
@@ -70,7 +80,10 @@ def every_stage(
         )
         passing = load.boundary_bytes + flight * kept + largest + work
         peak = load.static_bytes + passing + np.ceil(device.gap_share * passing)
-        tier = np.where(moved > 0, np.ceil(flight * moved * TIER_SLACK) + TIER_FLOOR, 0) + load.host_state_bytes
+        tier = (
+            np.where(moved > 0, np.ceil(flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
+            + load.host_state_bytes
+        )
         fits = (peak <= device.memory_bytes) & (tier <= device.tier_bytes)
         if fits.any():
             gradients = load.parameter_bytes * model.gradient_bytes
@@ -78,13 +91,21 @@ def every_stage(
             streaming = load.states.streaming_seconds
             # Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it.
             ahead = passing - largest + np.minimum(2 * largest, flight * moved)
-            waits = load.static_bytes + ahead + np.ceil(device.gap_share * ahead) > device.memory_bytes
+            waits = (
+                load.static_bytes + ahead + np.ceil(device.gap_share * ahead) > device.memory_bytes
+            )
             # With one micro-batch in flight only what the swap limit has no room for leaves the device.
             limit = largest + (device.memory_bytes - peak) / (1 + device.gap_share)
-            leaving = np.maximum(0.0, moved - limit) if flight == 1 else np.where(limit >= flight * moved, 0, moved)
+            leaving = (
+                np.maximum(0.0, moved - limit)
+                if flight == 1
+                else np.where(limit >= flight * moved, 0, moved)
+            )
             copying = [device.write.seconds(m) + device.read.seconds(m) for m in leaving]
             computing = seconds + waits * np.array([device.read.seconds(m) for m in moved])
-            best = np.where(fits, np.maximum(computing, streaming + np.array(copying)), np.inf).min()
+            best = np.where(
+                fits, np.maximum(computing, streaming + np.array(copying)), np.inf
+            ).min()
             tail = load.update_seconds + reduce
             if below.sharded:
                 if found and found[0][0] <= best * TIE and not always:
@@ -106,18 +127,27 @@ def brute_force(request: Request, *, always: bool = False) -> float:
             shape = Shape(schedule, micro, parts)
             if parts == 1 and request.config.schedule == "auto" and schedule != "1f1b":
                 continue  # all would be the same
-            if parts > 1 and shape.split and not any(b.weight_seconds.at(1) for b in request.profile.blocks):
+            if (
+                parts > 1
+                and shape.split
+                and not any(b.weight_seconds.at(1) for b in request.profile.blocks)
+            ):
                 continue
             for cuts in itertools.combinations(range(1, blocks), parts - 1):
                 bounds = [0, *cuts, blocks]
                 for replicas in compositions(devices, parts):
-                    idle = max(replicas) > micro  # one of them at most, where the devices do not divide
+                    idle = (
+                        max(replicas) > micro
+                    )  # one of them at most, where the devices do not divide
                     even = devices // parts <= micro < max(replicas) <= -(-devices // parts)
                     if idle and not even and micro < max(request.microbatches):
                         continue
                     found = []
                     for s, r in enumerate(replicas):
-                        rows, flight = -(-micro // r), in_flight(schedule, parts, s, micro_batch_count(batch, micro))
+                        rows, flight = (
+                            -(-micro // r),
+                            in_flight(schedule, parts, s, micro_batch_count(batch, micro)),
+                        )
                         key = bounds[s], bounds[s + 1], r, rows, flight, shape.split
                         if key not in known:
                             known[key] = every_stage(request, shape, *key, always=always)
@@ -126,5 +156,7 @@ def brute_force(request: Request, *, always: bool = False) -> float:
                         times = [stage[0] for stage in picked]
                         work = sum(seconds * r for seconds, r in zip(times, replicas))
                         tail = max(stage[1] for stage in picked)
-                        least = min(least, request.score(shape, max(times), sum(times), tail, work)[0])
+                        least = min(
+                            least, request.score(shape, max(times), sum(times), tail, work)[0]
+                        )
     return least

@@ -15,17 +15,34 @@ HUGE = 10**15
 
 def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **fields: Any) -> BlockCost:
     """Seconds per row; the other fields are Affine, a number of bytes per row, or (whole) bytes."""
-    values: dict[str, Any] = {"parameters": 0, "parameter_bytes": 0, "moved": 0, "input": 0, "output": 0, **fields}
+    values: dict[str, Any] = {
+        "parameters": 0,
+        "parameter_bytes": 0,
+        "moved": 0,
+        "input": 0,
+        "output": 0,
+        **fields,
+    }
     for key, value in values.items():
-        if key not in ("parameters", "parameter_bytes", "largest_bytes", "buffer_bytes") and not isinstance(
-            value, Affine
-        ):
+        if key not in (
+            "parameters",
+            "parameter_bytes",
+            "largest_bytes",
+            "buffer_bytes",
+        ) and not isinstance(value, Affine):
             values[key] = Affine(0.0, value)
-    return BlockCost(name=name, forward_seconds=Affine(0.0, forward), backward_seconds=Affine(0.0, backward), **values)
+    return BlockCost(
+        name=name,
+        forward_seconds=Affine(0.0, forward),
+        backward_seconds=Affine(0.0, backward),
+        **values,
+    )
 
 
 def profile(blocks: Sequence[BlockCost], **fields: Any) -> ModelProfile:
-    return ModelProfile(model="m", fingerprint="f", device="d", precision="fp32", blocks=tuple(blocks), **fields)
+    return ModelProfile(
+        model="m", fingerprint="f", device="d", precision="fp32", blocks=tuple(blocks), **fields
+    )
 
 
 def cluster(
@@ -51,10 +68,19 @@ def cluster(
         reserve_bytes=reserve,
         **fields,
     )
-    return Cluster(nodes=(Node(name="n", devices=(device,) * devices, concurrent=concurrent),), local=link, remote=link)
+    return Cluster(
+        nodes=(Node(name="n", devices=(device,) * devices, concurrent=concurrent),),
+        local=link,
+        remote=link,
+    )
 
 
-def stages(cuts: Sequence[int], replicas: Sequence[int] | None = None, directive: str = "keep", limit: int = HUGE):
+def stages(
+    cuts: Sequence[int],
+    replicas: Sequence[int] | None = None,
+    directive: str = "keep",
+    limit: int = HUGE,
+):
     """Stages between neighbouring ``cuts``."""
     counts = replicas or [1] * (len(cuts) - 1)
     return [
@@ -71,7 +97,9 @@ def stages(cuts: Sequence[int], replicas: Sequence[int] | None = None, directive
 
 
 def plan(**changes: Any) -> Plan:
-    rank = RankPrediction(peak_bytes=10, budget_bytes=20, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+    rank = RankPrediction(
+        peak_bytes=10, budget_bytes=20, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
+    )
     fields: dict[str, Any] = {
         "model": "m",
         "fingerprint": "f",

@@ -16,13 +16,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parallax.device import Arena, Bounce, BounceRing, CpuCopies, DoneEvent, Event, PlainArena, no_delay
 from parallax.errors import SwapError
+from parallax.machine.device import (
+    Arena,
+    Bounce,
+    BounceRing,
+    CpuCopies,
+    DoneEvent,
+    Event,
+    PlainArena,
+    no_delay,
+)
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
-from parallax.swap.slots import Slot, SlotMap
-from parallax.swap.store import DiskStore, HostStore, Pending, Store
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.store import DiskStore, HostStore, Pending, Store
 
 MIB = 2**20
 Make = Callable[..., SwapManager]
@@ -89,7 +98,10 @@ class LateCopies:
         return DoneEvent()
 
     def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
-        ends = [(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.size()) for t in (source, target)]
+        ends = [
+            (weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.size())
+            for t in (source, target)
+        ]
 
         def run() -> float:
             time.sleep(self._delay())
@@ -121,9 +133,15 @@ class LateCopies:
         self._pool.shutdown()
 
 
-def _alive(watch: weakref.ref[torch.UntypedStorage], offset: int, size: torch.Size) -> Tensor | None:
+def _alive(
+    watch: weakref.ref[torch.UntypedStorage], offset: int, size: torch.Size
+) -> Tensor | None:
     storage = watch()
-    return None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, (1,))
+    return (
+        None
+        if storage is None
+        else torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, (1,))
+    )
 
 
 KINDS = ["disk", "host", "late disk", "late host"]

@@ -20,12 +20,13 @@ LONGEST_FILE_LINES = 450
 
 # Private names of torch may change with any release, so each stands in one small file and has a reason.
 PRIVATE = {
-    "device.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does",
-    "model/count.py": "fake tensors and dispatch modes are documented, but only under private names",
+    "machine/device.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does",
+    "model/profiling/count.py": "fake tensors and dispatch modes are documented, but only under private names",
     "model/private.py": "whether functorch wraps a tensor, and which operator saves one, have no public names",
     "train/debug.py": "torch.cuda.memory: the history of allocations has no public name, and without it a snapshot is "
     "of little use",
-    "runtime/reducer.py": "reducer: DDP arms its hooks in forward only, a pipeline decides before the last backward",
+    "runtime/replicas/reducer.py": "reducer: DDP arms its hooks in forward only, a pipeline decides "
+    "before the last backward",
 }
 
 
@@ -50,7 +51,11 @@ def private_names(source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
-            bound |= {alias.asname for alias in node.names if alias.asname and alias.name.startswith("torch.")}
+            bound |= {
+                alias.asname
+                for alias in node.names
+                if alias.asname and alias.name.startswith("torch.")
+            }
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             imported += [f"{node.module}.{alias.name}" for alias in node.names]
             bound |= {alias.asname or alias.name for alias in node.names}
@@ -59,7 +64,9 @@ def private_names(source: str) -> list[str]:
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
             plain = dotted.replace(".", "").isidentifier()
-            if node.attr in ("reducer", "_C") or (plain and dotted.split(".")[0] in bound and _is_private(dotted)):
+            if node.attr in ("reducer", "_C") or (
+                plain and dotted.split(".")[0] in bound and _is_private(dotted)
+            ):
                 found.append(dotted)
     return found
 
@@ -87,11 +94,16 @@ def test_private_names_are_found(source: str) -> None:
 
 
 def test_public_names_are_not() -> None:
-    assert not private_names("import torch\nprint(torch.__version__, torch.nn.Linear, self._own, torch.f(self._own).x)")
+    assert not private_names(
+        "import torch\nprint(torch.__version__, torch.nn.Linear, self._own, torch.f(self._own).x)"
+    )
 
 
 def test_private_names_of_torch_stand_where_they_are_explained() -> None:
-    found = {str(path.relative_to(PACKAGE)): private_names(path.read_text(encoding="utf-8")) for path in MODULES}
+    found = {
+        str(path.relative_to(PACKAGE)): private_names(path.read_text(encoding="utf-8"))
+        for path in MODULES
+    }
     used = {path: names for path, names in found.items() if names}
     assert set(used) == set(PRIVATE), used
 
@@ -107,7 +119,9 @@ def test_import_is_light() -> None:
 
 def test_the_command_begins_before_what_takes_long_is_imported() -> None:
     loaded = run(
-        sys.executable, "-c", "import sys, parallax.cli; print(*({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+        sys.executable,
+        "-c",
+        "import sys, parallax.cli; print(*({'torch', 'numpy', 'rich'} & set(sys.modules)))",
     )
     assert loaded.strip() == ""
 
@@ -121,13 +135,24 @@ def test_public_names_are_imported_where_they_are_asked_for() -> None:
 
 
 def test_modules_are_there_after_a_bare_import() -> None:
-    names = [path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")]
-    found = run(sys.executable, "-c", f"import parallax; print(*(getattr(parallax, n).__name__ for n in {names}))")
+    names = [
+        path.stem
+        for path in PACKAGE.iterdir()
+        if not path.name.startswith("_") and path.suffix in ("", ".py")
+    ]
+    found = run(
+        sys.executable,
+        "-c",
+        f"import parallax; print(*(getattr(parallax, n).__name__ for n in {names}))",
+    )
     assert found.split() == [f"parallax.{name}" for name in names]
 
 
 def test_no_file_is_longer_than_one_room() -> None:
-    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
+    lines = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
+        for path in MODULES
+    }
     assert not {path: count for path, count in lines.items() if count > LONGEST_FILE_LINES}
 
 

@@ -44,7 +44,9 @@ RATIO = {"fastest", "median", "low", "high"}
 def run(name: str, *options: str) -> str:
     """What a benchmark prints, in a process of its own: it starts processes that outlive a test."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -59,7 +61,10 @@ def test_pipeline_benchmark_prints_json_last() -> None:
         assert row["ratio"] == pytest.approx(row["ours_seconds"] / row["theirs_seconds"])
         assert 0 < row["low"] <= row["high"]
     stages = found["overhead_by_stage"]
-    own = [ours - awake - plain for ours, awake, plain in zip(stages["ours"], stages["awake"], stages["plain"])]
+    own = [
+        ours - awake - plain
+        for ours, awake, plain in zip(stages["ours"], stages["awake"], stages["plain"])
+    ]
     assert found["overhead_microseconds"] == max(own) > 0
     assert min(stages["awake"]) >= 0
     assert found["torch"]
@@ -67,7 +72,9 @@ def test_pipeline_benchmark_prints_json_last() -> None:
 
 
 @pytest.mark.parametrize("argument", ["--rows=0", "--repetitions=1", "--colour=red"])
-def test_pipeline_benchmark_refuses_nonsense(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipeline_benchmark_refuses_nonsense(
+    argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([argument])
     assert stopped.value.code == 2
@@ -76,8 +83,17 @@ def test_pipeline_benchmark_refuses_nonsense(argument: str, capsys: pytest.Captu
 
 @pytest.mark.bench
 def test_plans_benchmark_puts_what_was_predicted_beside_what_was_measured() -> None:
-    sizes = {name: TINY[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "rows")}
-    sizes |= {"repetitions": 2, "micro-batches": 4, "width": 64, "inner": 32, "positions": 2, "batch": 4}
+    sizes = {
+        name: TINY[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "rows")
+    }
+    sizes |= {
+        "repetitions": 2,
+        "micro-batches": 4,
+        "width": 64,
+        "inner": 32,
+        "positions": 2,
+        "batch": 4,
+    }
     text = run("pipeline_plans", "--json", *(f"--{key}={value}" for key, value in sizes.items()))
     found = json.loads(text.splitlines()[-1])
     schedules = found["speedup"]["schedules"]
@@ -86,12 +102,16 @@ def test_plans_benchmark_puts_what_was_predicted_beside_what_was_measured() -> N
     for name, row in schedules.items():
         assert row["reason"] is None, name
         assert name in row["plan"]
-        assert row["predicted_speedup"] == pytest.approx(one["predicted_seconds"] / row["predicted_seconds"])
+        assert row["predicted_speedup"] == pytest.approx(
+            one["predicted_seconds"] / row["predicted_seconds"]
+        )
         of_prediction = row["speedup"]["median"] / row["predicted_speedup"]
         assert set(row["speedup"]) == set(row["of_prediction"]) == RATIO
         assert row["of_prediction"]["median"] == pytest.approx(of_prediction)
         assert row["met"] == (of_prediction >= 0.95)
-        assert row["step_over_prediction"] == pytest.approx(row["seconds"] / row["predicted_seconds"])
+        assert row["step_over_prediction"] == pytest.approx(
+            row["seconds"] / row["predicted_seconds"]
+        )
     for where, name, replicas in (("last", "1→2", "[1, 2]"), ("first", "2→1", "[2, 1]")):
         part = found["uneven"][where]
         plans = part["plans"]
@@ -109,7 +129,9 @@ def test_plans_benchmark_puts_what_was_predicted_beside_what_was_measured() -> N
 
 
 @pytest.mark.parametrize("argument", ["--rows=0", "--light=1", "--colour=red"])
-def test_plans_benchmark_refuses_nonsense(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_benchmark_refuses_nonsense(
+    argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         pipeline_plans.main([argument])
     assert stopped.value.code == 2
@@ -119,12 +141,16 @@ def test_plans_benchmark_refuses_nonsense(argument: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize("heavy_last", [True, False])
 def test_the_heavy_block_is_one_block_and_its_passes_make_another_model(heavy_last: bool) -> None:
     def chain(passes: int) -> Chain:
-        return Lopsided(light=3, width=8, inner=4, positions=2, passes=passes, heavy_last=heavy_last).chain()
+        return Lopsided(
+            light=3, width=8, inner=4, positions=2, passes=passes, heavy_last=heavy_last
+        ).chain()
 
     blocks = chain(2).blocks
     assert len(blocks) == 4
     assert isinstance(blocks[-1 if heavy_last else 0].module, Heavy)
-    assert chain(2).fingerprint() != chain(3).fingerprint()  # or one's profile would be read for the other
+    assert (
+        chain(2).fingerprint() != chain(3).fingerprint()
+    )  # or one's profile would be read for the other
 
 
 def test_a_failed_step_ends_only_its_own_turns() -> None:
@@ -141,13 +167,27 @@ def test_a_failed_step_ends_only_its_own_turns() -> None:
 
 @pytest.mark.bench
 def test_swap_benchmark_puts_its_bars_at_the_top(tmp_path: Path) -> None:
-    sizes = {"repetitions": 1, "layers": 3, "hidden": 64, "heads": 2, "sequence": 128, "rows": 16, "micro-batches": 4}
+    sizes = {
+        "repetitions": 1,
+        "layers": 3,
+        "hidden": 64,
+        "heads": 2,
+        "sequence": 128,
+        "rows": 16,
+        "micro-batches": 4,
+    }
     options = [f"--{key}={value}" for key, value in sizes.items()]
     found = json.loads(run("swap", "--json", f"--directory={tmp_path}", *options).splitlines()[-1])
     rows = {(row["mode"], row["fraction"]): row for row in found["rows"]}
     modes = {"plain", "offload", "recompute", "synchronous", "malloc", "loop", "auto"}
     assert {mode for mode, _ in rows} == modes
-    assert {fraction for mode, fraction in rows if mode == "offload"} == {0.75, 0.5, 0.25, 0.12, 0.1}
+    assert {fraction for mode, fraction in rows if mode == "offload"} == {
+        0.75,
+        0.5,
+        0.25,
+        0.12,
+        0.1,
+    }
     ran = [row for row in rows.values() if row["reason"] is None]
     assert all(row["losses_equal"] for row in ran)
     for (mode, fraction), row in rows.items():
@@ -162,7 +202,13 @@ def test_swap_benchmark_puts_its_bars_at_the_top(tmp_path: Path) -> None:
             assert set(found["offload_over_malloc"][str(fraction)]) == RATIO
     assert set(rows["offload", 0.5]["over_plain"]) == RATIO
     against = found["offload_over_recompute"]
-    assert set(against) == {*RATIO, "fraction", "offload_peak_bytes", "recompute_peak_bytes", "at_equal_peak"}
+    assert set(against) == {
+        *RATIO,
+        "fraction",
+        "offload_peak_bytes",
+        "recompute_peak_bytes",
+        "at_equal_peak",
+    }
     equal = against["at_equal_peak"]
     assert not equal or equal["offload_peak_bytes"] <= equal["recompute_peak_bytes"]
     assert set(found["auto_over_loop"]) == RATIO
@@ -181,18 +227,36 @@ def test_ten_percent_says_how_many_micro_batches_it_needs() -> None:
 
 
 def test_host_adam_benchmark_prints_json_last() -> None:
-    sizes = {"repetitions": 2, "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 100, "sequence": 16, "threads": 1}
+    sizes = {
+        "repetitions": 2,
+        "layers": 1,
+        "hidden": 32,
+        "heads": 2,
+        "vocabulary": 100,
+        "sequence": 16,
+        "threads": 1,
+    }
     found = json.loads(
-        run("host_adam", "--json", *(f"--{key}={value}" for key, value in sizes.items())).splitlines()[-1]
+        run(
+            "host_adam", "--json", *(f"--{key}={value}" for key, value in sizes.items())
+        ).splitlines()[-1]
     )
     rows = {row["name"]: row for row in found["rows"]}
     assert {"parallax", "fused", "fused alone", "for-loop"} <= set(rows)
-    assert set(rows) | set(found["did_not_run"]) == {"parallax", "fused", "fused alone", "for-loop", "DeepSpeed"}
+    assert set(rows) | set(found["did_not_run"]) == {
+        "parallax",
+        "fused",
+        "fused alone",
+        "for-loop",
+        "DeepSpeed",
+    }
     assert rows["fused"]["over_fused"]["median"] == 1
     assert found["ratio"] == rows["parallax"]["over_fused"]["median"] > 0
     for row in rows.values():
         assert set(row["over_fused"]) == RATIO
-        assert row["seconds_per_1e9"] == pytest.approx(min(row["seconds"]) / found["parameters"] * 1e9)
+        assert row["seconds_per_1e9"] == pytest.approx(
+            min(row["seconds"]) / found["parameters"] * 1e9
+        )
 
 
 def dry(part: str, folder: Path) -> Any:
@@ -219,7 +283,11 @@ def test_gpu_benchmark_runs_its_gpt_dry(tmp_path: Path) -> None:
         assert row["losses_compared"] > 0
         assert row["losses_equal"], (way, row)
     assert rows["offload 75%"]["within_cap"]
-    assert rows["offload 50%"]["peak_bytes"] < rows["offload 75%"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+    assert (
+        rows["offload 50%"]["peak_bytes"]
+        < rows["offload 75%"]["peak_bytes"]
+        < rows["plain"]["peak_bytes"]
+    )
 
 
 @pytest.mark.slow

@@ -9,13 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallax.common.events import Span
 from parallax.errors import PlanError
-from parallax.events import Span
-from parallax.plan.calibrate import calibrate, scaled, seconds_by_term, step_seconds, times
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.plan import Plan, Prediction, RankPrediction
 from parallax.plan.profile import ModelProfile
-from parallax.plan.simulate import simulate
+from parallax.plan.simulation.calibrate import (
+    calibrate,
+    scaled,
+    seconds_by_term,
+    step_seconds,
+    times,
+)
+from parallax.plan.simulation.simulate import simulate
 from tests.unit import plan_fakes as fakes
 
 BLOCKS = 6
@@ -24,13 +30,18 @@ LINK = Link(bytes_per_second=1000.0, latency_seconds=0.001)
 
 def true_profile() -> ModelProfile:
     blocks = [
-        fakes.block(str(i), 0.1 + 0.02 * i, 0.25, parameter_bytes=8, input=2, output=2, moved=4) for i in range(BLOCKS)
+        fakes.block(str(i), 0.1 + 0.02 * i, 0.25, parameter_bytes=8, input=2, output=2, moved=4)
+        for i in range(BLOCKS)
     ]
     return fakes.profile(blocks, optimizer_seconds=0.01)
 
 
-def plan_of(cuts: Sequence[int], replicas: Sequence[int], directive: str, schedule: str = "1f1b") -> Plan:
-    rank = RankPrediction(peak_bytes=1, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0)
+def plan_of(
+    cuts: Sequence[int], replicas: Sequence[int], directive: str, schedule: str = "1f1b"
+) -> Plan:
+    rank = RankPrediction(
+        peak_bytes=1, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
+    )
     return fakes.plan(
         stages=tuple(fakes.stages(cuts, replicas, directive)),
         schedule=schedule,
@@ -48,7 +59,9 @@ def distorted(
 ) -> ModelProfile:
     blocks = tuple(
         replace(
-            block, forward_seconds=scaled(block.forward_seconds, f), backward_seconds=scaled(block.backward_seconds, b)
+            block,
+            forward_seconds=scaled(block.forward_seconds, f),
+            backward_seconds=scaled(block.backward_seconds, b),
         )
         for block, f, b in zip(profile.blocks, forward, backward)
     )
@@ -60,7 +73,9 @@ def error(profile: ModelProfile, cluster: Cluster, plan: Plan, truth: Sequence[S
 
 
 FACTORS = st.lists(st.floats(0.3, 3.0), min_size=BLOCKS, max_size=BLOCKS)
-PIPELINES = st.sampled_from([((0, 6), (1,)), ((0, 3, 6), (1, 1)), ((0, 2, 6), (1, 2)), ((0, 1, 4, 6), (1, 1, 1))])
+PIPELINES = st.sampled_from(
+    [((0, 6), (1,)), ((0, 3, 6), (1, 1)), ((0, 2, 6), (1, 2)), ((0, 1, 4, 6), (1, 1, 1))]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +110,9 @@ def test_a_second_prediction_is_at_most_half_as_wrong(
 def test_ratios_of_each_stage_forward_and_backward_apart() -> None:
     plan, cluster = plan_of((0, 2, 6), (1, 1), "keep"), fakes.cluster(2)
     wrong = distorted(true_profile(), [2, 2, 0.5, 0.5, 0.5, 0.5], [4, 4, 1, 1, 1, 1], 3.0)
-    better = calibrate(wrong, spans_of(wrong, cluster, plan), spans_of(true_profile(), cluster, plan), plan)
+    better = calibrate(
+        wrong, spans_of(wrong, cluster, plan), spans_of(true_profile(), cluster, plan), plan
+    )
     for found, wanted in zip(better.blocks, true_profile().blocks):
         assert found.forward_seconds.at(2) == pytest.approx(wanted.forward_seconds.at(2))
         assert found.backward_seconds.at(2) == pytest.approx(wanted.backward_seconds.at(2))
@@ -105,7 +122,9 @@ def test_ratios_of_each_stage_forward_and_backward_apart() -> None:
 def test_a_recomputed_forward_is_not_blamed_on_the_backward() -> None:
     plan, cluster = plan_of((0, 6), (1,), "recompute"), fakes.cluster(1)
     wrong = distorted(true_profile(), [3.0] * BLOCKS, [1.0] * BLOCKS, 1.0)
-    better = calibrate(wrong, spans_of(wrong, cluster, plan), spans_of(true_profile(), cluster, plan), plan)
+    better = calibrate(
+        wrong, spans_of(wrong, cluster, plan), spans_of(true_profile(), cluster, plan), plan
+    )
     assert sum(b.forward_seconds.at(2) for b in better.blocks) == pytest.approx(0.9 * 2)
     assert sum(b.backward_seconds.at(2) for b in better.blocks) == pytest.approx(1.5 * 2)
 
@@ -118,7 +137,9 @@ def test_what_no_block_explains_is_spread_over_all() -> None:
         for s in spans_of(true_profile(), cluster, plan)
     ]
     first = error(true_profile(), cluster, plan, truth)
-    better = calibrate(true_profile(), spans_of(true_profile(), cluster, plan), truth, plan, cluster)
+    better = calibrate(
+        true_profile(), spans_of(true_profile(), cluster, plan), truth, plan, cluster
+    )
     assert first > 0.1
     assert error(better, cluster, plan, truth) < 0.01
 
@@ -127,8 +148,14 @@ def test_the_wait_for_replicas_is_no_compute() -> None:
     """In a run, the last backward of a replicated stage ends when its gradients are reduced."""
     plan, cluster = plan_of((0, 6), (2,), "keep"), fakes.cluster(2)
     predicted = spans_of(true_profile(), cluster, plan)
-    last = {rank: max(s.end for s in predicted if s.rank == rank and s.kind == "backward") for rank in (0, 1)}
-    slow = [s._replace(end=s.end + 5) if s.kind == "backward" and s.end == last[s.rank] else s for s in predicted]
+    last = {
+        rank: max(s.end for s in predicted if s.rank == rank and s.kind == "backward")
+        for rank in (0, 1)
+    }
+    slow = [
+        s._replace(end=s.end + 5) if s.kind == "backward" and s.end == last[s.rank] else s
+        for s in predicted
+    ]
     assert calibrate(true_profile(), predicted, slow, plan).blocks == true_profile().blocks
 
 
@@ -140,23 +167,35 @@ def test_terms_add_up_to_the_step() -> None:
     for terms in found.values():
         assert sum(terms.values()) == pytest.approx(step_seconds(spans))
         assert min(terms["forward"], terms["backward"], terms["update"]) > 0
-    assert found[0]["forward"] == pytest.approx(sum(b.forward_seconds.at(8) for b in true_profile().blocks[:3]))
+    assert found[0]["forward"] == pytest.approx(
+        sum(b.forward_seconds.at(8) for b in true_profile().blocks[:3])
+    )
     assert found[1]["receive"] > 0
 
 
 def test_several_steps_count_by_their_median() -> None:
     plan, cluster = plan_of((0, 6), (1,), "keep"), fakes.cluster(1)
     one = spans_of(true_profile(), cluster, plan)
-    steps = [s._replace(step=n, start=s.start + 100 * n, end=s.end + 100 * n) for n in range(3) for s in one]
+    steps = [
+        s._replace(step=n, start=s.start + 100 * n, end=s.end + 100 * n)
+        for n in range(3)
+        for s in one
+    ]
     assert step_seconds(steps) == pytest.approx(step_seconds(one))
-    better = calibrate(times(true_profile(), 2.0), spans_of(times(true_profile(), 2.0), cluster, plan), steps, plan)
-    assert better.blocks[0].forward_seconds.per_row == pytest.approx(true_profile().blocks[0].forward_seconds.per_row)
+    better = calibrate(
+        times(true_profile(), 2.0), spans_of(times(true_profile(), 2.0), cluster, plan), steps, plan
+    )
+    assert better.blocks[0].forward_seconds.per_row == pytest.approx(
+        true_profile().blocks[0].forward_seconds.per_row
+    )
 
 
 def test_spans_of_another_plan_are_refused() -> None:
     plan, cluster = plan_of((0, 3, 6), (1, 1), "keep"), fakes.cluster(2)
     spans = spans_of(true_profile(), cluster, plan)
-    with pytest.raises(PlanError, match=r"measured spans are of stages \[0\], the plan has stages 0 to 1"):
+    with pytest.raises(
+        PlanError, match=r"measured spans are of stages \[0\], the plan has stages 0 to 1"
+    ):
         calibrate(true_profile(), spans, [s for s in spans if s.stage == 0], plan)
     with pytest.raises(PlanError, match="calibrate with the profile of the same run"):
         calibrate(replace(true_profile(), fingerprint="other"), spans, spans, plan)

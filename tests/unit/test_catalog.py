@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError
-from parallax.plan.catalog import ALLOCATOR_BYTES, UPDATE_BYTES, CatalogClusterConfig
-from parallax.plan.hardware import DEVICE_KINDS, LINK_KINDS
-from parallax.units import parse_bytes
+from parallax.plan.analytic.catalog import ALLOCATOR_BYTES, UPDATE_BYTES, CatalogClusterConfig
+from parallax.plan.analytic.hardware import DEVICE_KINDS, LINK_KINDS
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,9 @@ def test_devices_are_spread_over_nodes(counts: dict[str, Any], nodes: list[int])
 
 
 def test_a_device_is_its_kind_with_its_share_of_the_host() -> None:
-    config = CatalogClusterConfig(device="a100-80", host_memory="800GiB", price_per_hour=2.5, gap_share=0.1)
+    config = CatalogClusterConfig(
+        device="a100-80", host_memory="800GiB", price_per_hour=2.5, gap_share=0.1
+    )
     device, kind = config.build(weight_bytes=2).devices[0], DEVICE_KINDS["a100-80"]
     assert (device.kind, device.memory_bytes) == (kind.name, kind.memory_bytes)
     assert device.reserve_bytes == kind.context_bytes + ALLOCATOR_BYTES
@@ -45,7 +47,10 @@ def test_a_device_is_its_kind_with_its_share_of_the_host() -> None:
 
 
 def test_links() -> None:
-    dgx, pcie = CatalogClusterConfig(device="h100").build(), CatalogClusterConfig(device="l4").build()
+    dgx, pcie = (
+        CatalogClusterConfig(device="h100").build(),
+        CatalogClusterConfig(device="l4").build(),
+    )
     assert dgx.local == LINK_KINDS["nvlink4"].link()
     assert dgx.remote == LINK_KINDS["infiniband-hdr"].link()
     assert not dgx.local_over_host
@@ -53,7 +58,9 @@ def test_links() -> None:
     assert CatalogClusterConfig(device="h100", local="pcie5").build().local_over_host
 
 
-@pytest.mark.parametrize(("tier", "expected"), [("auto", "host"), ("disk", "disk"), ("none", "none")])
+@pytest.mark.parametrize(
+    ("tier", "expected"), [("auto", "host"), ("disk", "disk"), ("none", "none")]
+)
 def test_tiers(tier: str, expected: str) -> None:
     device = CatalogClusterConfig(disk="8TiB").build(tier=tier).devices[0]
     assert device.tier == expected
@@ -82,14 +89,23 @@ def test_a_budget() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"device": "a100-8"}, "cluster.device=a100-8: accepted are v100, .*did you mean 'a100-80'"),
+        (
+            {"device": "a100-8"},
+            "cluster.device=a100-8: accepted are v100, .*did you mean 'a100-80'",
+        ),
         ({"remote": "infiniband"}, "cluster.remote=infiniband: accepted are auto"),
         ({"nodes": 0}, "cluster.nodes=0: accepted are numbers above 0"),
         ({"nodes": "many"}, "cluster.nodes=many: accepted are auto or a whole number"),
         ({"devices_per_node": 0}, "cluster.devices_per_node=0"),
-        ({"devices": 5, "nodes": 2}, "cluster.devices=5: must be spread evenly over cluster.nodes=2"),
+        (
+            {"devices": 5, "nodes": 2},
+            "cluster.devices=5: must be spread evenly over cluster.nodes=2",
+        ),
         ({"devices": 32, "nodes": 2}, "cluster.devices=32: .* up to cluster.devices_per_node=8"),
-        ({"device": ["v100", "l4"], "devices": 4}, "2 kinds of device are counted by cluster.nodes"),
+        (
+            {"device": ["v100", "l4"], "devices": 4},
+            "2 kinds of device are counted by cluster.nodes",
+        ),
         ({"device": ["v100", "l4"], "nodes": [1, 2, 3]}, "one value, or one for each of 2 kinds"),
         ({"device_memory": "100MiB"}, "context and libraries alone take 500.0 MiB of a100-80"),
         ({"host_memory": "much"}, "cluster.host_memory=much: accepted are bytes"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.model import clock as module
-from parallax.model.clock import Clock
+from parallax.model.profiling import clock as module
+from parallax.model.profiling.clock import Clock
 
 
 def test_waits_for_other_threads_count_where_threads_work_together() -> None:
@@ -24,7 +24,9 @@ def test_waits_for_other_threads_count_where_threads_work_together() -> None:
     assert elapsed > clock.now() - processor  # nothing was computed meanwhile
 
 
-def test_waits_for_a_core_are_nobodys_where_the_system_does_not_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_a_core_are_nobodys_where_the_system_does_not_tell_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = builtins.open
 
     def refuse(path: Any, *arguments: Any, **options: Any) -> Any:

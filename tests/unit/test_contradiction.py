@@ -9,36 +9,69 @@ from typing import Any
 
 import pytest
 
-from parallax import cli, planning
+from parallax import cli
 from parallax.errors import ConfigError, InfeasiblePlan
-from parallax.plan.contradiction import Question, check_question
-from parallax.plan.request import PlanConfig, Request
+from parallax.plan.config import PlanConfig
+from parallax.plan.search.contradiction import Question, check_question
+from parallax.plan.search.request import Request
+from parallax.run import planning
 from tests.unit.plan_fakes import block, cluster, profile
 
 
-def question(devices: int, blocks: int = 4, rows: int = 8, microbatch: int | str = "auto", **settings: Any) -> Question:
-    return Question(config=PlanConfig(**settings), blocks=blocks, devices=devices, rows=rows, microbatch=microbatch)
+def question(
+    devices: int, blocks: int = 4, rows: int = 8, microbatch: int | str = "auto", **settings: Any
+) -> Question:
+    return Question(
+        config=PlanConfig(**settings),
+        blocks=blocks,
+        devices=devices,
+        rows=rows,
+        microbatch=microbatch,
+    )
 
 
 REFUSED = [
-    (question(32, stages=100), "100 stages for 4 block(s) of the model, and every stage needs one; use plan.stages=4"),
-    (question(2, stages=3), "plan.stages=3 with 2 device(s): every stage needs one; use plan.stages=2"),
-    (question(3, stages=2, replicas=[1, 2, 3]), "one number for each stage; use plan.stages=3 cluster.devices=6"),
-    (question(3, replicas=[1, 1]), "does not use 3 device(s) but 2; use cluster.devices=2, or plan.replicas=auto"),
+    (
+        question(32, stages=100),
+        "100 stages for 4 block(s) of the model, and every stage needs one; use plan.stages=4",
+    ),
+    (
+        question(2, stages=3),
+        "plan.stages=3 with 2 device(s): every stage needs one; use plan.stages=2",
+    ),
+    (
+        question(3, stages=2, replicas=[1, 2, 3]),
+        "one number for each stage; use plan.stages=3 cluster.devices=6",
+    ),
+    (
+        question(3, replicas=[1, 1]),
+        "does not use 3 device(s) but 2; use cluster.devices=2, or plan.replicas=auto",
+    ),
     (question(5, replicas=[1, 1, 1, 1, 1]), "plan.replicas=[1,1,1,1,1]: 5 stages for 4 block(s)"),
     (question(5, stages=3, replicas=2), "does not use 5 device(s) but 6; use cluster.devices=6"),
     (question(5, replicas=2), "plan.replicas=2 does not use 5 device(s)"),
     (question(10, replicas=2), "at most 4 stage(s), one for each block of the model"),
-    (question(2, stages=2, schedule="interleaved", interleave=4), "4 to each of 2 makes 8 stages, more than the 4"),
+    (
+        question(2, stages=2, schedule="interleaved", interleave=4),
+        "4 to each of 2 makes 8 stages, more than the 4",
+    ),
     (question(3, stages=1, interleave=2), "several stages to a device need two devices in a row"),
-    (question(3, stages=2, schedule="interleaved"), "3 cannot be dealt to 2; use cluster.devices=2"),
-    (question(2, microbatch=8, schedule="interleaved"), "2 positions do not divide the 1 micro-batch(es)"),
+    (
+        question(3, stages=2, schedule="interleaved"),
+        "3 cannot be dealt to 2; use cluster.devices=2",
+    ),
+    (
+        question(2, microbatch=8, schedule="interleaved"),
+        "2 positions do not divide the 1 micro-batch(es)",
+    ),
     (question(9, stages=1, replicas=9), "9 replicas share the 8 row(s) of a batch"),
     (question(9, rows=2), "cluster.devices=9 with trainer.global_batch=2"),
 ]
 
 
-@pytest.mark.parametrize(("asked", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED])
+@pytest.mark.parametrize(
+    ("asked", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED]
+)
 def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: str) -> None:
     with pytest.raises(InfeasiblePlan, match=re.escape(expected)):
         check_question(asked)
@@ -46,12 +79,17 @@ def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: st
 
 def test_settings_that_exclude_each_other() -> None:
     for asked, expected in (
-        (question(2, microbatch=9), "trainer.microbatch=9: it is more than the 8 row(s) of a batch"),
+        (
+            question(2, microbatch=9),
+            "trainer.microbatch=9: it is more than the 8 row(s) of a batch",
+        ),
         (question(2, schedule="interleaved", activations="offload"), "one swap limit together"),
     ):
         with pytest.raises(ConfigError, match=re.escape(expected)):
             check_question(asked)
-    nowhere = Question(config=PlanConfig(activations="offload"), blocks=4, devices=2, rows=8, swap=False)
+    nowhere = Question(
+        config=PlanConfig(activations="offload"), blocks=4, devices=2, rows=8, swap=False
+    )
     with pytest.raises(ConfigError, match=r"swap\.tier is none"):
         check_question(nowhere)
 
@@ -60,8 +98,14 @@ def test_settings_that_exclude_each_other() -> None:
     ("typed", "expected"),
     [
         (["plan.optimizer=host", "swap=off"], "plan.optimizer=host needs a host that can step"),
-        (["plan.optimizer=host", "plan.parameters=host", "swap.tier=none"], "use swap.tier=auto, or plan.optimizer"),
-        (["plan.parameters=host", "swap.tier=none"], "plan.parameters=host needs a host that can step"),
+        (
+            ["plan.optimizer=host", "plan.parameters=host", "swap.tier=none"],
+            "use swap.tier=auto, or plan.optimizer",
+        ),
+        (
+            ["plan.parameters=host", "swap.tier=none"],
+            "plan.parameters=host needs a host that can step",
+        ),
         (
             ["plan.parameters=host", "plan.schedule=zb-h1", "model.tied=false"],
             "which plan.schedule=zb-h1 does not have",
@@ -75,16 +119,27 @@ def test_settings_that_exclude_each_other() -> None:
             "plan.schedule=interleaved does not have",
         ),
         (["plan.parameters=host"], "blocks of GPT share parameters, which must stay on the device"),
-        (["replicas.compress=powersgd", "plan.replicas=2", "plan.schedule=zb-h2"], "where the backwards of zb-h2 are"),
         (
-            ["model=mlp", "replicas.compress=powersgd", "plan.replicas=[1,2]", "plan.parameters=host"],
+            ["replicas.compress=powersgd", "plan.replicas=2", "plan.schedule=zb-h2"],
+            "where the backwards of zb-h2 are",
+        ),
+        (
+            [
+                "model=mlp",
+                "replicas.compress=powersgd",
+                "plan.replicas=[1,2]",
+                "plan.parameters=host",
+            ],
             "powersgd cannot run where parameters live below the device",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_live_below_the_device_is_known_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: list[str], expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: list[str],
+    expected: str,
 ) -> None:
     def measures(*_: object, **__: object) -> None:
         raise AssertionError("measured")
@@ -98,21 +153,41 @@ def test_what_cannot_live_below_the_device_is_known_before_anything_is_measured(
 def test_what_is_only_planned_may_live_where_it_cannot_run() -> None:
     for settings in ({"schedule": "zb-h1"}, {}):
         config = PlanConfig(parameters="host", **settings)
-        check_question(Question(config=config, blocks=4, devices=2, rows=8, tied=True, runnable=False))
+        check_question(
+            Question(config=config, blocks=4, devices=2, rows=8, tied=True, runnable=False)
+        )
 
 
 def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
     """Stages, replicas, schedules and micro-batches of small pipelines: what is refused early is what the search finds
     no shape for. Too few rows are left out: a replica without rows has a shape."""
     replicas: list[Any] = ["auto", 1, 2, 3, [1], [2, 1], [2, 2], [1, 1, 1]]
-    kinds = [("auto", "auto"), ("1f1b", "auto"), ("interleaved", "auto"), ("interleaved", 2), ("auto", 4)]
-    for devices, blocks, stages in itertools.product((1, 2, 3, 4, 6), (1, 4, 9), ("auto", 1, 2, 3, 5)):
+    kinds = [
+        ("auto", "auto"),
+        ("1f1b", "auto"),
+        ("interleaved", "auto"),
+        ("interleaved", 2),
+        ("auto", 4),
+    ]
+    for devices, blocks, stages in itertools.product(
+        (1, 2, 3, 4, 6), (1, 4, 9), ("auto", 1, 2, 3, 5)
+    ):
         model, machine = profile([block()] * blocks), cluster(devices)
-        for asked, (schedule, interleave), microbatch in itertools.product(replicas, kinds, ("auto", 1, 3, 8)):
-            config = PlanConfig(stages=stages, replicas=asked, schedule=schedule, interleave=interleave)
+        for asked, (schedule, interleave), microbatch in itertools.product(
+            replicas, kinds, ("auto", 1, 3, 8)
+        ):
+            config = PlanConfig(
+                stages=stages, replicas=asked, schedule=schedule, interleave=interleave
+            )
             request = Request(model, machine, config, global_batch=8, microbatch=microbatch)
-            shapes = [s for s in request.shapes() if request.config.replicas != "auto" or _even(s, devices)]
-            found = Question(config=config, blocks=blocks, devices=devices, rows=8, microbatch=microbatch)
+            shapes = [
+                s
+                for s in request.shapes()
+                if request.config.replicas != "auto" or _even(s, devices)
+            ]
+            found = Question(
+                config=config, blocks=blocks, devices=devices, rows=8, microbatch=microbatch
+            )
             assert bool(shapes) == _accepted(found), found
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
-from parallax.model import measure as measuring
-from parallax.model.count import count
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
-from parallax.model.measure import measure
 from parallax.model.mlp import MLP, MLPConfig
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling import measure as measuring
+from parallax.model.profiling.count import count
+from parallax.model.profiling.measure import measure
 from parallax.plan.profile import Affine
 from parallax.plan.work import ModelWork
 
@@ -36,14 +36,18 @@ def tokens(vocabulary: int, sequence: int) -> Callable[[int], tuple[tuple[Tensor
     return lambda rows: ((drawn[:rows, :-1],), drawn[:rows, 1:])
 
 
-def counted(chain: Chain, loss: Callable[..., Tensor], precision: PrecisionConfig, sequence: int) -> ModelWork:
+def counted(
+    chain: Chain, loss: Callable[..., Tensor], precision: PrecisionConfig, sequence: int
+) -> ModelWork:
     sample = tokens(64, sequence)
     return count(chain, loss, sample, precision=precision, minimum_bytes=MINIMUM)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize(
-    ("config", "loss"), [(SMALL, GPT.loss), (DROPPED, GPT.loss), (MLPConfig(), MLP.loss)], ids=["gpt", "dropout", "mlp"]
+    ("config", "loss"),
+    [(SMALL, GPT.loss), (DROPPED, GPT.loss), (MLPConfig(), MLP.loss)],
+    ids=["gpt", "dropout", "mlp"],
 )
 def test_bytes_are_those_that_are_measured(
     config: GPTConfig | MLPConfig,
@@ -58,7 +62,14 @@ def test_bytes_are_those_that_are_measured(
     sample = tokens(config.vocabulary, config.sequence)
     work = count(chain, loss, sample, precision=precision, minimum_bytes=MINIMUM, name="m")
     found = measure(
-        chain, loss, sample, (2, 4), device=torch.device("cpu"), precision=precision, minimum_bytes=MINIMUM, name="m"
+        chain,
+        loss,
+        sample,
+        (2, 4),
+        device=torch.device("cpu"),
+        precision=precision,
+        minimum_bytes=MINIMUM,
+        name="m",
     )
     assert (work.model, work.fingerprint, work.precision, work.ties) == (
         found.model,
@@ -126,7 +137,10 @@ def test_mixed_precision() -> None:
     work = count(chain, GPT.loss, tokens(64, SMALL.sequence), precision=MIXED, minimum_bytes=1)
     assert (work.dtype, work.precision) == ("bf16", "bf16")
     assert (work.gradient_bytes, work.optimizer_bytes, work.master_bytes) == (1.0, 4.0, 2.0)
-    layer, plain = work.blocks[1], counted(describe(SMALL.build), GPT.loss, FP32, SMALL.sequence).blocks[1]
+    layer, plain = (
+        work.blocks[1],
+        counted(describe(SMALL.build), GPT.loss, FP32, SMALL.sequence).blocks[1],
+    )
     assert layer.parameter_bytes == 2 * layer.parameters
     assert layer.output.per_row == plain.output.per_row / 2
     assert layer.forward.flops == plain.forward.flops
@@ -146,7 +160,9 @@ class Curious(nn.Module):
 
 def test_a_block_that_asks_for_values_is_named() -> None:
     chain = describe(lambda: nn.Sequential(nn.Linear(8, 8), Curious()))
-    with pytest.raises(DescribeError, match=r"block Curious cannot be counted .* asks for no values"):
+    with pytest.raises(
+        DescribeError, match=r"block Curious cannot be counted .* asks for no values"
+    ):
         count(
             chain,
             lambda outputs, targets: outputs.sum(),

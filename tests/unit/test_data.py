@@ -70,7 +70,10 @@ def test_pattern_and_single_file(folder: Path) -> None:
 
 def test_max_bytes_cuts_in_the_middle_of_a_file(folder: Path) -> None:
     corpus = open_corpus(TextDataConfig(path=str(folder), max_bytes=5000))
-    assert corpus.bytes.tobytes() == (folder / "a.txt").read_bytes() + (folder / "b.txt").read_bytes()[:1000]
+    assert (
+        corpus.bytes.tobytes()
+        == (folder / "a.txt").read_bytes() + (folder / "b.txt").read_bytes()[:1000]
+    )
 
 
 def test_gathered_once_and_again_when_a_file_changes(folder: Path, cache: Path) -> None:
@@ -209,7 +212,9 @@ def test_errors_name_the_value_and_the_remedy(folder: Path, tmp_path: Path) -> N
         source(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"no text in files that match data.pattern=\*.rs"):
         source(folder, pattern="*.rs")
-    with pytest.raises(DataError, match=r"holds 12,000 bytes .* 4096 \+ 1 bytes .* shorter sequence"):
+    with pytest.raises(
+        DataError, match=r"holds 12,000 bytes .* 4096 \+ 1 bytes .* shorter sequence"
+    ):
         source(folder, sequence=4096)
     with pytest.raises(ConfigError, match=r"data.max_bytes"):
         source(folder, max_bytes="many")
@@ -249,5 +254,7 @@ def test_build_source(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert isinstance(build_source(TextDataConfig(path=str(folder)), 31, 0), TextSource)
     built = build_source(CustomDataConfig(target="mine:Whole", kwargs={"n": 3}), 31, 0)
     assert built.n == 3  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="mine:Half returned a Half without validation, load_state_dict"):
+    with pytest.raises(
+        DataError, match="mine:Half returned a Half without validation, load_state_dict"
+    ):
         build_source(CustomDataConfig(target="mine:Half"), 31, 0)

@@ -61,7 +61,9 @@ def test_the_profiler_sees_every_operator(tmp_path: Path, steps: int) -> None:
     recorded(tmp_path, DebugConfig(record="profiler", steps=(2, 3)), steps)
     names = [event.get("name") for event in events(tmp_path / "profiler-rank0.json")]
     assert "aten::addmm" in names
-    assert {f"step {n}" for n in (1, 2, 3, 4)} & set(names) == {f"step {n}" for n in (2, 3) if n <= steps}
+    assert {f"step {n}" for n in (1, 2, 3, 4)} & set(names) == {
+        f"step {n}" for n in (2, 3) if n <= steps
+    }
 
 
 def test_memory_has_every_allocation_and_a_line_for_each_step(tmp_path: Path) -> None:

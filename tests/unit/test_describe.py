@@ -90,7 +90,13 @@ def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -
 
 
 def test_the_three_ways_to_a_chain() -> None:
-    assert [b.name for b in describe(GPT.build).blocks] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert [b.name for b in describe(GPT.build).blocks] == [
+        "embedding",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "head",
+    ]
     assert [b.name for b in describe(MLPConfig(layers=2).build).blocks] == ["0", "1", "2", "3"]
     named = describe(Named, blocks=["embed", "layers.*", "head"])
     assert [b.name for b in named.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
@@ -109,19 +115,51 @@ def test_members_of_a_list_stay_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("factory", "blocks", "message"),
     [
-        (Named, (), r"Named is no chain of blocks \(it has no forward\): give the model a method blocks\(\)"),
+        (
+            Named,
+            (),
+            r"Named is no chain of blocks \(it has no forward\): give the model a method blocks\(\)",
+        ),
         (nn.Sequential, (), r"Sequential is no chain of blocks"),
-        (Named, ["embed", "layer.*"], r"model.blocks: layer.\* matches no module of Named; it has embed, layers, head"),
+        (
+            Named,
+            ["embed", "layer.*"],
+            r"model.blocks: layer.\* matches no module of Named; it has embed, layers, head",
+        ),
         (Named, ["embed", "head"], r"layers.0.weight is in no block: give the model"),
-        (Named, ["layers", "layers.*"], r"Linear is in block layers and in block layers.0: a module belongs to one"),
-        (lambda: Returning(lambda m: [m.first, m.second, m.first]), (), "Linear is in block first and in block first"),
-        (lambda: Returning(lambda m: []), (), r"blocks\(\) of Returning must return modules, at least one; got \[\]"),
-        (lambda: Returning(lambda m: [1, 2]), (), r"must return modules, at least one; got \[1, 2\]"),
+        (
+            Named,
+            ["layers", "layers.*"],
+            r"Linear is in block layers and in block layers.0: a module belongs to one",
+        ),
+        (
+            lambda: Returning(lambda m: [m.first, m.second, m.first]),
+            (),
+            "Linear is in block first and in block first",
+        ),
+        (
+            lambda: Returning(lambda m: []),
+            (),
+            r"blocks\(\) of Returning must return modules, at least one; got \[\]",
+        ),
+        (
+            lambda: Returning(lambda m: [1, 2]),
+            (),
+            r"must return modules, at least one; got \[1, 2\]",
+        ),
         (lambda: Returning(lambda m: None), (), r"must return modules, at least one; got None"),
         (lambda: Returning(lambda m: 7), (), r"must return modules, at least one; got 7"),
-        (lambda: Returning(lambda m: [nn.ReLU()]), (), r"returned a ReLU that is not part of the model"),
+        (
+            lambda: Returning(lambda m: [nn.ReLU()]),
+            (),
+            r"returned a ReLU that is not part of the model",
+        ),
         (lambda: 3, (), r"the model factory returned a int; it must return an nn.Module"),
-        (lambda: nn.Sequential(nn.Linear(2, 2, device="cpu")), (), r"0.weight of Sequential was built on cpu: let the"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2, device="cpu")),
+            (),
+            r"0.weight of Sequential was built on cpu: let the",
+        ),
     ],
 )
 def test_errors_say_what_to_do(factory: Any, blocks: Any, message: str) -> None:
@@ -138,7 +176,9 @@ def test_a_factory_that_needs_values_is_refused_with_a_reason() -> None:
         build_on_meta(factory)
 
 
-@pytest.mark.parametrize("factory", [GPT.build, MLPConfig(layers=3, hidden=8, embedding=2, sequence=4).build])
+@pytest.mark.parametrize(
+    "factory", [GPT.build, MLPConfig(layers=3, hidden=8, embedding=2, sequence=4).build]
+)
 def test_weights_are_the_same_under_every_plan(factory: Callable[[], nn.Module]) -> None:
     whole = weights(factory, [], seed=3)
     count = len(describe(factory).blocks)
@@ -173,7 +213,9 @@ def test_a_parameter_tied_in_three_places_takes_its_first_users_values() -> None
         return model
 
     whole = materialise(describe(factory), 0, 4, CPU)
-    (alone,) = materialise(describe(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])), 1, 2, CPU)
+    (alone,) = materialise(
+        describe(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])), 1, 2, CPU
+    )
     assert torch.equal(whole[1].weight, alone.weight)
     assert whole[1].weight is whole[2].weight is whole[3].weight
     later = materialise(describe(factory), 2, 4, CPU)
@@ -226,7 +268,9 @@ class _Allocated(TorchDispatchMode):
         super().__init__()
         self.bytes, self._seen = 0, {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in [result] if isinstance(result, Tensor) else []:
             storage = tensor.untyped_storage()
@@ -269,7 +313,9 @@ def test_a_buffer_that_only_the_constructor_knows(caplog: pytest.LogCaptureFixtu
             super().__init__()
             self.register_buffer("table", torch.arange(4.0))
 
-    chain = describe(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Rotary(), nn.Linear(4, 4))))
+    chain = describe(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Rotary(), nn.Linear(4, 4)))
+    )
     (block,) = materialise(chain, 1, 2, CPU)
     assert torch.equal(block[0].table, torch.arange(4.0))
     assert "on the host" in caplog.text
@@ -298,8 +344,16 @@ def test_types_of_numbers() -> None:
 def test_fingerprint_tells_models_apart() -> None:
     base = describe(GPT.build).fingerprint()
     assert base == describe(GPT.build, seed=9).fingerprint()
-    for change in ({"hidden": 18}, {"layers": 4}, {"tied": False}, {"vocabulary": 33}, {"dropout": 0.5}):
-        other = GPTConfig(**{"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32, "sequence": 8, **change})  # type: ignore[arg-type]
+    for change in (
+        {"hidden": 18},
+        {"layers": 4},
+        {"tied": False},
+        {"vocabulary": 33},
+        {"dropout": 0.5},
+    ):
+        other = GPTConfig(
+            **{"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32, "sequence": 8, **change}
+        )  # type: ignore[arg-type]
         assert describe(other.build).fingerprint() != base, change
     assert describe(GPT.build, dtype=torch.float64).fingerprint() != base
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax.device import BounceRing, CpuCopies, PinnedArena, PlainArena, copies_for
 from parallax.errors import SwapError
-from parallax.swap.store import DiskStore
+from parallax.machine.device import BounceRing, CpuCopies, PinnedArena, PlainArena, copies_for
+from parallax.swap.stores.store import DiskStore
 from tests.unit.swap_fakes import MIB, LateCopies
 
 
@@ -56,10 +56,13 @@ def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPat
 def test_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     with pytest.raises(
-        SwapError, match=r"cannot pin 1\.0 MiB of host memory: CUDA error 2; lower cluster\.host_memory, .*ulimit -l"
+        SwapError,
+        match=r"cannot pin 1\.0 MiB of host memory: CUDA error 2; lower cluster\.host_memory, .*ulimit -l",
     ):
         PinnedArena(MIB)
-    with pytest.raises(SwapError, match=r"cannot allocate .* of host memory: .*; lower cluster\.host_memory"):
+    with pytest.raises(
+        SwapError, match=r"cannot allocate .* of host memory: .*; lower cluster\.host_memory"
+    ):
         PinnedArena(2**60)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parallax.doctor import examine, file_system, print_report, run_doctor
+from parallax.machine.doctor import examine, file_system, print_report, run_doctor
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,9 @@ def found(runs: Path) -> str:
     return "\n".join(f"{finding.what} => {finding.remedy}" for finding in examine(runs).findings)
 
 
-def test_json_is_complete_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+def test_json_is_complete_and_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
     assert run_doctor(as_json=True) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"devices", "cores", "memory", "limits", "probes", "versions", "findings"}
@@ -66,14 +68,16 @@ def test_threads_and_the_place_for_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no RAM file system here")
 def test_swap_in_ram_is_pointed_out() -> None:
-    assert "tmpfs, which is RAM: swapping there frees nothing => set swap.directory" in found(Path("/dev/shm/runs"))
+    assert "tmpfs, which is RAM: swapping there frees nothing => set swap.directory" in found(
+        Path("/dev/shm/runs")
+    )
 
 
 def test_a_limit_in_force_is_pointed_out() -> None:
     """In a process of its own: a hard limit cannot be raised again."""
     code = (
         "import resource, pathlib; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30));"
-        "from parallax.doctor import examine; print([f.what for f in examine(pathlib.Path('runs')).findings])"
+        "from parallax.machine.doctor import examine; print([f.what for f in examine(pathlib.Path('runs')).findings])"
     )
     root = Path(__file__).parents[2]
     shown = subprocess.run(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.model.dropout import Draws, RowDropout, has_dropout
+from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 
 Call = Callable[[Tensor], Tensor]
 CALLS: dict[str, tuple[Call, tuple[int, ...]]] = {
@@ -98,7 +98,10 @@ def test_what_is_left_as_it_is() -> None:
 def test_types_are_kept() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         assert drop(lambda x: F.dropout(x, 0.3), torch.ones(4, 8, dtype=dtype), 0, 4).dtype is dtype
-        assert drop(lambda x: F.alpha_dropout(x, 0.3, True), torch.ones(4, 8, dtype=dtype), 0, 4).dtype is dtype
+        assert (
+            drop(lambda x: F.alpha_dropout(x, 0.3, True), torch.ones(4, 8, dtype=dtype), 0, 4).dtype
+            is dtype
+        )
 
 
 def test_modules_that_drop() -> None:

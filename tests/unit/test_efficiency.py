@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.plan.efficiency import (
+from parallax.plan.analytic.efficiency import (
     DEFAULTS,
     FIELDS,
     Efficiency,
@@ -20,14 +20,16 @@ from parallax.plan.efficiency import (
     default_efficiency,
     price,
 )
-from parallax.plan.hardware import DEVICE_KINDS, device_kind
+from parallax.plan.analytic.hardware import DEVICE_KINDS, device_kind
 from parallax.plan.profile import Affine
 from parallax.plan.work import BlockWork, ModelWork, Work
 
 A100 = device_kind("a100-80")
 
 
-def block(name: str, flops: float, bytes_: float, kernels: float = 10.0, fixed: float = 0.0) -> BlockWork:
+def block(
+    name: str, flops: float, bytes_: float, kernels: float = 10.0, fixed: float = 0.0
+) -> BlockWork:
     half = Work(flops=Affine(per_row=flops), bytes=Affine(fixed, bytes_), kernels=kernels)
     return BlockWork(
         name=name,
@@ -45,7 +47,13 @@ def block(name: str, flops: float, bytes_: float, kernels: float = 10.0, fixed: 
 
 def model(*blocks: BlockWork, dtype: str = "fp16", master: float = 0.0) -> ModelWork:
     return ModelWork(
-        model="m", fingerprint="f", precision="p", dtype=dtype, blocks=blocks, optimizer_bytes=2.0, master_bytes=master
+        model="m",
+        fingerprint="f",
+        precision="p",
+        dtype=dtype,
+        blocks=blocks,
+        optimizer_bytes=2.0,
+        master_bytes=master,
     )
 
 
@@ -67,12 +75,22 @@ def step_seconds(work: ModelWork, efficiency: Efficiency, *, rows: int = 4) -> f
 
 
 def test_seconds_by_hand() -> None:
-    efficiency = Efficiency(matmul=0.5, logits=0.5, bandwidth=0.25, kernel_seconds=1e-6, launch_seconds=1e-5)
-    first, last = price(model(block("a", 312e9, 2039e6), block("b", 312e9, 2039e6)), A100, efficiency).blocks
-    assert first.forward_seconds == Affine(fixed=pytest.approx(1e-5), per_row=pytest.approx(6e-3), floor=1e-4)
-    assert first.backward_seconds == Affine(fixed=pytest.approx(2e-5), per_row=pytest.approx(12e-3), floor=2e-4)
+    efficiency = Efficiency(
+        matmul=0.5, logits=0.5, bandwidth=0.25, kernel_seconds=1e-6, launch_seconds=1e-5
+    )
+    first, last = price(
+        model(block("a", 312e9, 2039e6), block("b", 312e9, 2039e6)), A100, efficiency
+    ).blocks
+    assert first.forward_seconds == Affine(
+        fixed=pytest.approx(1e-5), per_row=pytest.approx(6e-3), floor=1e-4
+    )
+    assert first.backward_seconds == Affine(
+        fixed=pytest.approx(2e-5), per_row=pytest.approx(12e-3), floor=2e-4
+    )
     assert first.weight_seconds == first.forward_seconds
-    assert last.forward_seconds.per_row == pytest.approx(8e-3), "the vocabulary's products reach half of the others"
+    assert last.forward_seconds.per_row == pytest.approx(8e-3), (
+        "the vocabulary's products reach half of the others"
+    )
 
 
 def test_small_kernels_take_their_launch() -> None:
@@ -83,13 +101,17 @@ def test_small_kernels_take_their_launch() -> None:
 
 
 def test_bytes_whatever_the_rows_are_fixed_seconds() -> None:
-    cost = price(model(block("a", 0.0, 0.0, 0.0, fixed=2039e6)), A100, Efficiency(bandwidth=0.5)).blocks[0]
+    cost = price(
+        model(block("a", 0.0, 0.0, 0.0, fixed=2039e6)), A100, Efficiency(bandwidth=0.5)
+    ).blocks[0]
     assert cost.forward_seconds == Affine(fixed=pytest.approx(2e-3))
 
 
 def test_update_moves_states_gradients_and_parameters() -> None:
     full = price(model(block("a", 1.0, 1.0)), A100, Efficiency(update=0.5))
-    assert full.optimizer_seconds == pytest.approx(7 / (0.5 * 2039e9)), "fp32 AdamW: 28 bytes for 4 of a parameter"
+    assert full.optimizer_seconds == pytest.approx(7 / (0.5 * 2039e9)), (
+        "fp32 AdamW: 28 bytes for 4 of a parameter"
+    )
     mixed = price(model(block("a", 1.0, 1.0), master=2.0), A100, Efficiency(update=0.5))
     assert mixed.optimizer_seconds == pytest.approx(10 / (0.5 * 2039e9))
 
@@ -98,12 +120,16 @@ def test_bytes_and_names_are_passed_on() -> None:
     work = model(block("a", 1.0, 1.0))
     profile = price(work, A100)
     assert (profile.device, profile.source, profile.model) == ("a100-80", "analytic", "m")
-    assert (profile.blocks[0].moved, profile.blocks[0].output) == (work.blocks[0].moved, work.blocks[0].output)
+    assert (profile.blocks[0].moved, profile.blocks[0].output) == (
+        work.blocks[0].moved,
+        work.blocks[0].output,
+    )
 
 
 def test_peak_is_the_one_of_the_dtype() -> None:
     quick, slow = (
-        price(model(block("a", 1e12, 1.0), dtype=d), A100).blocks[0].forward_seconds for d in ("fp16", "fp32")
+        price(model(block("a", 1e12, 1.0), dtype=d), A100).blocks[0].forward_seconds
+        for d in ("fp16", "fp32")
     )
     assert slow.per_row / quick.per_row == pytest.approx(312 / 19.5)
 
@@ -118,7 +144,9 @@ def test_more_rows_never_take_less(rows: list[int], work: ModelWork) -> None:
 @given(st.floats(1.0, 100.0), st.sampled_from(("flops", "bytes", "kernels")), st.integers(1, 64))
 def test_more_work_never_takes_less(factor: float, what: str, rows: int) -> None:
     less = {"flops": 1e9, "bytes_": 1e7, "kernels": 20.0}
-    more = {name: value * (factor if name.rstrip("_") == what else 1.0) for name, value in less.items()}
+    more = {
+        name: value * (factor if name.rstrip("_") == what else 1.0) for name, value in less.items()
+    }
     before, after = (price(model(block("a", **sizes)), A100).blocks[0] for sizes in (less, more))
     assert before.forward_seconds.at(rows) <= after.forward_seconds.at(rows)
     assert before.backward_seconds.at(rows) <= after.backward_seconds.at(rows)
@@ -156,10 +184,14 @@ def test_bad_json_is_refused(text: str, said: str) -> None:
 
 
 def observe(efficiency: Efficiency, works: list[ModelWork]) -> list[Observation]:
-    return [Observation(partial(step_seconds, work), step_seconds(work, efficiency)) for work in works]
+    return [
+        Observation(partial(step_seconds, work), step_seconds(work, efficiency)) for work in works
+    ]
 
 
-@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+@settings(
+    max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate]
+)  # shrinking would take minutes
 @given(
     st.builds(
         Efficiency,
@@ -181,20 +213,30 @@ def test_calibration_finds_what_was_there(truth: Efficiency) -> None:
 def test_what_is_not_observed_stays() -> None:
     truth = replace(Efficiency(), matmul=0.5, update=0.2)
     compute = [
-        Observation(partial(lambda work, e: price(work, A100, e).blocks[0].forward_seconds.at(4), work), seconds)
+        Observation(
+            partial(lambda work, e: price(work, A100, e).blocks[0].forward_seconds.at(4), work),
+            seconds,
+        )
         for work in SIZES
         for seconds in [price(work, A100, truth).blocks[0].forward_seconds.at(4)]
     ]
     fitted = calibrate(Efficiency(), compute)
     assert fitted.matmul == pytest.approx(0.5, rel=0.03)
     unseen = ("logits", "update", "network", "exchange_seconds", "step_seconds")
-    assert all(getattr(fitted, name) == pytest.approx(getattr(Efficiency(), name)) for name in unseen)
+    assert all(
+        getattr(fitted, name) == pytest.approx(getattr(Efficiency(), name)) for name in unseen
+    )
 
 
 def test_one_measurement_moves_little() -> None:
     work = SIZES[-1]
-    alone = calibrate(Efficiency(), [Observation(partial(step_seconds, work), 1.2 * step_seconds(work, Efficiency()))])
-    assert step_seconds(work, alone) == pytest.approx(1.2 * step_seconds(work, Efficiency()), rel=0.02)
+    alone = calibrate(
+        Efficiency(),
+        [Observation(partial(step_seconds, work), 1.2 * step_seconds(work, Efficiency()))],
+    )
+    assert step_seconds(work, alone) == pytest.approx(
+        1.2 * step_seconds(work, Efficiency()), rel=0.02
+    )
     assert all(0.4 < getattr(alone, name) / getattr(Efficiency(), name) < 2.5 for name in FIELDS)
 
 

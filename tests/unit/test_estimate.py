@@ -6,18 +6,22 @@ import itertools
 
 import pytest
 
-from parallax.plan.cost import load_stage
-from parallax.plan.estimate import ANY_DEVICE, estimate, stage_counts, without_seconds
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.cost.estimate import ANY_DEVICE, estimate, stage_counts, without_seconds
+from parallax.plan.cost.stage import load_stage
 from parallax.plan.plan import Directive
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import in_flight
-from parallax.plan.transformer import TransformerConfig
 
 MODEL = TransformerConfig(layers=6, hidden=64, heads=2, vocabulary=1024, sequence=64)
 
 
-def peak(profile: ModelProfile, directive: Directive, start: int, stop: int, rows: int, flight: int) -> int:
-    return load_stage(profile, start, [directive] * (stop - start), rows, device=ANY_DEVICE).peak_bytes(flight, 0)
+def peak(
+    profile: ModelProfile, directive: Directive, start: int, stop: int, rows: int, flight: int
+) -> int:
+    return load_stage(
+        profile, start, [directive] * (stop - start), rows, device=ANY_DEVICE
+    ).peak_bytes(flight, 0)
 
 
 def test_terms_by_hand() -> None:
@@ -31,7 +35,9 @@ def test_terms_by_hand() -> None:
     saved = sum(block.moved.at(2) + block.stays.at(2) for block in MODEL.work("bf16").blocks)
     assert found.keep["activations"] == pytest.approx(saved, abs=len(found.keep) + 8)
     assert found.recompute["activations"] < found.keep["activations"]
-    assert found.recompute["workspace"] > found.keep["workspace"], "one block's activations at a time"
+    assert found.recompute["workspace"] > found.keep["workspace"], (
+        "one block's activations at a time"
+    )
 
 
 @pytest.mark.parametrize("directive", [Directive.KEEP, Directive.RECOMPUTE])
@@ -42,7 +48,10 @@ def test_no_cut_needs_less(stages: int, directive: Directive) -> None:
     blocks = len(profile.blocks)
     flights = [in_flight("1f1b", stages, stage, micro_batches) for stage in range(stages)]
     least = min(
-        max(peak(profile, directive, a, b, rows, flight) for a, b, flight in zip(cuts, cuts[1:], flights))
+        max(
+            peak(profile, directive, a, b, rows, flight)
+            for a, b, flight in zip(cuts, cuts[1:], flights)
+        )
         for inner in itertools.combinations(range(1, blocks), stages - 1)
         for cuts in [(0, *inner, blocks)]
     )

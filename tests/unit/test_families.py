@@ -13,18 +13,26 @@ from torch import nn
 
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
-from parallax.job import build_chain
-from parallax.model.count import count
 from parallax.model.describe import describe, materialise, parameter_names
 from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.count import count
+from parallax.run.job import build_chain
 from tests.unit.test_trace import both, check_same
 from tests.zoo import FAMILIES, Entry, llama, logits_loss, padded_batch, t5, t5_batch, tokens_batch
 
-pytest.importorskip("transformers", reason="transformers is not installed (it comes with the hf extra)")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed (it comes with the hf extra)"
+)
 
 CPU = torch.device("cpu")
-TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
 
 
 def build(attention: str, entry: Entry) -> nn.Module:
@@ -67,7 +75,9 @@ def _without_mask(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_block_is_initialised_alone_and_as_the_model_would(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_is_initialised_alone_and_as_the_model_would(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     chain = describe(FAMILIES[name].build, seed=3)
     whole = materialise(chain, 0, len(chain.blocks), CPU)
     plain = FAMILIES[name].build()
@@ -77,7 +87,9 @@ def test_a_block_is_initialised_alone_and_as_the_model_would(name: str, caplog: 
         for a, b in zip(alone.state_dict().values(), block.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         for inner, tensor in chain.blocks[index].module.named_buffers():
-            assert torch.equal(block.get_buffer(inner), plain.get_buffer(buffers[id(tensor)])), inner
+            assert torch.equal(block.get_buffer(inner), plain.get_buffer(buffers[id(tensor)])), (
+                inner
+            )
     assert "on the host" not in caplog.text
     ours = parameter_names(chain, range(len(whole)))
     for parameter_name, parameter in plain.named_parameters():
@@ -85,7 +97,9 @@ def test_a_block_is_initialised_alone_and_as_the_model_would(name: str, caplog: 
         made = whole[index].get_parameter(inner)
         assert made.shape == parameter.shape
         if parameter.numel() > 100:
-            assert made.std().item() == pytest.approx(parameter.std().item(), rel=0.5), parameter_name
+            assert made.std().item() == pytest.approx(parameter.std().item(), rel=0.5), (
+                parameter_name
+            )
         else:
             assert made.abs().max() <= 10 * parameter.abs().max() + 1e-6, parameter_name
 
@@ -158,7 +172,9 @@ def test_a_stage_reads_its_own_shards_only(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_by_name(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     tensors = {name: tensor.clone() for name, tensor in llama().state_dict().items()}
     change(tensors)
     save_file(tensors, tmp_path / "other.safetensors")
@@ -198,7 +214,12 @@ def test_a_model_from_its_configuration(tmp_path: Path) -> None:
     assert isinstance(config.model, HuggingFaceConfig)
     assert config.model.vocabulary == 256
     chain = build_chain(config)
-    assert [b.name for b in chain.blocks] == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+    assert [b.name for b in chain.blocks] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "lm_head",
+    ]
     saved = config.model.build()
     saved.save_pretrained(tmp_path)
     loaded = compose(["model=huggingface", f"model.pretrained={tmp_path}", "model.sequence=8"])

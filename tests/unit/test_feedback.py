@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parallax import feedback
-from parallax.events import EventLog, Span
-from parallax.feedback import RECENT_STEPS, measured_spans, typical_step
-from parallax.launch import _set_aside
+from parallax.common.events import EventLog, Span
 from parallax.model.describe import describe
 from parallax.model.gpt import GPTConfig
+from parallax.run import feedback
+from parallax.run.feedback import RECENT_STEPS, measured_spans, typical_step
+from parallax.run.launch import _set_aside
 from parallax.train.loop import MEASURED_EVENTS, WARM_UP
 from tests.plans import make_plan
 
@@ -24,13 +24,18 @@ def write(path: Path, spans: Sequence[Span]) -> None:
 def step(number: int, rank: int = 0, seconds: float = 1.0) -> list[Span]:
     return [
         Span(rank, number, "forward", rank, 0, 10.0 * number, 10.0 * number + seconds / 2),
-        Span(rank, number, "backward", rank, 0, 10.0 * number + seconds / 2, 10.0 * number + seconds),
+        Span(
+            rank, number, "backward", rank, 0, 10.0 * number + seconds / 2, 10.0 * number + seconds
+        ),
     ]
 
 
 def test_the_last_steps_count_without_the_first(tmp_path: Path) -> None:
     for rank in range(2):
-        write(tmp_path / f"events-rank{rank}.jsonl", [span for number in range(1, 6) for span in step(number, rank)])
+        write(
+            tmp_path / f"events-rank{rank}.jsonl",
+            [span for number in range(1, 6) for span in step(number, rank)],
+        )
     found = measured_spans(tmp_path, ranks=2)
     assert {span.step for span in found} == {1 + WARM_UP, 2 + WARM_UP, 3 + WARM_UP}
     assert {span.rank for span in found} == {0, 1}
@@ -39,7 +44,9 @@ def test_the_last_steps_count_without_the_first(tmp_path: Path) -> None:
 
 def test_a_long_run_is_judged_by_its_end(tmp_path: Path) -> None:
     steps = RECENT_STEPS + 50
-    write(tmp_path / "events-rank0.jsonl", [span for number in range(steps) for span in step(number)])
+    write(
+        tmp_path / "events-rank0.jsonl", [span for number in range(steps) for span in step(number)]
+    )
     found = {span.step for span in measured_spans(tmp_path, ranks=1)}
     assert found == set(range(50 + WARM_UP, steps))
 
@@ -51,12 +58,19 @@ def test_a_run_that_kept_no_events_has_its_typical_step(tmp_path: Path) -> None:
 
 
 def test_too_few_steps_are_none(tmp_path: Path) -> None:
-    write(tmp_path / "events-rank0.jsonl", [span for number in range(WARM_UP) for span in step(number)])
+    write(
+        tmp_path / "events-rank0.jsonl",
+        [span for number in range(WARM_UP) for span in step(number)],
+    )
     assert measured_spans(tmp_path, ranks=1) == []
 
 
 def test_the_typical_step_is_of_median_length() -> None:
-    spans = [span for number, seconds in enumerate((5.0, 1.0, 3.0)) for span in step(number, seconds=seconds)]
+    spans = [
+        span
+        for number, seconds in enumerate((5.0, 1.0, 3.0))
+        for span in step(number, seconds=seconds)
+    ]
     assert typical_step(spans) == step(2, seconds=3.0)
     assert typical_step([]) == []
 
@@ -66,7 +80,13 @@ def test_what_an_old_plan_measured_is_put_aside(tmp_path: Path) -> None:
     plan = make_plan(chain, replicas=(1, 1))
     _set_aside(tmp_path, plan)  # nothing there yet
     plan.save(tmp_path / "plan.yaml")
-    for name in ("plan.inputs.json", "profile.json", feedback.CALIBRATED, "events-rank0.jsonl", "metrics.jsonl"):
+    for name in (
+        "plan.inputs.json",
+        "profile.json",
+        feedback.CALIBRATED,
+        "events-rank0.jsonl",
+        "metrics.jsonl",
+    ):
         (tmp_path / name).write_text("")
     predicted = replace(plan.prediction, step_seconds=plan.prediction.step_seconds + 1)
     _set_aside(tmp_path, replace(plan, prediction=predicted))  # the same decisions
@@ -74,4 +94,10 @@ def test_what_an_old_plan_measured_is_put_aside(tmp_path: Path) -> None:
     _set_aside(tmp_path, replace(plan, schedule="gpipe" if plan.schedule != "gpipe" else "1f1b"))
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", f"before-{plan.hash()}"}
     kept = {path.name for path in (tmp_path / f"before-{plan.hash()}").iterdir()}
-    assert kept == {"plan.yaml", "plan.inputs.json", "profile.json", feedback.CALIBRATED, "events-rank0.jsonl"}
+    assert kept == {
+        "plan.yaml",
+        "plan.inputs.json",
+        "profile.json",
+        feedback.CALIBRATED,
+        "events-rank0.jsonl",
+    }

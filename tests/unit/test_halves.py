@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallax.model.halves import Halves
+from parallax.model.split_backward import Halves
 
 
 class Doubled(torch.autograd.Function):
@@ -36,7 +36,11 @@ class OfAllKinds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.twice = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)
+        self.first, self.norm, self.twice = (
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 8, bias=False),
+        )
         self.across = nn.Conv1d(3, 3, 3, padding=1)
         self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
 
@@ -106,12 +110,19 @@ def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
 def same(found: Tensor | None, expected: Tensor | None, tolerance: float = 1e-5) -> None:
     assert found is not None
     assert expected is not None
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    torch.testing.assert_close(
+        found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize(
     ("factory", "shape"),
-    [(OfAllKinds, (2, 3, 8)), (Images, (2, 4, 9, 9)), (Tied, (2, 5, 16)), (lambda: nn.LSTM(8, 8), (3, 2, 8))],
+    [
+        (OfAllKinds, (2, 3, 8)),
+        (Images, (2, 4, 9, 9)),
+        (Tied, (2, 5, 16)),
+        (lambda: nn.LSTM(8, 8), (3, 2, 8)),
+    ],
 )
 @pytest.mark.parametrize("frozen", [False, True])
 def test_halves_make_a_whole(factory: Any, shape: tuple[int, ...], frozen: bool) -> None:
@@ -189,7 +200,11 @@ def test_who_waits_is_told_when_a_gradient_is_final() -> None:
     outputs.sum().backward()
     owed, names = halves.owes(), {parameter: name for name, parameter in model.named_parameters()}
     before = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert {name for name, gradient in before.items() if gradient is not None} == {"norm.weight", "norm.bias", "shift"}
+    assert {name for name, gradient in before.items() if gradient is not None} == {
+        "norm.weight",
+        "norm.bias",
+        "shift",
+    }
     halves.finish(lambda parameter: told.append(names[parameter]))
     assert sorted(told) == sorted(names[parameter] for parameter in owed)
     assert len(told) == len(set(told))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from parallax.errors import ConfigError
-from parallax.plan.hardware import (
+from parallax.plan.analytic.hardware import (
     DEVICE_KINDS,
     DTYPES,
     LINK_KINDS,
@@ -39,18 +39,27 @@ def test_links_are_complete(kind: LinkKind) -> None:
     assert 0 < kind.bytes_per_second <= kind.raw_bytes_per_second < math.inf
     assert 0 < kind.latency_seconds < 1e-3
     assert kind.source
-    assert kind.link().seconds(1e9) == pytest.approx(kind.latency_seconds + 1e9 / kind.bytes_per_second)
+    assert kind.link().seconds(1e9) == pytest.approx(
+        kind.latency_seconds + 1e9 / kind.bytes_per_second
+    )
 
 
 def test_published_figures() -> None:
     assert device_kind("a100-80").peak("bf16") == 312e12
     assert device_kind("h200").bytes_per_second == 4.8e12
     assert link_kind("nvlink3").raw_bytes_per_second == 300e9
-    assert [LINK_KINDS[f"pcie{n}"].raw_bytes_per_second for n in (3, 4, 5)] == [15.75e9, 31.5e9, 63e9]
+    assert [LINK_KINDS[f"pcie{n}"].raw_bytes_per_second for n in (3, 4, 5)] == [
+        15.75e9,
+        31.5e9,
+        63e9,
+    ]
 
 
 def test_devices_without_nvlink_talk_over_the_host() -> None:
-    assert {name for name, kind in DEVICE_KINDS.items() if kind.device_link == kind.host_link} == {"l4", "rtx4090"}
+    assert {name for name, kind in DEVICE_KINDS.items() if kind.device_link == kind.host_link} == {
+        "l4",
+        "rtx4090",
+    }
 
 
 def test_unknown_names_are_told_the_nearest() -> None:
@@ -69,4 +78,6 @@ def test_figures_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="flops must name"):
         DeviceKind(**{**known, "flops": {"fp32": 1.0}})
     with pytest.raises(ConfigError, match=r"reached=1\.5"):
-        LinkKind(name="x", raw_bytes_per_second=1.0, reached=1.5, latency_seconds=0.0, source="none")
+        LinkKind(
+            name="x", raw_bytes_per_second=1.0, reached=1.5, latency_seconds=0.0, source="none"
+        )

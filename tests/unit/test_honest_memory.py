@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.host import return_freed_memory
+from parallax.machine.host import return_freed_memory
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.runtime.batch import TensorRows
@@ -33,11 +33,15 @@ def steps(gpt: GPTConfig, rows: int, scratch: Path, **plan: Any) -> Steps:
     chain = describe(gpt.build)
     plan = {"schedule": "gpipe", "global_batch": rows, "microbatch": rows // 4, **plan}
     engine = Engine.build(chain, make_plan(chain, **plan), loss=GPT.loss, scratch=scratch)
-    tokens = torch.randint(0, 256, (rows, gpt.sequence + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, 256, (rows, gpt.sequence + 1), generator=torch.Generator().manual_seed(1)
+    )
     batch = TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     try:
         results = [engine.step(batch) for _ in range(STEPS)]
-        return [result.loss for result in results], max(result.swap.tier_high_water for result in results)
+        return [result.loss for result in results], max(
+            result.swap.tier_high_water for result in results
+        )
     finally:
         engine.close()
 
@@ -51,14 +55,24 @@ def activations(where: str, scratch: Path) -> Steps:
 
 def everything(where: str, scratch: Path) -> Steps:
     """A large model, with weights, gradients, optimizer states and activations on the device or below."""
-    below: dict[str, Any] = {"directive": "offload", "optimizer_offload": 1.0, "parameter_offload": 1.0}
+    below: dict[str, Any] = {
+        "directive": "offload",
+        "optimizer_offload": 1.0,
+        "parameter_offload": 1.0,
+    }
     gpt = GPTConfig(layers=LAYERS, hidden=512, heads=8, sequence=128, vocabulary=256, tied=False)
     return steps(gpt, 4, scratch, **(below if where == "below" else {}), swap_limit=24 * MIB)
 
 
 LAYERS = 24
-FOLD = {"activations": 0.3, "everything": 4}  # times all that the process may have, torch itself included
-STATES = {"activations": 0, "everything": 4 * 4 * LAYERS * 12 * 512**2}  # weights, gradients, two moments; fp32
+FOLD = {
+    "activations": 0.3,
+    "everything": 4,
+}  # times all that the process may have, torch itself included
+STATES = {
+    "activations": 0,
+    "everything": 4 * 4 * LAYERS * 12 * 512**2,
+}  # weights, gradients, two moments; fp32
 ALLOWED = {"activations": 160 * MIB, "everything": 108 * MIB}
 """Beyond what torch itself takes: below, the first was seen to need 92 MiB, the second 95 MiB."""
 
@@ -66,9 +80,13 @@ ALLOWED = {"activations": 160 * MIB, "everything": 108 * MIB}
 def limited(name: str, scratch: str) -> None:
     """In a process of its own: on the device until the kernel says no; live on, and go below under the same limit."""
     return_freed_memory()
-    threading.stack_size(MIB)  # 8 MiB each otherwise, which count, although next to nothing of them is used
+    threading.stack_size(
+        MIB
+    )  # 8 MiB each otherwise, which count, although next to nothing of them is used
     train: Train = globals()[name]
-    steps(GPTConfig(layers=1, hidden=64, heads=4, sequence=128, vocabulary=256), 64, Path(scratch))  # loads libraries
+    steps(
+        GPTConfig(layers=1, hidden=64, heads=4, sequence=128, vocabulary=256), 64, Path(scratch)
+    )  # loads libraries
     status = Path("/proc/self/status").read_text().split()
     limit = int(status[status.index("VmData:") + 1]) * 1024 + ALLOWED[name]
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -86,10 +104,14 @@ def limited(name: str, scratch: str) -> None:
     "name", [pytest.param("activations", marks=pytest.mark.thorough), "everything"]
 )  # which has activations below as well
 def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
-    program = f"from tests.unit.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
+    program = (
+        f"from tests.unit.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
         unlimited, _ = globals()[name]("device", scratch)
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from parallax.errors import PlanError
-from parallax.plan.catalog import CatalogClusterConfig
-from parallax.plan.efficiency import price
-from parallax.plan.hardware import DEVICE_KINDS
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.analytic.efficiency import price
+from parallax.plan.analytic.hardware import DEVICE_KINDS
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.config import PlanConfig
 from parallax.plan.inputs import Inputs, inputs_path
-from parallax.plan.request import PlanConfig
-from parallax.plan.search import search
-from parallax.plan.transformer import TransformerConfig
+from parallax.plan.search.search import search
 
 MODEL = TransformerConfig(layers=4, hidden=64, heads=2, vocabulary=128, sequence=32)
 
@@ -25,7 +25,8 @@ def inputs(**fields: object) -> Inputs:
     cluster = mixed.build(dtype="fp32")
     first = replace(cluster.nodes[0], speeds=(1.0, 0.9))
     return Inputs(
-        price(MODEL.work("fp32"), DEVICE_KINDS["a100-80"]), replace(cluster, nodes=(first, *cluster.nodes[1:]))
+        price(MODEL.work("fp32"), DEVICE_KINDS["a100-80"]),
+        replace(cluster, nodes=(first, *cluster.nodes[1:])),
     )
 
 
@@ -36,7 +37,9 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_a_thousand_devices_take_a_few_lines(tmp_path: Path) -> None:
-    small, large = (replace(inputs(), cluster=CatalogClusterConfig(nodes=nodes).build()) for nodes in (1, 128))
+    small, large = (
+        replace(inputs(), cluster=CatalogClusterConfig(nodes=nodes).build()) for nodes in (1, 128)
+    )
     small.save(tmp_path / "small")
     large.save(tmp_path / "large")
     assert Inputs.load(tmp_path / "large") == large

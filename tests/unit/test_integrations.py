@@ -72,7 +72,11 @@ def _llama() -> Any:
     pytest.importorskip("accelerate")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -92,7 +96,9 @@ def _transformers_trainer(model: Any, folder: Path, *callbacks: Any, **changes: 
         seed=3,
         **changes,
     )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_Tokens(), callbacks=list(callbacks))
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=_Tokens(), callbacks=list(callbacks)
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -104,7 +110,11 @@ def _losses(trainer: Any) -> list[float]:
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize(
     ("checkpointed", "changes"),
-    [(False, {}), (True, {}), (False, {"bf16": True, "lr_scheduler_type": "cosine", "warmup_steps": 2})],
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"bf16": True, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    ],
     ids=["plain", "checkpointed", "bf16"],
 )
 def test_transformers_trainer(
@@ -147,7 +157,9 @@ def test_transformers_trainer_resumes(tmp_path: Path, options: dict[str, Any]) -
     assert_moved(callbacks[1])
 
 
-def test_transformers_training_that_failed_can_be_repeated(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_transformers_training_that_failed_can_be_repeated(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     transformers = pytest.importorskip("transformers")
 
     class Failing(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
@@ -220,7 +232,9 @@ def _fit(module: Any, folder: Path, *callbacks: Any, **changes: Any) -> None:
     [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
     ids=["plain", "accumulated and clipped", "bf16"],
 )
-def test_lightning_trainer(changes: dict[str, Any], tmp_path: Path, options: dict[str, Any]) -> None:
+def test_lightning_trainer(
+    changes: dict[str, Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
     module, other = _lightning_module(), _lightning_module()
     _fit(module, tmp_path, **changes)
     callback = lightning_callback(limit(other, MIB // 2), **options)
@@ -231,7 +245,9 @@ def test_lightning_trainer(changes: dict[str, Any], tmp_path: Path, options: dic
     assert_moved(callback)
 
 
-def test_lightning_training_that_fails_leaves_the_scope(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_lightning_training_that_fails_leaves_the_scope(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     module = _lightning_module(fail_at=2)
     callback = lightning_callback(limit(module, MIB // 2), **options)
     with pytest.raises(ZeroDivisionError):
@@ -240,6 +256,8 @@ def test_lightning_training_that_fails_leaves_the_scope(tmp_path: Path, options:
 
 
 def test_libraries_are_not_imported_with_the_module() -> None:
-    code = "import sys, parallax.integrations; print({'transformers', 'lightning'} & set(sys.modules))"
+    code = (
+        "import sys, parallax.integrations; print({'transformers', 'lightning'} & set(sys.modules))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

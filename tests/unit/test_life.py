@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import parallax
-from parallax.runtime import life
+from parallax.runtime.failure import life
 
 PACKAGE = Path(parallax.__file__).parent
 LOOK = """
@@ -34,7 +34,7 @@ def test_the_innermost_line_of_the_users_code(file: Path, expected: str) -> None
     found: list[str] = []
     names: dict[str, Any] = {"found": found, "threading": threading, "life": life}
     for source, place in (
-        (LOOK, PACKAGE / "signals.py"),
+        (LOOK, PACKAGE / "common" / "signals.py"),
         ("def inner():\n    look()\n", file),
         ("def caller():\n    inner()\n", Path("/home/user/job.py")),
     ):

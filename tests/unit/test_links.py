@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from parallax.errors import TransportError
-from parallax.runtime import links
-from parallax.runtime.links import Link, addresses, reach, welcome
+from parallax.runtime.failure import links
+from parallax.runtime.failure.links import Link, addresses, reach, welcome
 
 
 def everything(end: Link) -> list[dict[str, Any]]:
@@ -46,7 +46,9 @@ def test_strangers_are_turned_away_and_ranks_are_not() -> None:
 def test_the_first_address_that_answers_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         port = listener.getsockname()[1]
-        joining = threads.submit(reach, ["127.0.0.2", "no such host.", "127.0.0.1"], port, "word", 1)
+        joining = threads.submit(
+            reach, ["127.0.0.2", "no such host.", "127.0.0.1"], port, "word", 1
+        )
         ends: list[Link] = [*welcome(listener, "word", 1).values(), joining.result()]
         assert ends[1].socket.getpeername()[0] == "127.0.0.1"
         for end in ends:
@@ -62,7 +64,9 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         welcome(listener, "word", 1)
 
 
-def test_addresses_begin_with_the_interface_torch_is_told_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_begin_with_the_interface_torch_is_told_to_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert addresses(one_host=True) == ["127.0.0.1"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing,lo")
     found = addresses(one_host=False)

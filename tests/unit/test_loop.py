@@ -11,15 +11,24 @@ import pytest
 import torch
 
 from parallax import cli
-from parallax.events import EventLog, Span, read_events
+from parallax.common.events import EventLog, Span, read_events
 from parallax.model.describe import describe
 from parallax.model.mlp import MLP, MLPConfig
-from parallax.monitor import LoggerConfig, read_metrics
 from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from parallax.train.loop import JUDGED, MEASURED_EVENTS, PREDICTED_EVENTS, WARM_UP, OnDrift, TrainerConfig, drift, train
+from parallax.train.loop import (
+    JUDGED,
+    MEASURED_EVENTS,
+    PREDICTED_EVENTS,
+    WARM_UP,
+    OnDrift,
+    TrainerConfig,
+    drift,
+    train,
+)
+from parallax.train.monitor import LoggerConfig, read_metrics
 from tests.plans import GIB, make_plan
 
 STEPS = WARM_UP + JUDGED + 3
@@ -29,7 +38,9 @@ class SameRows:
     """Every batch alike."""
 
     def batch(self, rows: int) -> TensorRows:
-        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+        return TensorRows(
+            torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        )
 
     def validation(self, index: int, rows: int) -> TensorRows:
         return self.batch(rows)
@@ -42,30 +53,52 @@ class SameRows:
 
 
 def looping(
-    folder: Path, predicted_seconds: float, on_drift: OnDrift, *, schedule: str = "1f1b", limit: int = 0
+    folder: Path,
+    predicted_seconds: float,
+    on_drift: OnDrift,
+    *,
+    schedule: str = "1f1b",
+    limit: int = 0,
 ) -> dict[str, Any]:
     chain = describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
     directive = "offload" if limit else "keep"
     plan = make_plan(
-        chain, schedule=schedule, global_batch=4, microbatch=2, directive=directive, swap_limit=limit or GIB
+        chain,
+        schedule=schedule,
+        global_batch=4,
+        microbatch=2,
+        directive=directive,
+        swap_limit=limit or GIB,
     )
     plan = replace(plan, prediction=replace(plan.prediction, step_seconds=predicted_seconds))
     plan.save(folder / "plan.yaml")
     engine = Engine.build(
-        chain, plan, loss=MLP.loss, scratch=folder / "swap", swap=SwapConfig(tier="disk", minimum_bytes=1)
+        chain,
+        plan,
+        loss=MLP.loss,
+        scratch=folder / "swap",
+        swap=SwapConfig(tier="disk", minimum_bytes=1),
     )
-    trainer = TrainerConfig(steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=1)
+    trainer = TrainerConfig(
+        steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=1
+    )
     logger = LoggerConfig(tensorboard=False, events=False)
     try:
-        return train(engine, SameRows(), trainer, logger, folder, tokens_per_row=1, on_drift=on_drift)
+        return train(
+            engine, SameRows(), trainer, logger, folder, tokens_per_row=1, on_drift=on_drift
+        )
     finally:
         engine.close()
 
 
-def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = looping(tmp_path, 1e-9, OnDrift.STOP)
     assert summary["ended"] == "drift"
-    assert summary["steps"] == WARM_UP + JUDGED  # the first checkpoint at which enough steps are known
+    assert (
+        summary["steps"] == WARM_UP + JUDGED
+    )  # the first checkpoint at which enough steps are known
     assert "times the 0.000 s that were predicted" in summary["drift"]
     assert json.loads((tmp_path / "summary.json").read_text())["ended"] == "drift"
     assert "another plan continues from here" in capsys.readouterr().out
@@ -74,7 +107,9 @@ def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(tmp_path: Path, capsys
     assert f"continuing after step {WARM_UP + JUDGED}" in capsys.readouterr().out
 
 
-def test_a_fixed_world_only_notes_it_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fixed_world_only_notes_it_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = looping(tmp_path, 1e-9, OnDrift.NOTE)
     assert (summary["ended"], summary["steps"]) == ("steps", STEPS)
     assert capsys.readouterr().out.count("that were predicted") == 1
@@ -91,20 +126,31 @@ def test_a_fixed_world_only_notes_it_once(tmp_path: Path, capsys: pytest.Capture
         ([2.0] * 20, 0.0, False),  # a plan made by hand predicts nothing
     ],
 )
-def test_drift_is_a_fifth_of_the_prediction(seconds: list[float], predicted: float, wrong: bool) -> None:
+def test_drift_is_a_fifth_of_the_prediction(
+    seconds: list[float], predicted: float, wrong: bool
+) -> None:
     assert bool(drift(seconds, predicted)) == wrong
 
 
 def test_the_summary_says_where_the_seconds_went(tmp_path: Path) -> None:
     with EventLog(tmp_path / PREDICTED_EVENTS) as events:
-        events.extend([Span(0, 0, "forward", 0, 0, 0.0, 1.0), Span(0, 0, "backward", 0, 0, 1.0, 4.0, 0.5)])
+        events.extend(
+            [Span(0, 0, "forward", 0, 0, 0.0, 1.0), Span(0, 0, "backward", 0, 0, 1.0, 4.0, 0.5)]
+        )
     (rank,) = looping(tmp_path, 1.0, OnDrift.IGNORE)["ranks"]
     predicted, measured = rank["predicted_seconds"], rank["seconds"]
     assert (predicted["forward"], predicted["backward"], predicted["stall"]) == (1.0, 2.5, 0.5)
     assert predicted.keys() == measured.keys()
     assert min(measured["forward"], measured["backward"], measured["update"]) > 0
     spans = list(read_events(tmp_path / MEASURED_EVENTS))
-    assert [span.kind for span in spans] == ["forward", "backward", "forward", "backward", "reduce", "update"]
+    assert [span.kind for span in spans] == [
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "reduce",
+        "update",
+    ]
     assert spans[0].step >= WARM_UP
 
 
@@ -132,7 +178,9 @@ def test_a_run_says_what_its_swap_did(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert swap["tier_high_water_bytes"] > 0
     assert rank["offloaded_bytes_per_step"] == swap["bytes_out_per_step"] > 0
     assert 0 <= swap["overlap"] <= 1
-    assert {found["micro"] for found in last["micro_batches"]} <= {0, 1}, "those of which anything moved"
+    assert {found["micro"] for found in last["micro_batches"]} <= {0, 1}, (
+        "those of which anything moved"
+    )
     for key in ("bytes_out", "bytes_in", "stall_seconds"):
         assert sum(found[key] for found in last["micro_batches"]) == pytest.approx(last[key])
     assert last["decisions"]["moved"]["bytes"] > 0
@@ -143,7 +191,13 @@ def test_a_run_says_what_its_swap_did(tmp_path: Path, capfd: pytest.CaptureFixtu
     step = Occupancy.load(tmp_path, 0)
     assert (step.step, step.limit_bytes) == (STEPS, LIMIT)
     assert 0 < max(device for _, device, _ in step.samples) <= swap["device_high_water_bytes"]
-    assert [span.kind for span in step.spans] == ["forward", "forward", "backward", "backward", "update"]
+    assert [span.kind for span in step.spans] == [
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+        "update",
+    ]
 
 
 def test_explain_tells_and_draws_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +221,11 @@ def test_a_run_without_swap_says_so(tmp_path: Path, capfd: pytest.CaptureFixture
     occupancy_path(tmp_path, 0).write_text("what a run under another plan left here")
     (rank,) = looping(tmp_path, 1.0, OnDrift.IGNORE)["ranks"]
     assert "overlapped" not in capfd.readouterr().out
-    assert (rank["swap"], rank["offloaded_bytes_per_step"], rank["stall_seconds_per_step"]) == (None, 0.0, 0.0)
+    assert (rank["swap"], rank["offloaded_bytes_per_step"], rank["stall_seconds_per_step"]) == (
+        None,
+        0.0,
+        0.0,
+    )
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["swap_overlap"] is None
     assert not occupancy_path(tmp_path, 0).exists()
     assert f"swap: no stage of {tmp_path} may move activations" in explained(tmp_path, capfd)

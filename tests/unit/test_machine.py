@@ -16,11 +16,9 @@ import psutil
 import pytest
 import torch
 
-from parallax import host, machine
-from parallax import probes as module
+from parallax.common.files import disk_free_bytes, existing_parent, replacing
 from parallax.errors import ConfigError
-from parallax.files import disk_free_bytes, existing_parent, replacing
-from parallax.host import (
+from parallax.machine.host import (
     available_memory,
     memory_limits,
     peak_resident_bytes,
@@ -28,12 +26,22 @@ from parallax.host import (
     resident_bytes,
     usable_cores,
 )
-from parallax.machine import ClusterConfig, build_cluster, choose_devices, probe_speeds
+from parallax.machine.local import ClusterConfig, build_cluster, choose_devices, host, probe_speeds
+from parallax.machine.local import local as machine
+from parallax.machine.local import probes as module
+from parallax.machine.probes import (
+    Probes,
+    measure_probes,
+    probe_disk,
+    probe_together,
+    shared_speeds,
+)
 from parallax.plan.cluster import Cluster
-from parallax.probes import Probes, measure_probes, probe_disk, probe_together, shared_speeds
 
 MIB = 2**20
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA answers")
+no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="what a machine without CUDA answers"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +52,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def probes(tmp_path: Path) -> Probes:
-    speeds = {f.name: float(i) for i, f in enumerate(dataclasses.fields(Probes)) if f.name != "directory"}
+    speeds = {
+        f.name: float(i) for i, f in enumerate(dataclasses.fields(Probes)) if f.name != "directory"
+    }
     return Probes(directory=str(tmp_path), **speeds)
 
 
@@ -61,7 +71,10 @@ def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
 
 
 def test_cores_are_cut_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
-    files = {"sys/fs/cgroup/job/cpu.max": "50000 100000", "sys/fs/cgroup/job/task/cpu.max": "max 100000"}
+    files = {
+        "sys/fs/cgroup/job/cpu.max": "50000 100000",
+        "sys/fs/cgroup/job/task/cpu.max": "max 100000",
+    }
     assert usable_cores(tree(tmp_path, "0::/job/task", files)) == 0.5
 
 
@@ -78,8 +91,11 @@ def test_cores_are_cut_by_a_v1_quota(tmp_path: Path) -> None:
 
 def test_cores_follow_the_affinity_mask() -> None:
     code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
-    code += "from parallax.host import *; print(usable_cores() <= 1)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+    code += "from parallax.machine.host import *; print(usable_cores() <= 1)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "True\n"
+    )
 
 
 def test_memory_limits_of_v2_count_dropped_cache_as_free(tmp_path: Path) -> None:
@@ -110,7 +126,7 @@ def test_a_process_limit_is_seen_and_caps_the_device_memory() -> None:
     """In a process of its own: a hard limit cannot be raised again."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30));"
-        "from parallax.host import *;(l,) = [l for l in memory_limits() if l.per_process];"
+        "from parallax.machine.host import *;(l,) = [l for l in memory_limits() if l.per_process];"
         "print(l.name, l.limit_bytes, available_memory(1) == available_memory(2) < 2**30)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -164,7 +180,11 @@ def test_probes_are_measured_once_and_again_when_asked(tmp_path: Path, cache: Pa
     first = measure_probes(tmp_path / "runs" / "swap")
     assert not (tmp_path / "runs").exists()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, handles)
-    assert all(value > 10 * MIB for name, value in dataclasses.asdict(first).items() if name in ("copy", "local"))
+    assert all(
+        value > 10 * MIB
+        for name, value in dataclasses.asdict(first).items()
+        if name in ("copy", "local")
+    )
     assert 0 < first.local_latency_seconds < 0.1
     assert first.disk_write_synced <= first.disk_write * 3
     (kept,) = cache.iterdir()
@@ -188,11 +208,15 @@ def test_probes_refuse_nonsense(probes: Probes) -> None:
 def test_speeds_follow_cores_and_shared_memory() -> None:
     assert shared_speeds([1.0, 1.0, 1.0], 2.0) == pytest.approx((1.0, 1.0, 2 / 3))
     assert shared_speeds([1.0, 1.25, 1.25, 1.6], 4.0) == pytest.approx((1.0, 0.8, 0.8, 0.625))
-    assert shared_speeds([1.0, 1.1, 0.9], 8.0) == pytest.approx((1.0, 1 / 1.1, 1 / 1.1))  # more are never faster
+    assert shared_speeds([1.0, 1.1, 0.9], 8.0) == pytest.approx(
+        (1.0, 1 / 1.1, 1 / 1.1)
+    )  # more are never faster
     assert shared_speeds([1.0], 0.5) == (0.5,)
 
 
-def test_processes_that_compute_together_are_timed_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_compute_together_are_timed_and_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "TURNS", 1)
     alone, together = probe_together(2, 1, exact=True)
     assert 0 < alone < 60
@@ -224,7 +248,11 @@ def test_speeds_are_measured_once_and_only_for_processes(monkeypatch: pytest.Mon
 
 
 def test_what_the_allocator_loses_depends_on_whether_a_budget_is_kept(probes: Probes) -> None:
-    kept = cluster_of(ClusterConfig(kind="cpu", devices=1, threads=2, device_memory="1GiB"), tier="none", probes=probes)
+    kept = cluster_of(
+        ClusterConfig(kind="cpu", devices=1, threads=2, device_memory="1GiB"),
+        tier="none",
+        probes=probes,
+    )
     free = cluster_of(ClusterConfig(kind="cpu", devices=1, threads=1), tier="none", probes=probes)
     assert kept.devices[0].gap_share < 0.05 < free.devices[0].gap_share
     assert kept.devices[0].reserve_bytes > free.devices[0].reserve_bytes
@@ -248,7 +276,9 @@ def test_more_cuda_devices_than_present(devices: int | str) -> None:
 
 
 def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
-    cluster = cluster_of(ClusterConfig(kind="cpu", devices=4, threads=1), tier="auto", probes=probes)
+    cluster = cluster_of(
+        ClusterConfig(kind="cpu", devices=4, threads=1), tier="auto", probes=probes
+    )
     (node,) = cluster.nodes
     assert len(cluster.devices) == 4
     assert node.concurrent == min(4, usable_cores())
@@ -256,7 +286,9 @@ def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
     assert (first.kind, first.tier) == ("cpu", "disk")
     assert first.memory_bytes == pytest.approx(available_memory(4) * 0.8, rel=0.3)
     assert first.tier_bytes == pytest.approx(disk_free_bytes(tmp_path) * 0.8 / 4, rel=0.3)
-    share = 1.0 if usable_cores() >= 8 else 0.5  # a thread that copies has a core for itself, or its rank's half
+    share = (
+        1.0 if usable_cores() >= 8 else 0.5
+    )  # a thread that copies has a core for itself, or its rank's half
     assert first.write.bytes_per_second == probes.disk_write * share
     assert first.read.bytes_per_second == probes.disk_read * share
     # Its rank shares a core with it, or all cores with the two that each rank has.
@@ -277,12 +309,19 @@ def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
     ],
 )
 def test_a_rank_shares_the_cores_with_the_threads_that_copy_for_it(
-    monkeypatch: pytest.MonkeyPatch, probes: Probes, cores: int, devices: int, copying: int, loss: float
+    monkeypatch: pytest.MonkeyPatch,
+    probes: Probes,
+    cores: int,
+    devices: int,
+    copying: int,
+    loss: float,
 ) -> None:
     """A rank on two cores has two threads that write: all three cannot run at once."""
     monkeypatch.setattr(machine, "usable_cores", lambda: float(cores))
     choice = choose_devices(ClusterConfig(kind="cpu", devices=devices, threads=1))
-    cluster = build_cluster(ClusterConfig(devices=devices), choice, tier="disk", probes=probes, copying_threads=copying)
+    cluster = build_cluster(
+        ClusterConfig(devices=devices), choice, tier="disk", probes=probes, copying_threads=copying
+    )
     assert cluster.devices[0].overlap_loss == pytest.approx(loss)
     assert cluster.local.bytes_per_second == probes.local
 

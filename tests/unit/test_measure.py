@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.errors import ConfigError, DescribeError
-from parallax.model import measure as module
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
-from parallax.model.measure import measure
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling import measure as module
+from parallax.model.profiling.measure import measure
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
@@ -43,7 +43,11 @@ class Both(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDE, 2 * WIDE), nn.LayerNorm(2 * WIDE), nn.Linear(2 * WIDE, WIDE)
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDE, 2 * WIDE),
+            nn.LayerNorm(2 * WIDE),
+            nn.Linear(2 * WIDE, WIDE),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(F.gelu(self.up(x))))
@@ -55,7 +59,9 @@ class Twice(nn.Module):
         self.linear = nn.Linear(WIDE, WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.exp(self.linear(x))  # saves its output, which the next block's linear saves again
+        return torch.exp(
+            self.linear(x)
+        )  # saves its output, which the next block's linear saves again
 
 
 def chain_of(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -70,7 +76,9 @@ def sample(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
     return (torch.randn(rows, WIDE),), torch.zeros(rows, WIDE)
 
 
-def profile_of(factory: Callable[[], nn.Module], rows: tuple[int, ...] = (2, 4), **options: Any) -> ModelProfile:
+def profile_of(
+    factory: Callable[[], nn.Module], rows: tuple[int, ...] = (2, 4), **options: Any
+) -> ModelProfile:
     fields: dict[str, Any] = {
         "device": CPU,
         "precision": PrecisionConfig(),
@@ -94,8 +102,14 @@ def test_saved_bytes_by_hand() -> None:
     assert numbers(found[0], 3) == (3 * row, 0, 3 * row, 3 * row)  # the rows of the batch
     # up saves its input, gelu, norm and down theirs; the norm's mean and inverse deviation are a number per row each.
     assert numbers(found[1], 3) == (3 * (row + 3 * 2 * row + 2 * FLOAT), 0, 3 * row, 3 * row)
-    assert [block.parameters for block in found] == [WIDE * WIDE + WIDE, 4 * WIDE * WIDE + 7 * WIDE, WIDE * WIDE + WIDE]
-    assert [block.parameter_bytes for block in found] == [FLOAT * block.parameters for block in found]
+    assert [block.parameters for block in found] == [
+        WIDE * WIDE + WIDE,
+        4 * WIDE * WIDE + 7 * WIDE,
+        WIDE * WIDE + WIDE,
+    ]
+    assert [block.parameter_bytes for block in found] == [
+        FLOAT * block.parameters for block in found
+    ]
 
 
 def test_small_tensors_stay() -> None:
@@ -106,8 +120,12 @@ def test_small_tensors_stay() -> None:
 
 
 def test_the_loss_is_part_of_the_last_block() -> None:
-    plain = profile_of(chain_of(linear(), linear()), loss=lambda outputs, targets: outputs.sum()).blocks
-    squared = profile_of(chain_of(linear(), linear()), loss=lambda outputs, targets: (outputs**2).sum() + 0).blocks
+    plain = profile_of(
+        chain_of(linear(), linear()), loss=lambda outputs, targets: outputs.sum()
+    ).blocks
+    squared = profile_of(
+        chain_of(linear(), linear()), loss=lambda outputs, targets: (outputs**2).sum() + 0
+    ).blocks
     assert plain[0].moved == squared[0].moved
     assert squared[1].moved == plain[1].moved
     assert plain[1].by_loss.at(4) == 0
@@ -133,10 +151,14 @@ def test_the_first_block_needs_no_gradient_of_its_input() -> None:
     assert measured == ["0", "1", "3"] * 2
 
 
-def test_a_profile_is_measured_once_and_keyed_by_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_measured_once_and_keyed_by_what_it_depends_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = []
     plain = module._Bench.run
-    monkeypatch.setattr(module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest))
+    monkeypatch.setattr(
+        module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
+    )
     factory = chain_of(linear(), Both)
     first = profile_of(factory)
     assert runs == [2, 4]
@@ -184,7 +206,10 @@ def test_the_name_is_the_callers_also_from_the_cache() -> None:
             r"block Linear does not take what the block before it returns \(torch.float32 \(2, 64",
         ),
         (chain_of(linear(), lambda: nn.Bilinear(4, 4, 4)), "block Bilinear does not take"),
-        (chain_of(linear(), lambda: nn.LSTM(WIDE, 8)), "a block returned tuple; it must return a tensor"),
+        (
+            chain_of(linear(), lambda: nn.LSTM(WIDE, 8)),
+            "a block returned tuple; it must return a tensor",
+        ),
     ],
 )
 def test_blocks_that_do_not_fit_together(factory: Callable[[], nn.Module], message: str) -> None:
@@ -242,7 +267,9 @@ def test_ties() -> None:
 
 def test_casts_of_weights_stay() -> None:
     plain = profile_of(chain_of(linear(), linear(), linear())).blocks[1]
-    cast = profile_of(chain_of(linear(), linear(), linear()), precision=PrecisionConfig(compute="bf16")).blocks[1]
+    cast = profile_of(
+        chain_of(linear(), linear(), linear()), precision=PrecisionConfig(compute="bf16")
+    ).blocks[1]
     assert plain.stays.at(4) == 0
     assert plain.moved.at(4) == 4 * WIDE * FLOAT  # its input
     assert cast.stays.fixed >= WIDE * WIDE * 2  # autocast's copy of the weight
@@ -257,7 +284,10 @@ def test_buffers_and_numbers_in_double_precision() -> None:
     found = profile_of(
         chain_of(linear(), lambda: Normed(WIDE), linear()),
         precision=PrecisionConfig(parameters="fp64", compute="fp64"),
-        sample=lambda n: ((torch.randn(n, WIDE, dtype=torch.float64),), torch.zeros(n, WIDE, dtype=torch.float64)),
+        sample=lambda n: (
+            (torch.randn(n, WIDE, dtype=torch.float64),),
+            torch.zeros(n, WIDE, dtype=torch.float64),
+        ),
     ).blocks[1]
     assert found.buffer_bytes == 2 * WIDE * 8 + 8
     assert found.parameter_bytes == 2 * WIDE * 8
@@ -273,7 +303,9 @@ def test_measuring_leaves_the_random_state_alone() -> None:
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(compute="bf16")], ids=str)
-def test_what_is_predicted_is_what_the_swap_manager_moves(precision: PrecisionConfig, scratch: Path) -> None:
+def test_what_is_predicted_is_what_the_swap_manager_moves(
+    precision: PrecisionConfig, scratch: Path
+) -> None:
     """Once 6% apart: a block's input was taken for a leaf that stays, and what the loss saves for offloaded."""
     config = GPTConfig(layers=2, hidden=64, heads=2, vocabulary=64, sequence=32)
     chain, tokens = describe(config.build), torch.randint(0, 64, (4, 33))
@@ -299,13 +331,17 @@ def test_what_is_predicted_is_what_the_swap_manager_moves(precision: PrecisionCo
         statistics = engine._manager.take_statistics()
     finally:
         engine.close()
-    assert statistics.bytes_out + statistics.bytes_cancelled == sum(block.moved.at(4) for block in found.blocks)
+    assert statistics.bytes_out + statistics.bytes_cancelled == sum(
+        block.moved.at(4) for block in found.blocks
+    )
 
 
 def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     plain = module._Bench.run
-    monkeypatch.setattr(module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest))
+    monkeypatch.setattr(
+        module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
+    )
     found = profile_of(chain_of(linear()), (2, 4, 8, 16))
     assert runs == [2, 4, 8, 16]
     assert found.blocks[0].moved.at(3) == 3 * WIDE * FLOAT
@@ -316,7 +352,9 @@ def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.Monk
     assert runs == [2, 4]
 
 
-def test_more_rows_are_measured_while_what_they_cost_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_are_measured_while_what_they_cost_is_the_same_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Wide layers read their weights for as long as two rows compute, and four: lines through such points promised a
     micro-batch of 256 rows in a seventh of its time."""
     plain, runs = module._Bench.run, []
@@ -324,7 +362,10 @@ def test_more_rows_are_measured_while_what_they_cost_is_the_same_for_all(monkeyp
     def run(self: Any, rows: int, *rest: Any) -> list[Any]:
         runs.append(rows)
         seconds = 1.0 + 0.1 * rows
-        return [replace(found, forward_seconds=seconds, backward_seconds=seconds) for found in plain(self, rows, *rest)]
+        return [
+            replace(found, forward_seconds=seconds, backward_seconds=seconds)
+            for found in plain(self, rows, *rest)
+        ]
 
     monkeypatch.setattr(module._Bench, "run", run)
     found = profile_of(chain_of(linear()), (2, 4, 8, 16, 32, 64))
@@ -385,7 +426,9 @@ def test_everything_that_crosses_a_cut_is_priced() -> None:
     """What was made, what is handed on, and a mask without a gradient."""
 
     def masked(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        return (torch.randn(rows, WIDE), torch.ones(rows, WIDE, dtype=torch.int16)), torch.zeros(rows, WIDE)
+        return (torch.randn(rows, WIDE), torch.ones(rows, WIDE, dtype=torch.int16)), torch.zeros(
+            rows, WIDE
+        )
 
     first, second = profile_of(Relay, sample=masked).blocks
     row = WIDE * FLOAT
@@ -411,7 +454,9 @@ def test_halves_by_hand() -> None:
 def test_a_profile_of_an_earlier_edition_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     plain = module._Bench.run
-    monkeypatch.setattr(module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest))
+    monkeypatch.setattr(
+        module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
+    )
     monkeypatch.setattr(module, "EDITION", module.EDITION - 1)
     profile_of(chain_of(linear()))
     monkeypatch.setattr(module, "EDITION", module.EDITION + 1)
@@ -428,7 +473,9 @@ class Counting:
         self.trials = Trials("disk", SwapConfig(minimum_bytes=1), folder)
         self.moved: list[int] = []
 
-    def of(self, block: nn.Module, moved: int, device: torch.device) -> contextlib.AbstractContextManager[Trial]:
+    def of(
+        self, block: nn.Module, moved: int, device: torch.device
+    ) -> contextlib.AbstractContextManager[Trial]:
         self.moved.append(moved)
         return self.trials.of(block, moved, device)
 
@@ -450,7 +497,7 @@ def test_a_tier_that_cannot_take_a_block_is_said_and_the_block_is_measured(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("parallax.swap.store.os.pwrite", full)
+    monkeypatch.setattr("parallax.swap.stores.store.os.pwrite", full)
     said: list[str] = []
     found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=said.append)
     assert found.blocks[0].forward_seconds.at(4) > 0
@@ -487,13 +534,17 @@ def test_a_trial_moves_what_a_block_saves_and_changes_no_gradient(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryDirectory", refuse)
     with (
-        pytest.raises(ConfigError, match=r"cannot write in .* \(Permission denied\): name another folder"),
+        pytest.raises(
+            ConfigError, match=r"cannot write in .* \(Permission denied\): name another folder"
+        ),
         Trials("disk", SwapConfig(), tmp_path).of(Both(), 1, CPU),
     ):
         pass

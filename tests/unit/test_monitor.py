@@ -20,23 +20,39 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from parallax.events import Span
-from parallax.monitor import LoggerConfig, MetricsLog, Progress, StepLine, load_curves, read_metrics
+from parallax.common.events import Span
 from parallax.report import COLOURS, summary_table, timeline_png
+from parallax.train.monitor import (
+    LoggerConfig,
+    MetricsLog,
+    Progress,
+    StepLine,
+    load_curves,
+    read_metrics,
+)
 
 QUIET = LoggerConfig(tensorboard=False)
 
 
 def line(step: int, **values: Any) -> StepLine:
     return StepLine(
-        **{"step": step, "loss": 2.5, "rate": 12345.0, "peak_bytes": 3 << 20, "budget_bytes": 4 << 20} | values
+        **{
+            "step": step,
+            "loss": 2.5,
+            "rate": 12345.0,
+            "peak_bytes": 3 << 20,
+            "budget_bytes": 4 << 20,
+        }
+        | values
     )
 
 
 def test_metrics_are_flushed_line_by_line(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "run", QUIET) as log:
         log.write({"step": 1, "loss": 2.5, "note": "first", "validation_loss": None})
-        assert read_metrics(log.path) == [{"step": 1, "loss": 2.5, "note": "first", "validation_loss": None}]
+        assert read_metrics(log.path) == [
+            {"step": 1, "loss": 2.5, "note": "first", "validation_loss": None}
+        ]
     assert sorted(os.listdir(tmp_path / "run")) == ["metrics.jsonl"]
 
 
@@ -80,7 +96,9 @@ def test_plain_lines_without_a_terminal() -> None:
         progress.note("checkpoint [31] saved")
         progress.show(line(60, unit="rows"))
     first, note, last = text.getvalue().splitlines()
-    assert first.startswith("step 31/60  loss 2.5000  12.3k tokens/s  memory 3.0 MiB of 4.0 MiB (75%)  swap ")
+    assert first.startswith(
+        "step 31/60  loss 2.5000  12.3k tokens/s  memory 3.0 MiB of 4.0 MiB (75%)  swap "
+    )
     assert "  swap 12.0 MiB (97% overlapped, 0.500 s stalled)  " in first
     assert note == "checkpoint [31] saved"
     assert "rows/s" in last
@@ -161,7 +179,9 @@ def test_timeline_shows_both_runs_in_their_colours(tmp_path: Path) -> None:
     top, bottom = image[:430], image[430:780]
     for kind in ("forward", "backward", "wait", "update"):
         assert count(top, kind) > 2000
-        assert count(bottom, kind) > 1.1 * count(top, kind)  # the measured run took 1.3 times as long
+        assert count(bottom, kind) > 1.1 * count(
+            top, kind
+        )  # the measured run took 1.3 times as long
 
 
 @pytest.mark.parametrize("measured", [[], [Span(0, 1, "dance", 0, 0, 1.0, 1.0)]])
@@ -171,19 +191,38 @@ def test_timeline_without_much_to_show(tmp_path: Path, measured: list[Span]) -> 
 
 
 def test_summary_table_has_prediction_beside_measurement() -> None:
-    rank = {"rank": 0, "stage": 1, "replica": 2, "budget_bytes": 8 << 30, "predicted_peak_bytes": 7 << 30}
+    rank = {
+        "rank": 0,
+        "stage": 1,
+        "replica": 2,
+        "budget_bytes": 8 << 30,
+        "predicted_peak_bytes": 7 << 30,
+    }
     rank |= {
         "measured_peak_bytes": 6 << 30,
         "offloaded_bytes_per_step": 5 << 20,
         "stall_seconds_per_step": 0.25,
     }
-    summary = {"steps": 60, "loss_first": 5.5, "loss_last": 2.25, "validation_loss": None, "ranks": [rank]}
-    summary |= {"predicted_step_seconds": 0.5, "step_seconds_median": 0.6, "tokens_per_second": 12345.6}
+    summary = {
+        "steps": 60,
+        "loss_first": 5.5,
+        "loss_last": 2.25,
+        "validation_loss": None,
+        "ranks": [rank],
+    }
+    summary |= {
+        "predicted_step_seconds": 0.5,
+        "step_seconds_median": 0.6,
+        "tokens_per_second": 12345.6,
+    }
     summary |= {"bubble_predicted": 0.25, "bubble_measured": 0.3, "unigram_entropy": 3.24}
     console = Console(file=io.StringIO(), width=80, record=True)
     console.print(summary_table(summary))
     text = " ".join(console.export_text().split())
-    assert "60 steps: loss 5.5000 to 2.2500, validation - (unigram entropy 3.2400), 12,346 tokens/s" in text
+    assert (
+        "60 steps: loss 5.5000 to 2.2500, validation - (unigram entropy 3.2400), 12,346 tokens/s"
+        in text
+    )
     assert "step seconds 0.500 0.600 1.20" in text
     assert "bubble 25.0% 30.0% 1.20" in text
     assert "0 1 2 8.0 GiB 7.0 GiB 6.0 GiB 5.0 MiB 0.250 s" in text

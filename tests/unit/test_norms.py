@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallax.model.norms import Norms, _batch_norm, _Participants
+from parallax.model.layers.norms import Norms, _batch_norm, _Participants
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (2, 3, 4, 2), (2, 3, 2, 2, 2)], ids=str)
@@ -17,7 +17,9 @@ def test_it_is_torchs_formula(shape: tuple[int, ...], dtype: torch.dtype, affine
     torch.manual_seed(0)
     x = (torch.randn(shape) * 3 + 10).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    weight, bias = (torch.rand(3, dtype=wide) + 0.5, torch.randn(3, dtype=wide)) if affine else (None, None)
+    weight, bias = (
+        (torch.rand(3, dtype=wide) + 0.5, torch.randn(3, dtype=wide)) if affine else (None, None)
+    )
     gradient = torch.randn(shape).to(dtype)
     found = []
     for call in (F.batch_norm, lambda *given: _batch_norm(_Participants(None, 0, 1), *given)):

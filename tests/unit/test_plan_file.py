@@ -18,7 +18,8 @@ from parallax.plan.profile import Affine, ModelProfile
 from tests.unit.plan_fakes import FREE, block, cluster, plan, profile, stages
 
 MODEL = profile(
-    [block("a", parameter_bytes=8, moved=Affine(3, 2.5)), block("b", parameter_bytes=8)], ties=((8, (0, 1)),)
+    [block("a", parameter_bytes=8, moved=Affine(3, 2.5)), block("b", parameter_bytes=8)],
+    ties=((8, (0, 1)),),
 )
 
 
@@ -69,12 +70,22 @@ def test_diff_names_what_changed() -> None:
 
 def test_explain_says_it_in_numbers() -> None:
     rank = RankPrediction(
-        peak_bytes=2048, budget_bytes=4096, tier_peak_bytes=0, offloaded_bytes=1024, stall_seconds=0.5
+        peak_bytes=2048,
+        budget_bytes=4096,
+        tier_peak_bytes=0,
+        offloaded_bytes=1024,
+        stall_seconds=0.5,
     )
-    terms = StagePrediction(memory={"parameters": 1024, "swap": 512, "loss": 0}, seconds={"forward": 1.0, "idle": 0.25})
+    terms = StagePrediction(
+        memory={"parameters": 1024, "swap": 512, "loss": 0}, seconds={"forward": 1.0, "idle": 0.25}
+    )
     prediction = replace(plan().prediction, ranks=(rank,) * 3, stages=(terms, terms))
-    mixed = replace(stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), optimizer_offload=0.5)
-    other = Alternative(description="gpipe", step_seconds=1.5, reason="50.0% slower: +0.5 s of idle")
+    mixed = replace(
+        stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), optimizer_offload=0.5
+    )
+    other = Alternative(
+        description="gpipe", step_seconds=1.5, reason="50.0% slower: +0.5 s of idle"
+    )
     chosen = plan(
         stages=(mixed, *stages([2, 3], [2])),
         prediction=prediction,
@@ -94,12 +105,18 @@ def test_explain_says_it_in_numbers() -> None:
         "than 0.8 s, so this one is at most 25.0% above the best.",
         "not chosen: gpipe: 1.5 s, 50.0% slower: +0.5 s of idle.",
     ]
-    assert replace(chosen, exact=True).explain()[-2].endswith("can be faster by the planner's formula.")
+    assert (
+        replace(chosen, exact=True)
+        .explain()[-2]
+        .endswith("can be faster by the planner's formula.")
+    )
     assert replace(chosen, bound_seconds=0.0).explain()[-2].endswith("a better plan may exist.")
 
 
 def test_positions_and_placement() -> None:
-    dealt = plan(stages=tuple(stages([0, 1, 2, 3, 4], [2, 1, 2, 1])), interleave=2, placement=(2, 0, 1))
+    dealt = plan(
+        stages=tuple(stages([0, 1, 2, 3, 4], [2, 1, 2, 1])), interleave=2, placement=(2, 0, 1)
+    )
     assert (dealt.positions, dealt.world_size, dealt.blocks) == (2, 3, 4)
     assert [dealt.ranks(s) for s in range(4)] == [(2, 0), (1,), (2, 0), (1,)]
     assert [dealt.locate(rank) for rank in range(3)] == [(0, 1), (1, 0), (0, 0)]
@@ -107,7 +124,10 @@ def test_positions_and_placement() -> None:
     for changes, message in (
         ({"interleave": 3}, "4 stages cannot be dealt out 3"),
         ({"placement": (0, 1, 1)}, "must name each of 3 ranks once"),
-        ({"stages": tuple(stages([0, 1, 2, 3, 4], [2, 1, 1, 2]))}, "its position has another number"),
+        (
+            {"stages": tuple(stages([0, 1, 2, 3, 4], [2, 1, 1, 2]))},
+            "its position has another number",
+        ),
     ):
         with pytest.raises(PlanError, match=message):
             replace(dealt, **changes)
@@ -117,8 +137,14 @@ def test_positions_and_placement() -> None:
     ("changes", "message"),
     [
         ({"stages": tuple(stages([1, 3], [3]))}, "stage 0 holds blocks 1..3; it must start at 0"),
-        ({"stages": (*stages([0, 2]), *stages([3, 4], [2]))}, "stage 1 holds blocks 3..4; it must start at 2"),
-        ({"stages": (*stages([0, 2]), *stages([1, 4], [2]))}, "stage 1 holds blocks 1..4; it must start at 2"),
+        (
+            {"stages": (*stages([0, 2]), *stages([3, 4], [2]))},
+            "stage 1 holds blocks 3..4; it must start at 2",
+        ),
+        (
+            {"stages": (*stages([0, 2]), *stages([1, 4], [2]))},
+            "stage 1 holds blocks 1..4; it must start at 2",
+        ),
         ({"stages": (*stages([0, 2]), *stages([2, 2], [2]))}, "stage 1 holds blocks 2..2"),
         ({"stages": ()}, "a stage"),
         ({"stages": tuple(stages([0, 2, 3]))}, "2 ranks but predictions for 3"),
@@ -139,7 +165,8 @@ def test_a_plan_that_contradicts_itself(changes: dict[str, Any], message: str) -
 def test_a_plan_over_its_budget_is_no_plan() -> None:
     rank = replace(plan().prediction.ranks[0], peak_bytes=3 * 2**20, budget_bytes=2**20)
     with pytest.raises(
-        PlanError, match=r"rank 1 would need 3.0 MiB of 1.0 MiB: this plan was never proved; plan again"
+        PlanError,
+        match=r"rank 1 would need 3.0 MiB of 1.0 MiB: this plan was never proved; plan again",
     ):
         plan(prediction=replace(plan().prediction, ranks=(plan().prediction.ranks[0], rank, rank)))
 
@@ -170,7 +197,8 @@ def test_tags_that_make_objects_are_refused_as_data(tmp_path: Path, text: str) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "3", "a: b", "stages: 4", "[[", "\x00", "- 1\n- 2", "stages: [1]\nprediction: {}"]
+    "text",
+    ["", "[]", "3", "a: b", "stages: 4", "[[", "\x00", "- 1\n- 2", "stages: [1]\nprediction: {}"],
 )
 def test_files_that_are_no_plan(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.yaml"
@@ -331,7 +359,11 @@ def test_clusters_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 
 def test_links_between_nodes() -> None:
     one = cluster(2)
-    both = Cluster(nodes=(*one.nodes, *one.nodes), local=FREE, remote=Link(bytes_per_second=2, latency_seconds=1))
+    both = Cluster(
+        nodes=(*one.nodes, *one.nodes),
+        local=FREE,
+        remote=Link(bytes_per_second=2, latency_seconds=1),
+    )
     assert both.node_of == (0, 0, 1, 1)
     assert both.link(0, 1) is FREE
     assert both.link(1, 2).seconds(4) == 3

@@ -12,9 +12,13 @@ from torch import nn
 from parallax.config import compose, dump, load
 from parallax.errors import ConfigError
 from parallax.model.precision import COMPUTED_IN, PrecisionConfig
-from parallax.plan.recipe import RECIPES, recipe
+from parallax.plan.analytic.recipe import RECIPES, recipe
 
-EVERY = [PrecisionConfig(parameters=p, compute=c) for p, computed in COMPUTED_IN.items() for c in computed]
+EVERY = [
+    PrecisionConfig(parameters=p, compute=c)
+    for p, computed in COMPUTED_IN.items()
+    for c in computed
+]
 
 
 @pytest.mark.parametrize("precision", EVERY, ids=str)
@@ -24,7 +28,9 @@ def test_what_runs_has_the_recipe_that_is_planned_for(precision: PrecisionConfig
     assert how.weight == how.gradient == precision.parameter_dtype.itemsize
     assert (how.master > 0) == (precision.parameter_dtype.itemsize == 2)
     with precision.autocast("cpu"):
-        out = nn.Linear(3, 3, dtype=precision.parameter_dtype)(torch.ones(2, 3, dtype=precision.parameter_dtype))
+        out = nn.Linear(3, 3, dtype=precision.parameter_dtype)(
+            torch.ones(2, 3, dtype=precision.parameter_dtype)
+        )
     assert out.dtype.itemsize == how.compute
     if precision.boundary_dtype is not None:
         assert precision.boundary_dtype is out.dtype
@@ -41,7 +47,10 @@ def test_every_recipe_runs() -> None:
         ({"parameters": "fp64", "compute": "bf16"}, "precision.compute=bf16: accepted are fp64"),
         ({"parameters": "bf16"}, "precision.compute=fp32: accepted are bf16"),
         ({"boundary": "fp32"}, "precision.boundary=fp32"),
-        ({"loss_scale": "high"}, "precision.loss_scale=high: accepted are auto and finite numbers above 0"),
+        (
+            {"loss_scale": "high"},
+            "precision.loss_scale=high: accepted are auto and finite numbers above 0",
+        ),
         ({"loss_scale": 0.0}, "precision.loss_scale=0"),
         ({"loss_scale": float("inf")}, "precision.loss_scale=inf"),
         ({"loss_scale": float("nan")}, "precision.loss_scale=nan"),

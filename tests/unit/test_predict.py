@@ -8,16 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from parallax.plan import predict as predicting
 from parallax.plan.cluster import Cluster, Link
-from parallax.plan.predict import Pipeline, best_placement, predict
 from parallax.plan.schedule import ORDERS
+from parallax.plan.simulation import predict as predicting
+from parallax.plan.simulation.predict import Pipeline, best_placement, predict
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
-MODEL = [block(f"b{i}", 1.0 + i % 3, 2.0 + i % 2, weight_seconds=1.0, input=4, output=4) for i in range(8)]
+MODEL = [
+    block(f"b{i}", 1.0 + i % 3, 2.0 + i % 2, weight_seconds=1.0, input=4, output=4)
+    for i in range(8)
+]
 
 
-def pipeline(schedule: str, positions: int, rows: int, interleave: int = 1, replicas: int = 1) -> Pipeline:
+def pipeline(
+    schedule: str, positions: int, rows: int, interleave: int = 1, replicas: int = 1
+) -> Pipeline:
     count = positions * interleave
     cuts = [8 * s // count for s in range(count + 1)]
     return Pipeline(
@@ -57,7 +62,9 @@ def test_timed_and_simulated_agree_where_nothing_is_shared(
     assert simulated.spans
     assert not timed.spans
     assert timed.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-6)
-    assert [rank.budget_bytes for rank in timed.ranks] == [rank.budget_bytes for rank in simulated.ranks]
+    assert [rank.budget_bytes for rank in timed.ranks] == [
+        rank.budget_bytes for rank in simulated.ranks
+    ]
     for ours, theirs in zip(timed.ranks, simulated.ranks):
         assert ours.peak_bytes >= theirs.peak_bytes
     for terms in timed.stages:
@@ -69,12 +76,18 @@ def test_replicas_that_reduce_much_stand_on_one_node() -> None:
     of a replica do."""
     node = cluster(2).nodes[0]
     machines = Cluster(
-        nodes=(node, replace(node, name="other")), local=Link(bytes_per_second=1e4), remote=Link(bytes_per_second=1e2)
+        nodes=(node, replace(node, name="other")),
+        local=Link(bytes_per_second=1e4),
+        remote=Link(bytes_per_second=1e2),
     )
     asked = pipeline("1f1b", 2, 8, replicas=2)
     heavy = profile([replace(cost, parameter_bytes=10**5) for cost in MODEL])
-    chatty = profile([replace(cost, input=replace(cost.input, per_row=5e3), output=cost.input) for cost in MODEL])
-    chatty = profile([replace(cost, output=replace(cost.output, per_row=5e3)) for cost in chatty.blocks])
+    chatty = profile(
+        [replace(cost, input=replace(cost.input, per_row=5e3), output=cost.input) for cost in MODEL]
+    )
+    chatty = profile(
+        [replace(cost, output=replace(cost.output, per_row=5e3)) for cost in chatty.blocks]
+    )
     assert best_placement(heavy, machines, asked)[0].order == (0, 1, 2, 3)
     assert best_placement(chatty, machines, asked)[0].order == (0, 2, 1, 3)
 

@@ -10,7 +10,11 @@ from benchmarks.prediction import CASES, Case, Outcome, Reading, _outcome, markd
 from parallax.config import compose
 
 EXACT = Outcome(
-    case="one", predicted_seconds=1.0, measured_seconds=1.0, predicted_bytes=200 << 20, measured_bytes=200 << 20
+    case="one",
+    predicted_seconds=1.0,
+    measured_seconds=1.0,
+    predicted_bytes=200 << 20,
+    measured_bytes=200 << 20,
 )
 
 
@@ -23,7 +27,9 @@ def test_there_are_enough_configurations_of_every_sort() -> None:
     assert any(len(set(case.replicas)) > 1 for case in CASES)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.quick or case.model == "mlp"], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.quick or case.model == "mlp"], ids=str
+)
 def test_a_command_line_means_its_configuration(case: Case) -> None:
     config = compose(case.overrides())
     assert list(config.plan.replicas) == list(case.replicas)

@@ -6,7 +6,7 @@ import pytest
 
 from parallax.config import compose, dump, load
 from parallax.errors import ConfigError
-from parallax.runtime.replicas import ReplicasConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 
 
 def test_defaults_and_options() -> None:
@@ -22,7 +22,9 @@ def test_defaults_and_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"compress": "int8"}, {"powersgd_rank": 0}, {"batchnorm": "group"}], ids=lambda v: next(iter(v))
+    "values",
+    [{"compress": "int8"}, {"powersgd_rank": 0}, {"batchnorm": "group"}],
+    ids=lambda v: next(iter(v)),
 )
 def test_what_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):

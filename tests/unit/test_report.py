@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from parallax.common.events import Span
+from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import ConfigError
-from parallax.events import Span
-from parallax.plan.catalog import CatalogClusterConfig
-from parallax.plan.efficiency import price
-from parallax.plan.estimate import estimate
-from parallax.plan.hardware import DEVICE_KINDS
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.analytic.efficiency import price
+from parallax.plan.analytic.hardware import DEVICE_KINDS
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.config import PlanConfig
+from parallax.plan.cost.estimate import estimate
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.request import PlanConfig
-from parallax.plan.search import search
-from parallax.plan.transformer import TransformerConfig
+from parallax.plan.search.search import search
 from parallax.report import (
     COLOURS,
     chrome_trace,
@@ -41,7 +42,6 @@ from parallax.report.simulation import simulation_table
 from parallax.report.swap import SwapRecord, swapped_ranks, worst_of_stages
 from parallax.report.what_if import Outcome, what_if_table
 from parallax.swap.statistics import MicroStatistics, SwapStatistics
-from parallax.units import format_bytes, format_seconds
 
 MIB = 2**20
 MODEL = TransformerConfig(layers=6, hidden=128, heads=2, vocabulary=512, sequence=64)
@@ -77,19 +77,36 @@ def spans() -> list[Span]:
 def test_a_trace_has_a_process_per_rank_and_three_tracks() -> None:
     trace = chrome_trace(spans())
     json.dumps(trace, allow_nan=False)
-    names = [event for event in trace["traceEvents"] if event["ph"] == "M" and event["name"] == "process_name"]
+    names = [
+        event
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "process_name"
+    ]
     assert [(event["pid"], event["args"]["name"]) for event in names] == [
         (0, "rank 0, stage 0"),
         (1, "rank 1, stage 1"),
     ]
-    tracks = [event for event in trace["traceEvents"] if event["name"] == "thread_name" and event["pid"] == 1]
-    assert [(event["tid"], event["args"]["name"]) for event in tracks] == [(0, "compute"), (1, "send"), (2, "swap")]
+    tracks = [
+        event
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name" and event["pid"] == 1
+    ]
+    assert [(event["tid"], event["args"]["name"]) for event in tracks] == [
+        (0, "compute"),
+        (1, "send"),
+        (2, "swap"),
+    ]
 
 
 def test_a_trace_is_in_microseconds_from_the_first_span() -> None:
     events = [event for event in chrome_trace(spans())["traceEvents"] if event["ph"] != "M"]
     forward, wait, offload, receive, update = events
-    assert (forward["ph"], forward["name"], forward["ts"], forward["dur"]) == ("X", "forward 0", 0.0, 500_000.0)
+    assert (forward["ph"], forward["name"], forward["ts"], forward["dur"]) == (
+        "X",
+        "forward 0",
+        0.0,
+        500_000.0,
+    )
     assert (forward["pid"], forward["tid"]) == (0, 0)
     assert (wait["name"], wait["ts"], wait["dur"], wait["tid"]) == ("wait", 0.0, 125_000.0, 0)
     assert (offload["ph"], offload["tid"], offload["ts"]) == ("i", 2, 500_000.0)
@@ -103,7 +120,11 @@ def test_a_simulated_step_as_a_trace(planned: tuple[Plan, ModelProfile, tuple[Sp
     forwards = [event for event in events if event.get("cat") == "forward"]
     assert len(forwards) == 4 * plan.micro_batches(plan.global_batch)
     for rank in range(4):  # what computes on one rank does not overlap
-        mine = sorted((e["ts"], e["dur"]) for e in events if e["pid"] == rank and e["ph"] == "X" and e["tid"] == 0)
+        mine = sorted(
+            (e["ts"], e["dur"])
+            for e in events
+            if e["pid"] == rank and e["ph"] == "X" and e["tid"] == 0
+        )
         assert all(a + d <= b + 1e-3 for (a, d), (b, _) in pairwise(mine))
 
 
@@ -119,7 +140,10 @@ def test_alike_stages_share_a_row(planned: tuple[Plan, ModelProfile, tuple[Span,
     shown = text(plan_table(plan, profile))
     assert "transformer: " in shown
     assert f"{sum(b.parameters for b in profile.blocks):,} parameters in 8 blocks" in shown
-    runs = [key for key, _ in itertools.groupby(plan.stages, key=lambda s: (s.stop - s.start, s.replicas))]
+    runs = [
+        key
+        for key, _ in itertools.groupby(plan.stages, key=lambda s: (s.stop - s.start, s.replicas))
+    ]
     assert shown.count("keep") == len(runs)
     assert "1f1b, 4 micro-batches of 4 row(s)" in shown
     assert text(plan_table(plan)).startswith("transformer: 8 blocks")
@@ -135,14 +159,22 @@ def test_terms_add_up_in_the_table(planned: tuple[Plan, ModelProfile, tuple[Span
     assert "master" not in shown, "a term that is zero everywhere is left out"
 
 
-def test_of_many_positions_the_fullest_are_shown(planned: tuple[Plan, ModelProfile, tuple[Span, ...]]) -> None:
+def test_of_many_positions_the_fullest_are_shown(
+    planned: tuple[Plan, ModelProfile, tuple[Span, ...]],
+) -> None:
     plan, _, _ = planned
     stage, rank = plan.stages[0], plan.prediction.ranks[0]
-    stages = tuple(replace(stage, start=i, stop=i + 1, replicas=1, directives=stage.directives[:1]) for i in range(20))
-    terms = tuple(
-        replace(plan.prediction.stages[0], memory={"parameters": 1000 + (i * 7) % 20}, seconds={}) for i in range(20)
+    stages = tuple(
+        replace(stage, start=i, stop=i + 1, replicas=1, directives=stage.directives[:1])
+        for i in range(20)
     )
-    long = replace(plan, stages=stages, prediction=replace(plan.prediction, ranks=(rank,) * 20, stages=terms))
+    terms = tuple(
+        replace(plan.prediction.stages[0], memory={"parameters": 1000 + (i * 7) % 20}, seconds={})
+        for i in range(20)
+    )
+    long = replace(
+        plan, stages=stages, prediction=replace(plan.prediction, ranks=(rank,) * 20, stages=terms)
+    )
     shown = text(memory_table(long))
     assert shown.count("stage ") == 8
     assert "12 more stages are in the plan file" in shown
@@ -156,7 +188,9 @@ def test_simulated_ranks(planned: tuple[Plan, ModelProfile, tuple[Span, ...]]) -
     assert "forward backward" in shown
 
 
-def test_profile_shows_alike_blocks_once(planned: tuple[Plan, ModelProfile, tuple[Span, ...]]) -> None:
+def test_profile_shows_alike_blocks_once(
+    planned: tuple[Plan, ModelProfile, tuple[Span, ...]],
+) -> None:
     _, profile, _ = planned
     shown = text(profile_table(profile, 2))
     assert "layer 0 … layer 5 (6 alike)" in shown
@@ -168,7 +202,10 @@ def test_estimate_shows_both_ways() -> None:
     found = estimate(MODEL.work("bf16"), global_batch=4)
     shown = text(estimate_table(found))
     assert f"{MODEL.parameters:,} parameters in bf16" in shown
-    assert f"sum {format_bytes(sum(found.keep.values()))} {format_bytes(sum(found.recompute.values()))}" in shown
+    assert (
+        f"sum {format_bytes(sum(found.keep.values()))} {format_bytes(sum(found.recompute.values()))}"
+        in shown
+    )
 
 
 def test_alternatives_side_by_side() -> None:
@@ -193,7 +230,14 @@ def test_alternatives_side_by_side() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0, "0 s"), (2.5, "2.50 s"), (123.4, "123 s"), (4000, "4000 s"), (0.0999, "99.9 ms"), (3e-6, "3.00 µs")],
+    [
+        (0, "0 s"),
+        (2.5, "2.50 s"),
+        (123.4, "123 s"),
+        (4000, "4000 s"),
+        (0.0999, "99.9 ms"),
+        (3e-6, "3.00 µs"),
+    ],
 )
 def test_seconds(seconds: float, expected: str) -> None:
     assert format_seconds(seconds) == expected
@@ -213,7 +257,10 @@ def statistics(out: int = 6 * MIB, stalled: float = 0.25) -> SwapStatistics:
         tier_high_water=5 * MIB,
         limit_bytes=4 * MIB,
         pinned_waste_bytes=MIB // 2,
-        micro={1: MicroStatistics(2 * MIB, 2 * MIB, 0.25), 0: MicroStatistics(4 * MIB, 2 * MIB, 0.0)},
+        micro={
+            1: MicroStatistics(2 * MIB, 2 * MIB, 0.25),
+            0: MicroStatistics(4 * MIB, 2 * MIB, 0.0),
+        },
         decisions={"smaller than swap.minimum_bytes": (7, 1024), "moved": (12, 6 * MIB)},
     )
 
@@ -222,7 +269,12 @@ def swapped(rank: int, stage: int, *steps: SwapStatistics) -> dict[str, Any]:
     record = SwapRecord()
     for step in steps:
         record.add(step)
-    return {"rank": rank, "stage": stage, "replica": 0, "swap": json.loads(json.dumps(record.summary()))}
+    return {
+        "rank": rank,
+        "stage": stage,
+        "replica": 0,
+        "swap": json.loads(json.dumps(record.summary())),
+    }
 
 
 def test_a_record_has_means_over_the_steps_and_the_last_in_detail() -> None:
@@ -234,7 +286,12 @@ def test_a_record_has_means_over_the_steps_and_the_last_in_detail() -> None:
     last = found["last_step"]
     assert (last["bytes_out"], last["overlap"]) == (6 * MIB, 0.75)
     assert [micro["micro"] for micro in last["micro_batches"]] == [0, 1]
-    assert last["micro_batches"][1] == {"micro": 1, "bytes_out": 2 * MIB, "bytes_in": 2 * MIB, "stall_seconds": 0.25}
+    assert last["micro_batches"][1] == {
+        "micro": 1,
+        "bytes_out": 2 * MIB,
+        "bytes_in": 2 * MIB,
+        "stall_seconds": 0.25,
+    }
     assert last["decisions"]["moved"] == {"tensors": 12, "bytes": 6 * MIB}
 
 
@@ -243,9 +300,9 @@ def test_a_stage_that_does_not_swap_has_no_record() -> None:
     assert record.summary() is None
     record.add(SwapStatistics())
     assert record.summary() is None
-    assert swapped(0, 0, SwapStatistics(decisions={"smaller than swap.minimum_bytes": (1, 8)}))["swap"], (
-        "it says why not"
-    )
+    assert swapped(0, 0, SwapStatistics(decisions={"smaller than swap.minimum_bytes": (1, 8)}))[
+        "swap"
+    ], "it says why not"
     assert swapped_ranks({"ranks": [{"rank": 0, "swap": None}, {"rank": 1}]}) == []
     assert swapped_ranks({}) == []
 
@@ -261,14 +318,20 @@ def test_of_replicas_the_one_that_stalled_most_is_told_of() -> None:
     assert "0 0 6.0 MiB 4.0 MiB 100 ms 90% 4.0 MiB 75% 5.0 MiB 512.0 KiB" in shown
     assert "0 1 0 4.0 MiB 2.0 MiB 0 s" in shown, "its first micro-batch"
     assert "0 1 all 6.0 MiB 4.0 MiB 500 ms 50%" in shown
-    assert "1 2 moved 12 6.0 MiB 1 2 smaller than swap.minimum_bytes 7 1.0 KiB" in shown, "largest first"
+    assert "1 2 moved 12 6.0 MiB 1 2 smaller than swap.minimum_bytes 7 1.0 KiB" in shown, (
+        "largest first"
+    )
     assert "0 0 all" not in shown
     assert "waste" in shown
-    assert "waste" not in text(swap_tables([swapped(0, 0, replace(statistics(), pinned_waste_bytes=0))]))
+    assert "waste" not in text(
+        swap_tables([swapped(0, 0, replace(statistics(), pinned_waste_bytes=0))])
+    )
 
 
 def test_long_tables_say_what_they_leave_out() -> None:
-    many = swapped(0, 0, replace(statistics(), micro={micro: MicroStatistics() for micro in range(50)}))
+    many = swapped(
+        0, 0, replace(statistics(), micro={micro: MicroStatistics() for micro in range(50)})
+    )
     assert "11 more rows with --json" in text(swap_tables([many]))
 
 
@@ -279,7 +342,13 @@ def occupancy(stage: int = 0, high: int = 3 * MIB) -> Occupancy:
         replica=0,
         step=7,
         limit_bytes=4 * MIB,
-        samples=((99.5, 0, 0), (100.5, high, 0), (101.0, high, 2 * MIB), (102.5, MIB, 2 * MIB), (103.5, 0, 0)),
+        samples=(
+            (99.5, 0, 0),
+            (100.5, high, 0),
+            (101.0, high, 2 * MIB),
+            (102.5, MIB, 2 * MIB),
+            (103.5, 0, 0),
+        ),
         spans=(
             Span(stage, 6, "forward", stage, 0, 100.0, 102.0),
             Span(stage, 6, "backward", stage, 0, 102.0, 104.0, 0.5),
@@ -291,9 +360,16 @@ def test_occupancy_is_what_was_written(tmp_path: Path) -> None:
     occupancy().save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["swap-rank0.json"]
     assert Occupancy.load(tmp_path, 0) == occupancy()
-    with pytest.raises(ConfigError, match=r"swap-rank1.json is missing: rank 1 wrote it on its own host"):
+    with pytest.raises(
+        ConfigError, match=r"swap-rank1.json is missing: rank 1 wrote it on its own host"
+    ):
         Occupancy.load(tmp_path, 1)
-    for damaged in ("{", "[]", '{"samples": [], "spans": [{"rnk": 0}]}', '{"samples": [], "spans": []}'):
+    for damaged in (
+        "{",
+        "[]",
+        '{"samples": [], "spans": [{"rnk": 0}]}',
+        '{"samples": [], "spans": []}',
+    ):
         (tmp_path / "swap-rank1.json").write_text(damaged)
         with pytest.raises(ConfigError, match=r"cannot read .*swap-rank1.json"):
             Occupancy.load(tmp_path, 1)

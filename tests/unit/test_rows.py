@@ -24,7 +24,9 @@ def test_parts_cover_all_rows_and_differ_by_one_at_most(rows: int, parts: int) -
 
 
 @given(rows=ROWS, mine=PARTS, theirs=PARTS)
-def test_channels_carry_every_row_once_and_both_ends_agree(rows: int, mine: int, theirs: int) -> None:
+def test_channels_carry_every_row_once_and_both_ends_agree(
+    rows: int, mine: int, theirs: int
+) -> None:
     sent = {}
     for replica in range(mine):
         low, high = replica_rows(rows, mine, replica)
@@ -35,7 +37,9 @@ def test_channels_carry_every_row_once_and_both_ends_agree(rows: int, mine: int,
         sent |= {(replica, other): b - a for other, (a, b) in shared}
     received = {}
     for other in range(theirs):
-        received |= {(replica, other): b - a for replica, (a, b) in peers(rows, theirs, other, mine)}
+        received |= {
+            (replica, other): b - a for replica, (a, b) in peers(rows, theirs, other, mine)
+        }
     assert sent == received
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError
 from parallax.model.precision import PrecisionConfig
-from parallax.runtime.scaling import (
+from parallax.runtime.optim.scaling import (
     FIRST_FACTOR,
     GROWTH_STEPS,
     PATIENCE,
@@ -33,7 +33,9 @@ def test_it_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
     assert scale.factor == FIRST_FACTOR / 2
     assert not scale.accepts(NAN, 1.0), "the loss may overflow too"
     assert all(scale.accepts(1.0, 2.0) for _ in range(GROWTH_STEPS - 1))
-    assert (scale.factor, scale.skipped) == (FIRST_FACTOR / 4, 3), "good steps are counted anew after a bad one"
+    assert (scale.factor, scale.skipped) == (FIRST_FACTOR / 4, 3), (
+        "good steps are counted anew after a bad one"
+    )
 
 
 def test_where_even_the_smallest_factor_overflows_training_ends() -> None:
@@ -41,18 +43,26 @@ def test_where_even_the_smallest_factor_overflows_training_ends() -> None:
     while scale.factor > 1:
         assert not scale.accepts(1.0, INFINITE)
     before = scale.state()
-    with pytest.raises(NonFiniteError, match=r"scaled by 1, after 16 skipped steps in a row; nothing was updated"):
+    with pytest.raises(
+        NonFiniteError, match=r"scaled by 1, after 16 skipped steps in a row; nothing was updated"
+    ):
         scale.accepts(1.0, INFINITE)
     assert scale.state() == before
     assert scale.accepts(1.0, 1.0)
 
 
 def test_without_scaling_an_overflow_is_an_error() -> None:
-    for precision in (PrecisionConfig(), PrecisionConfig(compute="bf16"), PrecisionConfig(compute="tf32")):
+    for precision in (
+        PrecisionConfig(),
+        PrecisionConfig(compute="bf16"),
+        PrecisionConfig(compute="tf32"),
+    ):
         scale = LossScale(precision)
         assert scale.factor == 1.0
         assert scale.accepts(1.0, 2.0)
-        with pytest.raises(NonFiniteError, match=r"loss 1.0, gradient norm nan; nothing was updated"):
+        with pytest.raises(
+            NonFiniteError, match=r"loss 1.0, gradient norm nan; nothing was updated"
+        ):
             scale.accepts(1.0, NAN)
 
 
@@ -110,7 +120,9 @@ def test_the_norm_of_short_gradients_is_summed_in_full_precision() -> None:
     many = [torch.full((1000,), 1 / 3).bfloat16() for _ in range(50)]
     exact = float(torch.cat(many).double().norm())
     assert gradient_norm(many) == pytest.approx(exact, rel=1e-6)
-    assert gradient_norm([*many, torch.ones(3, dtype=torch.float64)]) == pytest.approx((exact**2 + 3) ** 0.5)
+    assert gradient_norm([*many, torch.ones(3, dtype=torch.float64)]) == pytest.approx(
+        (exact**2 + 3) ** 0.5
+    )
     assert gradient_norm([]) == 0.0
     full: list[Tensor] = [torch.randn(50), torch.randn(7, 7)]
     assert gradient_norm(full) == float(torch.nn.utils.get_total_norm(full))

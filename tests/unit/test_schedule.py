@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from parallax.errors import ConfigError, PlanError
 from parallax.plan.cluster import Link
+from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Directive
-from parallax.plan.request import PlanConfig
 from parallax.plan.schedule import (
     ORDERS,
     Action,
@@ -30,13 +30,16 @@ from parallax.plan.schedule import (
     register_schedule,
     splits,
 )
-from parallax.plan.search import search
-from parallax.plan.simulate import simulate
+from parallax.plan.search.search import search
+from parallax.plan.simulation.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 2), (4, 4), (4, 9), (5, 3)]
 KINDS = [(schedule, 1) for schedule in ORDERS] + [("interleaved", 2), ("interleaved", 3)]
-SENDS = {Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1), Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1)}
+SENDS = {
+    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+}
 SPLIT = ("zb-h1", "zb-h2")
 
 
@@ -81,14 +84,29 @@ def test_sends_and_receives_of_neighbours_match_in_order(
     schedule: str, interleave: int, count: int, micro: int
 ) -> None:
     """Per pair of positions and direction, whatever stages the messages are for: channels are FIFO."""
-    lists = [actions(schedule, count, position, micro, interleave=interleave) for position in range(count)]
-    for (position, listed), (sent, (received, step)) in itertools.product(enumerate(lists), SENDS.items()):
+    lists = [
+        actions(schedule, count, position, micro, interleave=interleave)
+        for position in range(count)
+    ]
+    for (position, listed), (sent, (received, step)) in itertools.product(
+        enumerate(lists), SENDS.items()
+    ):
         out = [(a.stage + step, a.micro) for a in listed if a.kind is sent]
-        assert out == [(a.stage, a.micro) for a in lists[(position + step) % count] if a.kind is received]
+        assert out == [
+            (a.stage, a.micro) for a in lists[(position + step) % count] if a.kind is received
+        ]
     everything = [a for listed in lists for a in listed]
     last = count * interleave - 1
-    assert not [a for a in everything if a.stage == 0 and a.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)]
-    assert not [a for a in everything if a.stage == last and a.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)]
+    assert not [
+        a
+        for a in everything
+        if a.stage == 0 and a.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+    ]
+    assert not [
+        a
+        for a in everything
+        if a.stage == last and a.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)
+    ]
 
 
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
@@ -97,7 +115,9 @@ def test_what_surrounds_compute(schedule: str, interleave: int, count: int, micr
     for position in range(count):
         listed = actions(schedule, count, position, micro, interleave=interleave, offload=True)
         assert listed[-2:] == [Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
-        compute = [a for a in listed if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
+        compute = [
+            a for a in listed if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        ]
         for before, action in zip([None, *compute], compute):
             place = listed.index(action)
             if action.kind is Kind.FORWARD:
@@ -107,7 +127,9 @@ def test_what_surrounds_compute(schedule: str, interleave: int, count: int, micr
                 assert before is not None
                 assert listed.index(before) < fetch < place
                 between = listed[fetch + 1 : place]
-                assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)  # reading overlaps with the wait only
+                assert all(
+                    a.kind is Kind.RECEIVE_GRADIENT for a in between
+                )  # reading overlaps with the wait only
         assert len([a for a in listed if a.kind is Kind.FETCH]) == micro * interleave
         plain = [a for a in listed if a.kind not in (Kind.OFFLOAD, Kind.FETCH)]
         assert plain == actions(schedule, count, position, micro, interleave=interleave)
@@ -115,9 +137,15 @@ def test_what_surrounds_compute(schedule: str, interleave: int, count: int, micr
 
 def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
     """Groups are as large as there are positions, or a little larger where those do not divide the micro-batches."""
-    forwards = [(a.stage, a.micro) for a in compute_order("interleaved", 2, 0, 4, interleave=2) if a.kind == "forward"]
+    forwards = [
+        (a.stage, a.micro)
+        for a in compute_order("interleaved", 2, 0, 4, interleave=2)
+        if a.kind == "forward"
+    ]
     assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
-    uneven = [a.micro for a in compute_order("interleaved", 2, 0, 5, interleave=2) if a.kind == "forward"]
+    uneven = [
+        a.micro for a in compute_order("interleaved", 2, 0, 5, interleave=2) if a.kind == "forward"
+    ]
     assert uneven == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
 
 
@@ -131,7 +159,10 @@ def test_evaluation_only_goes_forward() -> None:
     listed = [str(a) for a in evaluation_actions("1f1b", 3, 1, 2)]
     one = ["receive_activation(1, {0})", "forward(1, {0})", "send_activation(1, {0})"]
     assert listed == [text.format(m) for m in range(2) for text in one]
-    assert [str(a) for a in evaluation_actions("1f1b", 1, 0, 2)] == ["forward(0, 0)", "forward(0, 1)"]
+    assert [str(a) for a in evaluation_actions("1f1b", 1, 0, 2)] == [
+        "forward(0, 0)",
+        "forward(0, 1)",
+    ]
 
 
 LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
@@ -143,7 +174,10 @@ def test_the_picture_is_what_the_simulator_does(schedule: str) -> None:
     stage."""
     picture = re.findall(r"stage (\d) \| (.+)", ORDERS[schedule].__doc__ or "")
     drawn = {
-        (int(stage), cell): column for stage, row in picture for column, cell in enumerate(row.split()) if cell != ".."
+        (int(stage), cell): column
+        for stage, row in picture
+        for column, cell in enumerate(row.split())
+        if cell != ".."
     }
     positions, interleave = len(picture), 2 if any(cell.islower() for _, cell in drawn) else 1
     weight = 1 if any(cell[0] == "W" for _, cell in drawn) else 0
@@ -199,7 +233,9 @@ def test_no_shape_deadlocks(
     """Whatever the shape, the step ends, and every stage has seen every micro-batch once."""
     schedule, interleave = kind
     micro, count = min(micro, rows), len(replicas) * interleave
-    blocks = [block(forward=f, weight_seconds=0.3, moved=20, input=4, output=4) for f in (1, 2, 0.5)] * count
+    blocks = [
+        block(forward=f, weight_seconds=0.3, moved=20, input=4, output=4) for f in (1, 2, 0.5)
+    ] * count
     parts = stages([3 * s for s in range(count + 1)], replicas * interleave, limit=limit)
     result = simulate(
         profile(blocks),
@@ -238,7 +274,10 @@ def known() -> Iterator[None]:
 
 def one_at_a_time(positions: int, position: int, micro_batches: int) -> list[Action]:
     del positions
-    pairs = ((Action(Kind.FORWARD, position, m), Action(Kind.BACKWARD, position, m)) for m in range(micro_batches))
+    pairs = (
+        (Action(Kind.FORWARD, position, m), Action(Kind.BACKWARD, position, m))
+        for m in range(micro_batches)
+    )
     return [action for pair in pairs for action in pair]
 
 
@@ -287,7 +326,11 @@ def late(positions: int, position: int, micro_batches: int) -> list[Action]:
 def turned(positions: int, position: int, micro_batches: int) -> list[Action]:
     """The last stage takes micro-batches in reverse."""
     listed = gpipe(positions, position, micro_batches, 1).actions()
-    return [replace(a, micro=micro_batches - 1 - a.micro) for a in listed] if position == positions - 1 else listed
+    return (
+        [replace(a, micro=micro_batches - 1 - a.micro) for a in listed]
+        if position == positions - 1
+        else listed
+    )
 
 
 @pytest.mark.usefixtures("known")
@@ -328,7 +371,9 @@ def test_a_schedule_that_splits_only_larger_pipelines() -> None:
     register_schedule("seven", split_from(1, 7))
     assert not splits("seven")
     assert actions("seven", 2, 0, 6)
-    with pytest.raises(PlanError, match=r"splits backwards on 2 ranks with 7 .*none of up to 4 with up to 6"):
+    with pytest.raises(
+        PlanError, match=r"splits backwards on 2 ranks with 7 .*none of up to 4 with up to 6"
+    ):
         actions("seven", 2, 0, 7)
 
 
@@ -338,7 +383,10 @@ def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
     config = PlanConfig(schedule="own_schedule:halved")
     assert in_flight(config.schedule, 2, 0, 8) == 4
     plan, forecast = search(
-        profile([block() for _ in range(4)]), cluster(2), PlanConfig(schedule="own_schedule:halved"), global_batch=8
+        profile([block() for _ in range(4)]),
+        cluster(2),
+        PlanConfig(schedule="own_schedule:halved"),
+        global_batch=8,
     )
     assert plan.schedule == "own_schedule:halved"
     assert forecast.spans

@@ -16,16 +16,33 @@ from hypothesis import strategies as st
 
 from parallax.errors import ConfigError, InfeasiblePlan
 from parallax.plan.cluster import Cluster, Link
-from parallax.plan.cost import load_block
+from parallax.plan.config import PlanConfig
+from parallax.plan.cost.stage import load_block
+from parallax.plan.cost.traffic import TIER_FLOOR
 from parallax.plan.plan import Directive, Plan, StagePlan
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
-from parallax.plan.request import PlanConfig, Request
-from parallax.plan.search import CANDIDATES, find_candidates, search
-from parallax.plan.stages import TIER_FLOOR, Flight, StageFitter
+from parallax.plan.search.exact_stage import Flight, StageFitter
+from parallax.plan.search.request import Request
+from parallax.plan.search.search import CANDIDATES, find_candidates, search
 from tests.unit.brute_force import brute_force
 from tests.unit.plan_fakes import FREE, block, cluster, profile
 
-SIZES = [(1, 1), (2, 2), (2, 3), (3, 2), (3, 4), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3), (6, 2), (6, 4), (8, 2), (8, 4)]
+SIZES = [
+    (1, 1),
+    (2, 2),
+    (2, 3),
+    (3, 2),
+    (3, 4),
+    (4, 2),
+    (4, 3),
+    (4, 4),
+    (5, 2),
+    (5, 3),
+    (6, 2),
+    (6, 4),
+    (8, 2),
+    (8, 4),
+]
 seen: dict[str, int] = {}
 
 
@@ -57,7 +74,11 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
                 backward_work=line(100),
             )
         )
-    ties = ((blocks[0].parameter_bytes, (0, count - 1)),) if count > 1 and blocks[0] is blocks[-1] else ()
+    ties = (
+        ((blocks[0].parameter_bytes, (0, count - 1)),)
+        if count > 1 and blocks[0] is blocks[-1]
+        else ()
+    )
     machines = cluster(
         devices,
         int(10 ** r.uniform(3.2, 4.1)),
@@ -94,7 +115,9 @@ def test_no_plan_beats_the_search_by_its_formula(seed: int) -> None:
     assert found.exact
     score = found.candidates[0].score[0]
     assert score <= expected * (1 + 2e-6)
-    if score < expected * (1 - 2e-6):  # the greedy search shares states where its own choice was slower without
+    if score < expected * (
+        1 - 2e-6
+    ):  # the greedy search shares states where its own choice was slower without
         assert any(stage.shard_optimizer for stage in found.candidates[0].stages)
         expected = brute_force(request, always=True)
     for candidate in found.candidates:
@@ -113,7 +136,10 @@ def test_no_plan_beats_the_search_by_its_formula(seed: int) -> None:
 def test_the_cases_above_were_not_all_alike() -> None:
     """Runs after them."""
     assert seen["cases"] > 100
-    assert min(seen[name] for name in ("offload", "recompute", "uneven", "below", "sharded")) > seen["cases"] / 40
+    assert (
+        min(seen[name] for name in ("offload", "recompute", "uneven", "below", "sharded"))
+        > seen["cases"] / 40
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -129,10 +155,14 @@ def test_the_plan_is_one_of_the_best_and_fits(seed: int) -> None:
     plan, simulation = search(model, machines, config, global_batch=batch)
     check(plan, machines)
     assert plan.exact
-    assert plan.bound_seconds == pytest.approx(min(expected, simulation.step_seconds), rel=1e-5, abs=1e-6)
+    assert plan.bound_seconds == pytest.approx(
+        min(expected, simulation.step_seconds), rel=1e-5, abs=1e-6
+    )
     assert plan.prediction.step_seconds == pytest.approx(simulation.step_seconds, abs=1e-6)
     for terms in plan.prediction.stages:
-        assert sum(terms.seconds.values()) == pytest.approx(simulation.step_seconds, rel=1e-3, abs=1e-4)
+        assert sum(terms.seconds.values()) == pytest.approx(
+            simulation.step_seconds, rel=1e-3, abs=1e-4
+        )
         assert sum(terms.memory.values()) <= machines.devices[0].memory_bytes
     for other in plan.alternatives:
         assert other.step_seconds >= plan.prediction.step_seconds
@@ -182,8 +212,13 @@ def test_forty_two_layers_on_sixteen_stages_balance_embedding_and_head() -> None
     ends = [block("embedding", 4e-4, 4e-4), block("head", 15e-4, 30e-4)]
     model = profile([ends[0], *layers(42, parameter_bytes=10**6).blocks, ends[1]])
     plan, _ = search(model, cluster(16), PlanConfig(stages=16), global_batch=64, microbatch=1)
-    times = [sum(b.forward_seconds.at(1) + b.backward_seconds.at(1) for b in part) for part in cut(model, plan)]
-    assert max(times) == pytest.approx(9e-3)  # three layers; the head's stage holds one layer beside it
+    times = [
+        sum(b.forward_seconds.at(1) + b.backward_seconds.at(1) for b in part)
+        for part in cut(model, plan)
+    ]
+    assert max(times) == pytest.approx(
+        9e-3
+    )  # three layers; the head's stage holds one layer beside it
     assert min(stage.stop - stage.start for stage in plan.stages) >= 1
 
 
@@ -195,12 +230,20 @@ def two_kinds(slow: int, fast: int) -> Cluster:
     """Devices of half the speed and half the memory before devices of full speed."""
     small = cluster(slow, 40 * 10**6, speed=0.5).nodes[0]
     large = cluster(fast, 80 * 10**6).nodes[0]
-    return Cluster(nodes=(replace(small, name="slow"), replace(large, name="fast")), local=FREE, remote=FREE)
+    return Cluster(
+        nodes=(replace(small, name="slow"), replace(large, name="fast")), local=FREE, remote=FREE
+    )
 
 
 def test_two_kinds_of_devices_get_what_they_can_do() -> None:
-    plan, _ = search(layers(9, parameter_bytes=10**5), two_kinds(1, 2), PlanConfig(replicas=1), global_batch=32)
-    held = {rank: stage.stop - stage.start for s, stage in enumerate(plan.stages) for rank in plan.ranks(s)}
+    plan, _ = search(
+        layers(9, parameter_bytes=10**5), two_kinds(1, 2), PlanConfig(replicas=1), global_batch=32
+    )
+    held = {
+        rank: stage.stop - stage.start
+        for s, stage in enumerate(plan.stages)
+        for rank in plan.ranks(s)
+    }
     assert sorted(held.values()) == [2, 3, 4] or held[0] < min(held[1], held[2])
     assert held[0] == 2 or held[0] == 1
     check(plan, two_kinds(1, 2))
@@ -210,7 +253,10 @@ def test_two_kinds_of_devices_get_what_they_can_do() -> None:
 def test_a_heavy_end_goes_to_the_larger_devices(blocks: int) -> None:
     """The first block alone needs more than the small device has, and the small one is first in the list."""
     model = profile(
-        [replace(layers(1).blocks[0], parameter_bytes=15 * 10**6), *layers(blocks, parameter_bytes=10**5).blocks]
+        [
+            replace(layers(1).blocks[0], parameter_bytes=15 * 10**6),
+            *layers(blocks, parameter_bytes=10**5).blocks,
+        ]
     )
     machines = two_kinds(1, 1)
     plan, _ = search(model, machines, PlanConfig(stages=2), global_batch=8, microbatch=1)
@@ -233,14 +279,24 @@ def test_a_heavy_end_goes_to_the_larger_devices(blocks: int) -> None:
 @pytest.mark.parametrize("schedule", ["auto", "gpipe", "1f1b"])
 @pytest.mark.parametrize("activations", ["auto", "keep", "offload", "recompute"])
 def test_what_was_asked_for_is_respected(
-    config: dict[str, Any], stages: int, replicas: tuple[int, ...] | None, schedule: str, activations: str
+    config: dict[str, Any],
+    stages: int,
+    replicas: tuple[int, ...] | None,
+    schedule: str,
+    activations: str,
 ) -> None:
     machines = cluster(4, write=Link(bytes_per_second=1e9))
     plan, _ = search(
-        layers(5), machines, PlanConfig(**config, schedule=schedule, activations=activations), global_batch=8
+        layers(5),
+        machines,
+        PlanConfig(**config, schedule=schedule, activations=activations),
+        global_batch=8,
     )
     assert plan.positions == stages
-    assert replicas is None or tuple(stage.replicas for stage in plan.stages[: plan.positions]) == replicas
+    assert (
+        replicas is None
+        or tuple(stage.replicas for stage in plan.stages[: plan.positions]) == replicas
+    )
     assert schedule in ("auto", plan.schedule)
     assert activations in ("auto", *{str(d) for stage in plan.stages for d in stage.directives})
     check(plan, machines)
@@ -250,7 +306,9 @@ def test_without_swap_nothing_is_offloaded() -> None:
     machines = cluster(2, 25 * 10**6, write=Link(bytes_per_second=1e12))
     model = layers(4, parameter_bytes=10**6, moved=3e6)
     swapped, _ = search(model, machines, PlanConfig(stages=2), global_batch=8, microbatch=2)
-    plain, _ = search(model, machines, PlanConfig(stages=2), global_batch=8, microbatch=2, swap=False)
+    plain, _ = search(
+        model, machines, PlanConfig(stages=2), global_batch=8, microbatch=2, swap=False
+    )
     assert any(stage.offloads for stage in swapped.stages)
     assert not any(stage.offloads for stage in plain.stages)
     assert swapped.prediction.step_seconds < plain.prediction.step_seconds
@@ -262,7 +320,9 @@ def test_more_memory_is_never_slower_by_the_formula() -> None:
     model, before = layers(5, 1, parameter_bytes=10**6), math.inf
     for memory in range(6, 60, 3):
         machines = cluster(2, memory * 10**6, write=Link(bytes_per_second=1e9))
-        found = find_candidates(Request(model, machines, PlanConfig(), global_batch=8), 1).candidates
+        found = find_candidates(
+            Request(model, machines, PlanConfig(), global_batch=8), 1
+        ).candidates
         now = found[0].score[0] if found else math.inf
         assert now <= before * (1 + 2e-6)
         before = now
@@ -288,8 +348,12 @@ def test_half_the_bandwidth_moves_blocks_from_offload_to_recompute() -> None:
     model, counts = layers(8, parameter_bytes=10**6), []
     for bandwidth in (8e8, 4e8, 2e8, 1e8, 5e7):
         machines = cluster(1, 48 * 10**6, write=Link(bytes_per_second=bandwidth))
-        plan, _ = search(model, machines, PlanConfig(schedule="gpipe"), global_batch=8, microbatch=2)
-        counts.append([plan.stages[0].directives.count(d) for d in (Directive.OFFLOAD, Directive.RECOMPUTE)])
+        plan, _ = search(
+            model, machines, PlanConfig(schedule="gpipe"), global_batch=8, microbatch=2
+        )
+        counts.append(
+            [plan.stages[0].directives.count(d) for d in (Directive.OFFLOAD, Directive.RECOMPUTE)]
+        )
     offloaded, recomputed = zip(*counts)
     assert list(offloaded) == sorted(offloaded, reverse=True)
     assert list(recomputed) == sorted(recomputed)
@@ -314,17 +378,23 @@ def test_the_fix_for_an_infeasible_plan_is_the_smallest_that_works(
     model, wanted = layers(5, 3), PlanConfig(**config)
 
     def attempt(memory: int, config: PlanConfig = wanted, **changes: Any) -> Plan:
-        return search(model, cluster(3, memory), config, global_batch=8, **{**options, **changes})[0]
+        return search(model, cluster(3, memory), config, global_batch=8, **{**options, **changes})[
+            0
+        ]
 
     with pytest.raises(InfeasiblePlan) as error:
         attempt(10**6)
     message = str(error.value)
-    assert re.search(r"no plan fits 976.6 KiB per device: the best needs [\d.]+ MiB", message), message
+    assert re.search(r"no plan fits 976.6 KiB per device: the best needs [\d.]+ MiB", message), (
+        message
+    )
     fixed = int(re.search(r"cluster.device_memory=(\d+)MiB", message)[1])  # type: ignore[index]
     attempt(fixed * 2**20)
     with pytest.raises(InfeasiblePlan):
         attempt((fixed - 1) * 2**20)
-    needed = math.ceil(int(re.search(r"\(([\d,]+) bytes more\)", message)[1].replace(",", ""))) + 10**6  # type: ignore[index]
+    needed = (
+        math.ceil(int(re.search(r"\(([\d,]+) bytes more\)", message)[1].replace(",", ""))) + 10**6
+    )  # type: ignore[index]
     check(attempt(needed), cluster(3, needed))
     with pytest.raises(InfeasiblePlan) as error:
         attempt(needed - 1)
@@ -343,18 +413,27 @@ def test_the_fix_for_an_infeasible_plan_is_the_smallest_that_works(
 
 def test_a_tier_without_room_is_named() -> None:
     with pytest.raises(InfeasiblePlan, match=r"1.0 MiB per device in tier disk cannot hold"):
-        search(layers(3), cluster(1, tier=TIER_FLOOR), PlanConfig(activations="offload"), global_batch=4)
+        search(
+            layers(3),
+            cluster(1, tier=TIER_FLOOR),
+            PlanConfig(activations="offload"),
+            global_batch=4,
+        )
 
 
 def test_one_huge_block() -> None:
     blocks = [block(f"b{i}", parameter_bytes=10**9 if i == 2 else 100) for i in range(4)]
-    with pytest.raises(InfeasiblePlan, match=r"needs 3.7 GiB .*cluster.device_memory=\d+MiB \([\d,]+ bytes more\)"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"needs 3.7 GiB .*cluster.device_memory=\d+MiB \([\d,]+ bytes more\)"
+    ):
         search(profile(blocks), cluster(4, 10**9), PlanConfig(), global_batch=4)
     plan, _ = search(profile(blocks), cluster(4, 4 * 10**9 + 1000), PlanConfig(), global_batch=4)
     check(plan, cluster(4, 4 * 10**9 + 1000))
 
 
-@pytest.mark.parametrize("config", [{"stages": 5}, {"stages": 3, "replicas": 2}, {"replicas": [1, 1]}])
+@pytest.mark.parametrize(
+    "config", [{"stages": 5}, {"stages": 3, "replicas": 2}, {"replicas": [1, 1]}]
+)
 def test_shapes_that_cannot_use_every_device(config: dict[str, Any]) -> None:
     with pytest.raises(InfeasiblePlan, match=r"does not use 4 device\(s\) and 4 block\(s\)"):
         search(layers(4), cluster(4), PlanConfig(**config), global_batch=4)
@@ -374,7 +453,10 @@ def test_bytes_that_are_no_whole_number_fit_their_swap_limit() -> None:
 
 
 def test_devices_that_differ() -> None:
-    small, large = cluster(1, 10**8, reserve=10), cluster(1, 12 * 10**7, reserve=5 * 10**7, tier=2 * 10**6)
+    small, large = (
+        cluster(1, 10**8, reserve=10),
+        cluster(1, 12 * 10**7, reserve=5 * 10**7, tier=2 * 10**6),
+    )
     both = Cluster(nodes=(*small.nodes, *large.nodes), local=small.local, remote=small.remote)
     plan, _ = search(layers(6, parameter_bytes=10**6), both, PlanConfig(), global_batch=8)
     for rank, device in zip(plan.prediction.ranks, both.devices):
@@ -388,7 +470,9 @@ def test_devices_that_differ() -> None:
 def test_the_search_is_fast(blocks: int, memory: float, limit: float, seed: int | None) -> None:
     begun = time.process_time()
     machines = cluster(8, int(memory), concurrent=2, write=Link(bytes_per_second=1e9))
-    plan, _ = search(layers(blocks, seed, weight_seconds=1e-3), machines, PlanConfig(), global_batch=32)
+    plan, _ = search(
+        layers(blocks, seed, weight_seconds=1e-3), machines, PlanConfig(), global_batch=32
+    )
     assert time.process_time() - begun < limit
     check(plan, machines)
 
@@ -406,7 +490,9 @@ def test_many_blocks_on_many_devices(distinct: bool) -> None:
     )
     plan, simulation = search(model, machines, PlanConfig(), global_batch=256, runnable=False)
     check(plan, machines)
-    assert not plan.exact or plan.bound_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.2)
+    assert not plan.exact or plan.bound_seconds == pytest.approx(
+        plan.prediction.step_seconds, rel=0.2
+    )
     assert 0 < plan.bound_seconds <= plan.prediction.step_seconds < 2 * plan.bound_seconds
     assert sorted(rank for s in range(plan.positions) for rank in plan.ranks(s)) == list(range(64))
     assert len(plan.alternatives) > 1
@@ -415,9 +501,19 @@ def test_many_blocks_on_many_devices(distinct: bool) -> None:
 
 def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
     """12 MB of parameters in 4 MB blocks, 48 MB with gradients and moments."""
-    model, seconds, below = layers(3, moved=1e5, input=1e4, output=1e4, forward_work=1e4, backward_work=1e4), [], []
+    model, seconds, below = (
+        layers(3, moved=1e5, input=1e4, output=1e4, forward_work=1e4, backward_work=1e4),
+        [],
+        [],
+    )
     for memory in (60, 40, 30, 20):
-        machines = cluster(1, memory * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, below="host")
+        machines = cluster(
+            1,
+            memory * 10**6,
+            write=Link(bytes_per_second=2e9),
+            host_update_seconds=1e-9,
+            below="host",
+        )
         plan, _ = search(model, machines, PlanConfig(), global_batch=8, runnable=False)
         check(plan, machines)
         seconds.append(plan.prediction.step_seconds)
@@ -430,7 +526,9 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
     assert below[-1] == (1.0, 1.0)
     terms = plan.prediction.stages[0].memory
     assert terms["parameters"] == terms["optimizer"] == 0
-    assert terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6  # the block that runs, the next, and one block's gradients
+    assert (
+        terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6
+    )  # the block that runs, the next, and one block's gradients
     tied = replace(model, ties=((4 * 10**6, (0, 2)),))
     with pytest.raises(ConfigError, match=r"plan.parameters=host: blocks of m share parameters"):
         search(tied, machines, PlanConfig(parameters="host"), global_batch=8)
@@ -444,10 +542,17 @@ def test_a_swap_limit_fills_its_budget_to_the_byte() -> None:
     for memory in range(2990, 3020):
         machines = cluster(1, memory, gap_share=0.07)
         plan, _ = search(
-            model, machines, PlanConfig(activations="offload", schedule="gpipe"), global_batch=3, microbatch=1
+            model,
+            machines,
+            PlanConfig(activations="offload", schedule="gpipe"),
+            global_batch=3,
+            microbatch=1,
         )
         check(plan, machines)
-        assert memory - plan.prediction.ranks[0].peak_bytes <= 1 or plan.stages[0].swap_limit_bytes == 3000
+        assert (
+            memory - plan.prediction.ranks[0].peak_bytes <= 1
+            or plan.stages[0].swap_limit_bytes == 3000
+        )
 
 
 def test_kinds_of_devices_are_not_mixed_and_the_plan_says_so() -> None:
@@ -476,8 +581,11 @@ def test_the_stages_that_fit_come_with_their_replicas() -> None:
 
 
 def test_a_search_that_was_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallax.plan.stages.FRONT", 0)
-    model, machines = layers(6, 5, parameter_bytes=10**6), cluster(1, 38 * 10**6, write=Link(bytes_per_second=1e8))
+    monkeypatch.setattr("parallax.plan.search.exact_stage.FRONT", 0)
+    model, machines = (
+        layers(6, 5, parameter_bytes=10**6),
+        cluster(1, 38 * 10**6, write=Link(bytes_per_second=1e8)),
+    )
     plan, _ = search(model, machines, PlanConfig(), global_batch=8, microbatch=4)
     assert not plan.exact
     assert plan.bound_seconds < plan.prediction.step_seconds
@@ -489,9 +597,12 @@ def test_stage_plans_are_what_the_loads_say() -> None:
     for directive in Directive:
         load = load_block(cost, directive, 3)
         assert all(
-            isinstance(n, int) for n in (load.kept_bytes, load.moved_bytes, load.forward_work, load.backward_work)
+            isinstance(n, int)
+            for n in (load.kept_bytes, load.moved_bytes, load.forward_work, load.backward_work)
         )
-    assert isinstance(search(layers(2), cluster(2), PlanConfig(), global_batch=2)[0].stages[0], StagePlan)
+    assert isinstance(
+        search(layers(2), cluster(2), PlanConfig(), global_batch=2)[0].stages[0], StagePlan
+    )
 
 
 def test_what_the_loss_saves_stays_under_every_directive() -> None:
@@ -526,12 +637,16 @@ def test_a_small_bubble_is_chosen_where_messages_are_free() -> None:
     config = PlanConfig(stages=4)
     plan, _ = search(model, machines, config, global_batch=8, microbatch=1)
     assert plan.schedule.startswith("zb")
-    best, _ = search(model, machines, replace(config, schedule="1f1b"), global_batch=8, microbatch=1)
+    best, _ = search(
+        model, machines, replace(config, schedule="1f1b"), global_batch=8, microbatch=1
+    )
     assert plan.prediction.step_seconds < best.prediction.step_seconds
 
 
 def test_parameters_stream_only_where_a_stage_runs_whole_backwards() -> None:
-    machines = cluster(2, 15 * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, below="host")
+    machines = cluster(
+        2, 15 * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, below="host"
+    )
     model = layers(8, weight_seconds=1e-3, moved=1e5, parameter_bytes=10**6)
     request = Request(model, machines, PlanConfig(), global_batch=16)
     for shape in request.shapes():
@@ -546,7 +661,9 @@ def test_replicas_share_states_where_that_saves_recomputation() -> None:
     """16 MB of parameters: with gradients and moments 64 MB, with half of the moments 48 MB and half a parameter."""
     model = layers(4, largest_bytes=10**5, moved=4e6, input=1e4, output=1e4)
     for memory, shard in ((100, False), (70, True)):
-        machines = cluster(2, memory * 10**6, write=Link(bytes_per_second=1e6), link=Link(bytes_per_second=1e11))
+        machines = cluster(
+            2, memory * 10**6, write=Link(bytes_per_second=1e6), link=Link(bytes_per_second=1e11)
+        )
         fields = {"global_batch": 4, "microbatch": 2}
         plan, _ = search(model, machines, PlanConfig(stages=1), **fields)
         check(plan, machines)

@@ -13,14 +13,15 @@ import pytest
 
 from parallax.errors import ConfigError, InfeasiblePlan, ParallaxError, PlanError
 from parallax.plan.cluster import Cluster, Device, Link, Node
-from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.cost import load_planned
+from parallax.plan.config import PlanConfig
+from parallax.plan.cost.collective import all_reduce_seconds
+from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.request import PlanConfig, Request, Shape
 from parallax.plan.schedule import in_flight, splits
-from parallax.plan.search import search
-from parallax.plan.stages import Flight, judge_stage
+from parallax.plan.search.exact_stage import Flight, judge_stage
+from parallax.plan.search.request import Request, Shape
+from parallax.plan.search.search import search
 from tests.unit.plan_fakes import FREE, block, cluster, profile
 from tests.unit.test_search import SIZES, layers, random_case
 
@@ -38,13 +39,18 @@ def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
             device = machines.devices[rank]
             load = load_planned(model, stage, rows, device=device, split=splits(plan.schedule))
             totals[rank] += load.peak_bytes(flight, stage.swap_limit_bytes)
-            assert totals[rank] <= device.memory_bytes + index // plan.positions * load.reserve_bytes
+            assert (
+                totals[rank] <= device.memory_bytes + index // plan.positions * load.reserve_bytes
+            )
             assert stage.tier_bytes + load.host_state_bytes <= device.tier_bytes
             assert not stage.offloads or stage.swap_limit_bytes >= load.smallest_swap_limit
 
 
 def with_memory(machines: Cluster, memory: int) -> Cluster:
-    nodes = [replace(n, devices=tuple(replace(d, memory_bytes=memory) for d in n.devices)) for n in machines.nodes]
+    nodes = [
+        replace(n, devices=tuple(replace(d, memory_bytes=memory) for d in n.devices))
+        for n in machines.nodes
+    ]
     return replace(machines, nodes=tuple(nodes))
 
 
@@ -53,10 +59,16 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     blocks, devices = r.choice(SIZES[:11])
     model, machines, batch = random_case(r, blocks, devices)
     device = replace(
-        machines.devices[0], gap_tensors=r.choice([0, 1.5, 3]), gap_share=r.choice([0, 0.07, 0.3]), reserve_bytes=50
+        machines.devices[0],
+        gap_tensors=r.choice([0, 1.5, 3]),
+        gap_share=r.choice([0, 0.07, 0.3]),
+        reserve_bytes=50,
     )
     ends = [0, *sorted(r.sample(range(1, devices), r.randrange(min(devices, 3)))), devices]
-    nodes = [Node(name=f"n{a}", devices=(device,) * (b - a), concurrent=2) for a, b in itertools.pairwise(ends)]
+    nodes = [
+        Node(name=f"n{a}", devices=(device,) * (b - a), concurrent=2)
+        for a, b in itertools.pairwise(ends)
+    ]
     if blocks > 1 and r.random() < 0.5:
         users = tuple(sorted(r.sample(range(blocks), r.randrange(2, blocks + 1))))
         shared = max(1, min(model.blocks[user].parameter_bytes for user in users) // 2)
@@ -69,7 +81,11 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
         [{}, {"stages": stages}, {"replicas": [b - a for a, b in itertools.pairwise(cuts)]}]
     )
     config = PlanConfig(**asked, activations=r.choice(["auto", "keep", "offload", "recompute"]))
-    options = {"global_batch": batch, "microbatch": r.choice(["auto", 1, 2, 5]), "runnable": r.random() < 0.7}
+    options = {
+        "global_batch": batch,
+        "microbatch": r.choice(["auto", 1, 2, 5]),
+        "runnable": r.random() < 0.7,
+    }
     remote = Link(bytes_per_second=10 ** r.uniform(1, 4))
     return model, replace(machines, nodes=tuple(nodes), remote=remote), config, options
 
@@ -91,10 +107,14 @@ def test_plans_fit_and_fixes_are_the_smallest_that_work(seed: int) -> None:
     check_fits(search(model, enough, config, **options)[0], model, enough)
     assert refused(model, with_memory(machines, needed - 1), config, options)
     rows = re.search(r"trainer.microbatch=(\d+)", refusal)
-    assert rows is None or not refused(model, machines, config, {**options, "microbatch": int(rows[1])})
+    assert rows is None or not refused(
+        model, machines, config, {**options, "microbatch": int(rows[1])}
+    )
 
 
-def refused(model: ModelProfile, machines: Cluster, config: PlanConfig, options: dict[str, Any]) -> str | None:
+def refused(
+    model: ModelProfile, machines: Cluster, config: PlanConfig, options: dict[str, Any]
+) -> str | None:
     """The message of the refusal; None where there is a plan."""
     try:
         search(model, machines, config, **options)
@@ -145,7 +165,9 @@ def test_no_pipeline_scores_below_the_bound_of_its_shape(seed: int) -> None:
     model, machines, _ = random_case(r, blocks, devices)
     mixed = mixed_cluster(r, with_memory(machines, 10**9), devices)
     schedule = "auto" if any(cost.weight_seconds.at(1) for cost in model.blocks) else "1f1b"
-    request = Request(model, mixed, PlanConfig(schedule=schedule), global_batch=r.randrange(1, 40), runnable=False)
+    request = Request(
+        model, mixed, PlanConfig(schedule=schedule), global_batch=r.randrange(1, 40), runnable=False
+    )
     for shape in request.shapes():
         for _ in range(5):
             assert random_score(r, request, shape) >= shape.bound[0]
@@ -162,9 +184,13 @@ def random_score(r: random.Random, request: Request, shape: Shape) -> float:
         seconds = tail = 0.0
         where = Flight(stop - first, -(-shape.microbatch // (stop - first)), 1)
         for stage in range(position, stages, shape.positions):
-            directives = tuple(r.choice(list(Directive)) for _ in range(cuts[stage + 1] - cuts[stage]))
+            directives = tuple(
+                r.choice(list(Directive)) for _ in range(cuts[stage + 1] - cuts[stage])
+            )
             device = replace(request.device(first, stop), tier_bytes=10**12)
-            choice = judge_stage(request.profile, device, cuts[stage], directives, where, request.host_states[0])
+            choice = judge_stage(
+                request.profile, device, cuts[stage], directives, where, request.host_states[0]
+            )
             assert choice is not None
             seconds, tail = seconds + choice.seconds, tail + choice.tail_seconds
             gradients = choice.parameter_bytes * request.profile.gradient_bytes
@@ -208,7 +234,9 @@ def test_replicas_that_are_no_counts(replicas: Any) -> None:
         PlanConfig(replicas=replicas)
 
 
-@pytest.mark.parametrize("config", [{"replicas": [1]}, {"replicas": [1, 1, 1]}, {"replicas": []}, {"stages": 10**9}])
+@pytest.mark.parametrize(
+    "config", [{"replicas": [1]}, {"replicas": [1, 1, 1]}, {"replicas": []}, {"stages": 10**9}]
+)
 def test_replicas_and_stages_that_do_not_add_up(config: dict[str, Any]) -> None:
     with pytest.raises(InfeasiblePlan, match=r"does not use 2 device\(s\)"):
         search(layers(4), cluster(2), PlanConfig(**config), global_batch=8)
@@ -217,7 +245,9 @@ def test_replicas_and_stages_that_do_not_add_up(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scale", [1e-9, 0.0, 1e6])
 @pytest.mark.parametrize("memory", [10**9, 2**60, 10**30])
 def test_numbers_of_any_size(scale: float, memory: int) -> None:
-    blocks = [block(f"b{i}", scale, 2 * scale, parameter_bytes=100, moved=i * 1000) for i in range(4)]
+    blocks = [
+        block(f"b{i}", scale, 2 * scale, parameter_bytes=100, moved=i * 1000) for i in range(4)
+    ]
     model, machines = profile(blocks), cluster(2, memory)
     plan, _ = search(model, machines, PlanConfig(), global_batch=8)
     check_fits(plan, model, machines)
@@ -232,7 +262,9 @@ def test_more_rows_than_a_micro_batch_can_have() -> None:
 @pytest.mark.parametrize("interleave", [3, 100])
 def test_interleaving_more_than_the_blocks_allow_is_refused(interleave: int) -> None:
     with pytest.raises(ParallaxError) as error:
-        search(layers(4), cluster(2), PlanConfig(interleave=interleave), global_batch=8, runnable=False)
+        search(
+            layers(4), cluster(2), PlanConfig(interleave=interleave), global_batch=8, runnable=False
+        )
     assert "\n" not in str(error.value)
 
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from parallax import signals
-from parallax.signals import uninterrupted
+from parallax.common import signals
+from parallax.common.signals import uninterrupted
 
 
 def press() -> None:

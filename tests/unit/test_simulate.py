@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallax.common.events import Span, bubble_fraction
 from parallax.errors import BudgetExceeded, DeadlockError
-from parallax.events import Span, bubble_fraction
 from parallax.plan.cluster import Cluster, Link, Node
-from parallax.plan.collective import all_reduce_seconds
-from parallax.plan.cost import load_planned
-from parallax.plan.fluid import Resource, Routine, Simulator
+from parallax.plan.cost.collective import all_reduce_seconds
+from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
 from parallax.plan.schedule import ORDERS, Kind, Order, gpipe, in_flight, splits
-from parallax.plan.simulate import Simulation, simulate
+from parallax.plan.simulation.fluid import Resource, Routine, Simulator
+from parallax.plan.simulation.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, block, cluster, profile, stages
 
 
@@ -35,7 +35,9 @@ def run(
     placement: tuple[int, ...] = (),
     **where: Any,
 ) -> Simulation:
-    fields = {k: where.pop(k) for k in ("ties", "optimizer_bytes", "optimizer_seconds") if k in where}
+    fields = {
+        k: where.pop(k) for k in ("ties", "optimizer_bytes", "optimizer_seconds") if k in where
+    }
     return simulate(
         profile(blocks, **fields),
         machines or cluster(sum(part.replicas for part in parts) // interleave, **where),
@@ -48,24 +50,38 @@ def run(
     )
 
 
-def nodes(*sizes: int, local: Link = FREE, remote: Link = FREE, over_host: bool = False, **changes: Any) -> Cluster:
+def nodes(
+    *sizes: int, local: Link = FREE, remote: Link = FREE, over_host: bool = False, **changes: Any
+) -> Cluster:
     """Nodes of so many devices; ``changes`` are those of a device, or ``speeds`` of a node."""
     speeds = changes.pop("speeds", ())
     device = replace(cluster(1).devices[0], **changes)
-    hosts = tuple(Node(name="n", devices=(device,) * size, concurrent=1000.0, speeds=speeds) for size in sizes)
+    hosts = tuple(
+        Node(name="n", devices=(device,) * size, concurrent=1000.0, speeds=speeds) for size in sizes
+    )
     return Cluster(nodes=hosts, local=local, remote=remote, local_over_host=over_host)
 
 
 def times(result: Simulation, kind: str) -> dict[tuple[int, int], tuple[float, float]]:
-    return {(s.rank, s.micro): (round(s.start, 9), round(s.end, 9)) for s in result.spans if s.kind == kind}
+    return {
+        (s.rank, s.micro): (round(s.start, 9), round(s.end, 9))
+        for s in result.spans
+        if s.kind == kind
+    }
 
 
 @pytest.mark.parametrize("schedule", ORDERS)
-@pytest.mark.parametrize(("count", "micro"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2)])
+@pytest.mark.parametrize(
+    ("count", "micro"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2)]
+)
 def test_bubble_of_equal_stages(schedule: str, count: int, micro: int) -> None:
     """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""
     result = run(
-        [block(forward=1, backward=2)] * count, stages(range(count + 1)), schedule=schedule, rows=micro, micro=micro
+        [block(forward=1, backward=2)] * count,
+        stages(range(count + 1)),
+        schedule=schedule,
+        rows=micro,
+        micro=micro,
     )
     assert result.bubble == pytest.approx((count - 1) / (micro + count - 1), abs=1e-9)
     assert result.step_seconds == pytest.approx(3 * (micro + count - 1), abs=1e-9)
@@ -81,8 +97,18 @@ def test_two_stages_by_hand() -> None:
     """
     blocks = [block(forward=1, backward=2, output=10), block(forward=1, backward=2, input=10)]
     result = run(blocks, stages([0, 1, 2]), rows=2, micro=2, link=Link(bytes_per_second=10))
-    assert times(result, "forward") == {(0, 0): (0, 1), (0, 1): (1, 2), (1, 0): (2, 3), (1, 1): (3, 4)}
-    assert times(result, "backward") == {(1, 1): (4, 6), (1, 0): (6, 8), (0, 1): (7, 9), (0, 0): (9, 11)}
+    assert times(result, "forward") == {
+        (0, 0): (0, 1),
+        (0, 1): (1, 2),
+        (1, 0): (2, 3),
+        (1, 1): (3, 4),
+    }
+    assert times(result, "backward") == {
+        (1, 1): (4, 6),
+        (1, 0): (6, 8),
+        (0, 1): (7, 9),
+        (0, 0): (9, 11),
+    }
     waits = {(s.rank, s.micro): s.wait for s in result.spans if s.kind == "receive_gradient"}
     assert waits[0, 1] == pytest.approx(5)
     assert result.step_seconds == pytest.approx(11)
@@ -111,9 +137,21 @@ def test_work_speeds_up_when_a_neighbour_ends() -> None:
 def test_messages_wait_for_the_latency_alone_and_share_the_bandwidth() -> None:
     """Ten messages sent at once: the latency of all passes together."""
     blocks = [block(forward=0, backward=0, output=10), block(forward=0, backward=0, input=10)]
-    result = run(blocks, stages([0, 1, 2]), rows=10, micro=10, link=Link(bytes_per_second=100, latency_seconds=5))
+    result = run(
+        blocks,
+        stages([0, 1, 2]),
+        rows=10,
+        micro=10,
+        link=Link(bytes_per_second=100, latency_seconds=5),
+    )
     assert result.step_seconds == pytest.approx(2 * (10 * 10 / 100 + 5))
-    one = run(blocks, stages([0, 1, 2]), rows=1, micro=1, link=Link(bytes_per_second=100, latency_seconds=5))
+    one = run(
+        blocks,
+        stages([0, 1, 2]),
+        rows=1,
+        micro=1,
+        link=Link(bytes_per_second=100, latency_seconds=5),
+    )
     assert one.step_seconds == pytest.approx(2 * (10 / 100 + 5))
 
 
@@ -124,7 +162,12 @@ def test_a_full_swap_limit_pushes_back() -> None:
     free = run(blocks, stages([0, 1], directive="offload", limit=400), write=slow)
     tight = run(blocks, stages([0, 1], directive="offload", limit=100), write=slow)
     # Writes of 0 and 1 end at 4 and 7, of 2 and 3 are spared: backwards 3 and 2 at 4 and 5, 1 at 7, 0 after its read.
-    assert times(free, "backward") == {(0, 3): (4, 5), (0, 2): (5, 6), (0, 1): (6, 8), (0, 0): (8, 12)}
+    assert times(free, "backward") == {
+        (0, 3): (4, 5),
+        (0, 2): (5, 6),
+        (0, 1): (6, 8),
+        (0, 0): (8, 12),
+    }
     assert free.ranks[0].stall_seconds == pytest.approx(1 + 3)
     assert free.ranks[0].offloaded_bytes == 200
     # Forwards end at 1, then at the ends of writes (4, 7, 10); the last is being written (13) when it is wanted.
@@ -139,7 +182,9 @@ def test_a_full_swap_limit_pushes_back() -> None:
 
 
 def test_a_limit_below_one_block_is_refused() -> None:
-    with pytest.raises(BudgetExceeded, match=r"stage 0: 100 B must fit a swap limit of 99 B of which 0 B"):
+    with pytest.raises(
+        BudgetExceeded, match=r"stage 0: 100 B must fit a swap limit of 99 B of which 0 B"
+    ):
         run([block(moved=100)], stages([0, 1], directive="offload", limit=99))
 
 
@@ -166,19 +211,63 @@ def test_a_limit_of_the_largest_block_is_always_enough(
 def test_peak_bytes_by_hand() -> None:
     """Two stages, 1F1B, two micro-batches of one row."""
     blocks = [
-        block(parameter_bytes=100, buffer_bytes=7, moved=10, stays=1, output=4, forward_work=5, backward_work=20),
-        block(parameter_bytes=200, moved=30, stays=2, input=4, output=3, forward_work=50, backward_work=6),
+        block(
+            parameter_bytes=100,
+            buffer_bytes=7,
+            moved=10,
+            stays=1,
+            output=4,
+            forward_work=5,
+            backward_work=20,
+        ),
+        block(
+            parameter_bytes=200,
+            moved=30,
+            stays=2,
+            input=4,
+            output=3,
+            forward_work=50,
+            backward_work=6,
+        ),
     ]
-    result = run(blocks, stages([0, 1, 2]), schedule="1f1b", rows=2, micro=2, optimizer_bytes=2.0, reserve=1000)
-    first = 100 * 4 + 7 + 1000 + 2 * 4 + 2 * 11 + 20 + 4  # two in flight, the second's backward has not begun
-    second = 200 * 4 + 1000 + 2 * 4 + max(32 + 50 + 3, 32 + 6 + 3)  # what a forward saves comes beside its work
+    result = run(
+        blocks,
+        stages([0, 1, 2]),
+        schedule="1f1b",
+        rows=2,
+        micro=2,
+        optimizer_bytes=2.0,
+        reserve=1000,
+    )
+    first = (
+        100 * 4 + 7 + 1000 + 2 * 4 + 2 * 11 + 20 + 4
+    )  # two in flight, the second's backward has not begun
+    second = (
+        200 * 4 + 1000 + 2 * 4 + max(32 + 50 + 3, 32 + 6 + 3)
+    )  # what a forward saves comes beside its work
     assert [rank.peak_bytes for rank in result.ranks] == [first, second]
     moved = run(
-        blocks, stages([0, 1, 2], directive="offload", limit=60), schedule="1f1b", rows=2, micro=2, reserve=1000
+        blocks,
+        stages([0, 1, 2], directive="offload", limit=60),
+        schedule="1f1b",
+        rows=2,
+        micro=2,
+        reserve=1000,
     )
-    assert moved.ranks[0].peak_bytes == 100 * 4 + 7 + 1000 + 8 + 60 + max(1 + 5 + 4 + 10, 2 * 1 + 20 + 4)
-    again = run(blocks, stages([0, 1, 2], directive="recompute"), schedule="gpipe", rows=2, micro=2, reserve=1000)
-    assert again.ranks[1].peak_bytes == 200 * 4 + 1000 + 8 + max(2 * 4 + 50 + 3 + 32, 2 * 4 + 6 + 3 + 32)
+    assert moved.ranks[0].peak_bytes == 100 * 4 + 7 + 1000 + 8 + 60 + max(
+        1 + 5 + 4 + 10, 2 * 1 + 20 + 4
+    )
+    again = run(
+        blocks,
+        stages([0, 1, 2], directive="recompute"),
+        schedule="gpipe",
+        rows=2,
+        micro=2,
+        reserve=1000,
+    )
+    assert again.ranks[1].peak_bytes == 200 * 4 + 1000 + 8 + max(
+        2 * 4 + 50 + 3 + 32, 2 * 4 + 6 + 3 + 32
+    )
 
 
 def disagree(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
@@ -196,16 +285,17 @@ def test_a_deadlock_names_ranks_and_actions(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(ORDERS, "wrong", backward_first)
     with pytest.raises(DeadlockError) as error:
         run([block()] * 2, stages([0, 1, 2]), schedule="wrong", rows=2, micro=2)
-    assert "rank 0 in receive_gradient(0, 1)" in str(error.value) or "rank 0 in receive_gradient(0, 0)" in str(
+    assert "rank 0 in receive_gradient(0, 1)" in str(
         error.value
-    )
+    ) or "rank 0 in receive_gradient(0, 0)" in str(error.value)
     assert "rank 1 in receive_activation(1, 0)" in str(error.value)
 
 
 def test_a_channel_is_first_in_first_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ORDERS, "wrong", disagree)
     with pytest.raises(
-        DeadlockError, match=r"rank 1 waits for receive_activation\(1, 1\), but rank 0 sends micro-batch 0"
+        DeadlockError,
+        match=r"rank 1 waits for receive_activation\(1, 1\), but rank 0 sends micro-batch 0",
     ):
         run([block()] * 2, stages([0, 1, 2]), schedule="wrong", rows=2, micro=2)
 
@@ -222,15 +312,31 @@ def test_stages_of_different_replica_counts(replicas: list[int], expected: float
 def test_replicas_reduce_over_the_ring_while_the_last_backward_runs() -> None:
     link = Link(bytes_per_second=100)
     result = run([block(parameter_bytes=800)], stages([0, 1], [2]), rows=2, micro=1, link=link)
-    assert times(result, "reduce") == {(r, -1): (3, 1 + 8) for r in range(2)}  # 2·(2−1)/2·800 bytes from second 1 on
+    assert times(result, "reduce") == {
+        (r, -1): (3, 1 + 8) for r in range(2)
+    }  # 2·(2−1)/2·800 bytes from second 1 on
     assert all(s.wait == pytest.approx(6) for s in result.spans if s.kind == "reduce")
 
 
 def test_tied_parameters_are_reduced_across_stages() -> None:
     blocks = [block(parameter_bytes=100), block(parameter_bytes=100)]
-    tied = run(blocks, stages([0, 1, 2]), rows=1, micro=1, ties=((100, (0, 1)),), link=Link(bytes_per_second=10))
+    tied = run(
+        blocks,
+        stages([0, 1, 2]),
+        rows=1,
+        micro=1,
+        ties=((100, (0, 1)),),
+        link=Link(bytes_per_second=10),
+    )
     assert tied.step_seconds == pytest.approx(6 + 10)
-    inside = run(blocks, stages([0, 2]), rows=1, micro=1, ties=((100, (0, 1)),), link=Link(bytes_per_second=10))
+    inside = run(
+        blocks,
+        stages([0, 2]),
+        rows=1,
+        micro=1,
+        ties=((100, (0, 1)),),
+        link=Link(bytes_per_second=10),
+    )
     assert inside.step_seconds == pytest.approx(6)
 
 
@@ -242,7 +348,9 @@ def test_the_update_waits_for_all_ranks() -> None:
 
 
 def test_a_replica_without_rows_costs_nothing_and_blocks_nobody() -> None:
-    result = run([block(moved=5, output=2), block(input=2)], stages([0, 1, 2], [3, 1]), rows=2, micro=1)
+    result = run(
+        [block(moved=5, output=2), block(input=2)], stages([0, 1, 2], [3, 1]), rows=2, micro=1
+    )
     busy: dict[int, float] = defaultdict(float)
     for span in result.spans:
         if span.kind in ("forward", "backward"):
@@ -253,7 +361,9 @@ def test_a_replica_without_rows_costs_nothing_and_blocks_nobody() -> None:
 
 def test_spans_are_those_of_a_measured_run() -> None:
     result = run([block()] * 2, stages([0, 1, 2], [1, 2]), rows=4, micro=2)
-    assert all(type(span) is Span and span.step == 0 and span.end >= span.start for span in result.spans)
+    assert all(
+        type(span) is Span and span.step == 0 and span.end >= span.start for span in result.spans
+    )
     assert {span.kind for span in result.spans} <= {str(kind) for kind in Kind}
     assert all(type(span.kind) is str for span in result.spans)
     assert {span.rank: span.stage for span in result.spans} == {0: 0, 1: 1, 2: 1}
@@ -271,8 +381,18 @@ def test_a_split_backward_sends_its_gradient_before_its_weight_half() -> None:
     """
     blocks = [block(forward=1, backward=2, weight_seconds=1)] * 2
     result = run(blocks, stages([0, 1, 2]), schedule="zb-h1", rows=2, micro=2)
-    assert times(result, "backward") == {(0, 0): (3, 4), (0, 1): (5, 6), (1, 0): (2, 3), (1, 1): (4, 5)}
-    assert times(result, "backward_weight") == {(0, 0): (4, 5), (0, 1): (6, 7), (1, 0): (5, 6), (1, 1): (6, 7)}
+    assert times(result, "backward") == {
+        (0, 0): (3, 4),
+        (0, 1): (5, 6),
+        (1, 0): (2, 3),
+        (1, 1): (4, 5),
+    }
+    assert times(result, "backward_weight") == {
+        (0, 0): (4, 5),
+        (0, 1): (6, 7),
+        (1, 0): (5, 6),
+        (1, 1): (6, 7),
+    }
     assert result.bubble == pytest.approx(1 - 12 / 14)
     assert [rank.seconds["backward"] for rank in result.ranks] == [4, 4]
 
@@ -291,11 +411,19 @@ def test_only_blocks_that_keep_their_activations_split_their_backward(directive:
 def test_the_speed_of_a_node_falls_as_it_was_measured() -> None:
     """Three replicas; the third has two rows of four, and its backward runs alone."""
     machines = nodes(3, speeds=(1.0, 0.9, 0.6))
-    result = run([block(forward=1, backward=1)], stages([0, 1], [3]), rows=4, micro=1, machines=machines)
-    assert times(result, "forward") == {(r, 0): (0, round(end / 0.6, 9)) for r, end in enumerate((1, 1, 2))}
+    result = run(
+        [block(forward=1, backward=1)], stages([0, 1], [3]), rows=4, micro=1, machines=machines
+    )
+    assert times(result, "forward") == {
+        (r, 0): (0, round(end / 0.6, 9)) for r, end in enumerate((1, 1, 2))
+    }
     assert times(result, "backward")[2, 0] == (round(2 / 0.6, 9), round(2 / 0.6 + 2, 9))
     crowded = run(
-        [block(forward=1, backward=1)], stages([0, 1], [6]), rows=6, micro=1, machines=nodes(6, speeds=(1.0, 0.8))
+        [block(forward=1, backward=1)],
+        stages([0, 1], [6]),
+        rows=6,
+        micro=1,
+        machines=nodes(6, speeds=(1.0, 0.8)),
     )
     assert crowded.step_seconds == pytest.approx(2 / (0.8 * 2 / 6))
 
@@ -316,9 +444,13 @@ def test_messages_to_other_nodes_share_the_way_out() -> None:
     """One rank feeds three replicas on another node: they share its card, not three links."""
     link = Link(bytes_per_second=10)
     blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]
-    apart = run(blocks, stages([0, 1, 2], [1, 3]), rows=3, micro=1, machines=nodes(1, 3, remote=link))
+    apart = run(
+        blocks, stages([0, 1, 2], [1, 3]), rows=3, micro=1, machines=nodes(1, 3, remote=link)
+    )
     assert {start for start, _ in times(apart, "forward").values()} == {0, 3}
-    together = run(blocks, stages([0, 1, 2], [1, 3]), rows=3, micro=1, machines=nodes(4, local=link))
+    together = run(
+        blocks, stages([0, 1, 2], [1, 3]), rows=3, micro=1, machines=nodes(4, local=link)
+    )
     assert {start for start, _ in times(together, "forward").values()} == {0, 1}
     gathered = run(
         [block(forward=0, backward=0, output=10), block(forward=1, backward=0)],
@@ -343,13 +475,18 @@ def test_messages_may_share_the_wires_with_swapping(over_host: bool, expected: f
 
 
 def test_an_all_reduce_is_a_ring_inside_a_node_and_shares_between_nodes() -> None:
-    local, remote = Link(bytes_per_second=100, latency_seconds=1), Link(bytes_per_second=10, latency_seconds=2)
+    local, remote = (
+        Link(bytes_per_second=100, latency_seconds=1),
+        Link(bytes_per_second=10, latency_seconds=2),
+    )
     two = nodes(4, 4, local=local, remote=remote)
     assert all_reduce_seconds(800, [3], two) == 0
     assert all_reduce_seconds(800, [0, 1, 2, 3], two) == pytest.approx(2 * 3 * (1 + 2))
     assert all_reduce_seconds(800, [0, 4], two) == pytest.approx(2 * (2 + 40))
     assert all_reduce_seconds(800, range(8), two) == pytest.approx(2 * 3 * (1 + 2) + 2 * (2 + 10))
-    assert all_reduce_seconds(800, [0, 1, 2, 4], two) == pytest.approx(2 * 2 * (1 + 800 / 3 / 100) + 2 * (2 + 40))
+    assert all_reduce_seconds(800, [0, 1, 2, 4], two) == pytest.approx(
+        2 * 2 * (1 + 800 / 3 / 100) + 2 * (2 + 40)
+    )
     block_of_800 = block(parameter_bytes=800)
     result = run([block_of_800], stages([0, 1], [8]), rows=8, micro=1, machines=two)
     assert {end - start for start, end in times(result, "reduce").values()} == {
@@ -373,7 +510,11 @@ def test_placement_says_which_ranks_hold_a_position() -> None:
 def test_the_terms_of_a_rank_are_its_step() -> None:
     link = Link(bytes_per_second=100)
     blocks = [block(parameter_bytes=800, moved=10), block(parameter_bytes=800, moved=10)]
-    part = replace(stages([0, 2], [2])[0], directives=(Directive.OFFLOAD, Directive.RECOMPUTE), swap_limit_bytes=10)
+    part = replace(
+        stages([0, 2], [2])[0],
+        directives=(Directive.OFFLOAD, Directive.RECOMPUTE),
+        swap_limit_bytes=10,
+    )
     slow = Link(bytes_per_second=5)
     result = run(blocks, [part], rows=4, micro=2, link=link, write=slow, optimizer_seconds=0.01)
     for rank in result.ranks:
@@ -391,17 +532,28 @@ def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
     link = Link(bytes_per_second=10)
     machines = nodes(1, write=link, read=link, host_update_seconds=0.5)
     part = replace(stages([0, 1])[0], optimizer_offload=0.5)
-    result = run([block(parameter_bytes=100)], [part], rows=1, micro=1, machines=machines, optimizer_seconds=0.02)
+    result = run(
+        [block(parameter_bytes=100)],
+        [part],
+        rows=1,
+        micro=1,
+        machines=machines,
+        optimizer_seconds=0.02,
+    )
     rank = result.ranks[0]
     assert rank.memory["optimizer"] == 100
     assert rank.memory["staging"] == 100  # on the disk, they come up to be stepped
-    assert rank.tier_peak_bytes == 200  # a share is rounded up to whole parameters, and here may be one
+    assert (
+        rank.tier_peak_bytes == 200
+    )  # a share is rounded up to whole parameters, and here may be one
     assert rank.seconds["update"] == pytest.approx(50 * 0.02 + 50 * 0.5 + 5 + 5)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    kind=st.sampled_from([*((schedule, 1) for schedule in ORDERS), ("interleaved", 2), ("interleaved", 3)]),
+    kind=st.sampled_from(
+        [*((schedule, 1) for schedule in ORDERS), ("interleaved", 2), ("interleaved", 3)]
+    ),
     positions=st.integers(1, 4),
     micro=st.integers(1, 9),
     rows=st.integers(1, 14),
@@ -436,7 +588,15 @@ def test_no_rank_peaks_above_what_is_proved(
         for part in stages(range(0, 2 * count + 1, 2), limit=40 * rows)
     ]
     machines = nodes(positions, gap_share=gap, reserve_bytes=17)
-    result = run(drawn, parts, schedule=schedule, rows=rows, micro=micro, machines=machines, interleave=interleave)
+    result = run(
+        drawn,
+        parts,
+        schedule=schedule,
+        rows=rows,
+        micro=micro,
+        machines=machines,
+        interleave=interleave,
+    )
     for position, rank in enumerate(result.ranks):
         bound = 0
         for index, stage in enumerate(range(position, count, positions)):
@@ -461,15 +621,21 @@ def test_what_a_split_backward_holds_by_hand() -> None:
     result = run(parts, stages([0, 1, 2]), schedule="zb-h1")
     assert result.ranks[1].memory["activations"] == 30 + 100
     assert result.ranks[1].memory["workspace"] == 7
-    unknown = run([replace(part, deferred=Affine()) for part in parts], stages([0, 1, 2]), schedule="zb-h1")
+    unknown = run(
+        [replace(part, deferred=Affine()) for part in parts], stages([0, 1, 2]), schedule="zb-h1"
+    )
     assert unknown.ranks[1].memory["activations"] == 200
 
 
 def test_what_splitting_costs_is_paid_only_where_backwards_are_split() -> None:
     parts = [block(forward=1, backward=2, weight_seconds=1.0, split_seconds=0.5)] * 2
-    whole, split = (run(parts, stages([0, 1, 2]), schedule=s, rows=1, micro=1) for s in ("1f1b", "zb-h1"))
+    whole, split = (
+        run(parts, stages([0, 1, 2]), schedule=s, rows=1, micro=1) for s in ("1f1b", "zb-h1")
+    )
     assert whole.step_seconds == pytest.approx(6)
-    assert split.step_seconds == pytest.approx(1 + 1 + 1.5 + 1.5 + 1)  # the second stage's weight half is hidden
+    assert split.step_seconds == pytest.approx(
+        1 + 1 + 1.5 + 1.5 + 1
+    )  # the second stage's weight half is hidden
 
 
 def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
@@ -484,15 +650,21 @@ def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
         "machines": nodes(2, local=link),
     }
     plain = run(parts, stages([0, 1], [2]), **fields)
-    shared = run(parts, [replace(part, shard_optimizer=True) for part in stages([0, 1], [2])], **fields)
+    shared = run(
+        parts, [replace(part, shard_optimizer=True) for part in stages([0, 1], [2])], **fields
+    )
     assert plain.ranks[0].memory["optimizer"] == 2000
-    assert shared.ranks[0].memory["optimizer"] == 2000 // 2 + 100  # one may get half of the largest parameter more
+    assert (
+        shared.ranks[0].memory["optimizer"] == 2000 // 2 + 100
+    )  # one may get half of the largest parameter more
     stepped = 11 * (4 + 7 * 0.55) / 11
     spread = 2 * 1 + 1000 / 100
     assert plain.ranks[0].seconds["update"] == pytest.approx(11)
     assert shared.ranks[0].seconds["update"] == pytest.approx(stepped + spread)
     alone = run(
-        parts, [replace(part, shard_optimizer=True) for part in stages([0, 1])], **{**fields, "machines": nodes(1)}
+        parts,
+        [replace(part, shard_optimizer=True) for part in stages([0, 1])],
+        **{**fields, "machines": nodes(1)},
     )
     assert alone.ranks[0].memory["optimizer"] == 2000
 
@@ -501,7 +673,9 @@ def test_replicas_hold_one_copy_of_the_states_below() -> None:
     parts, kept = [block(parameter_bytes=12800, largest_bytes=128)], []
     for replicas in (1, 2, 4):
         below = [replace(part, optimizer_offload=1.0) for part in stages([0, 1], [replicas])]
-        kept.append(run(parts, below, rows=4, micro=1, machines=nodes(replicas)).ranks[0].tier_peak_bytes)
+        kept.append(
+            run(parts, below, rows=4, micro=1, machines=nodes(replicas)).ranks[0].tier_peak_bytes
+        )
     states = [25600, 25600 // 2 + 128, 25600 // 4 + 192]
     assert kept == [size + size // 128 for size in states]
 
@@ -509,7 +683,9 @@ def test_replicas_hold_one_copy_of_the_states_below() -> None:
 def test_what_offloading_takes_the_computing_is_in_both_passes_of_blocks_that_offload() -> None:
     """Blocks were said to compute as fast with hooks and copies beside them as without."""
     blocks = [block(forward=1, backward=2, moved=1.0, offload_seconds=0.5)] * 2
-    part = replace(stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), swap_limit_bytes=10)
+    part = replace(
+        stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), swap_limit_bytes=10
+    )
     result = run(blocks, [part], rows=1, micro=1)
     assert times(result, "forward")[0, 0] == (0, 2.25)
     assert times(result, "backward")[0, 0] == (2.25, 6.5)
@@ -518,12 +694,16 @@ def test_what_offloading_takes_the_computing_is_in_both_passes_of_blocks_that_of
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(1.0, 4.0), (0.5, 2.0)])
-def test_ranks_that_copy_slower_than_the_disk_takes_it_do_not_wait_for_each_other(share: float, seconds: float) -> None:
+def test_ranks_that_copy_slower_than_the_disk_takes_it_do_not_wait_for_each_other(
+    share: float, seconds: float
+) -> None:
     """Two ranks without a core for their copies each had half the rate, and then half of that, of the same disk."""
     slow = Link(bytes_per_second=0.5)
     part = replace(stages([0, 1], [2])[0], directives=(Directive.OFFLOAD,), swap_limit_bytes=10)
     machines = nodes(2, write=slow, read=FREE, tier_share=share)
-    result = run([block(forward=0, backward=1, moved=1.0)], [part], rows=2, micro=1, machines=machines)
+    result = run(
+        [block(forward=0, backward=1, moved=1.0)], [part], rows=2, micro=1, machines=machines
+    )
     first = min(begin for begin, _ in times(result, "backward").values())
     last = max(end for _, end in times(result, "backward").values())
     assert (first, last) == (0, seconds + 1)

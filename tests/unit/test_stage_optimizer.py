@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.device import CpuCopies
+from parallax.machine.device import CpuCopies
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.runtime import resident
-from parallax.runtime.optimizer import OptimizerConfig, StageOptimizer
-from parallax.runtime.scaling import gradient_norm
-from parallax.swap.parameters import StreamedParameters
-from parallax.swap.store import DiskStore, Store
+from parallax.runtime.optim import resident
+from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.scaling import gradient_norm
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.stores.store import DiskStore, Store
 
 CPU = torch.device("cpu")
 STEPS = 50
@@ -45,7 +45,9 @@ class Permuted(nn.Module):
 
 def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(100, 300), nn.LayerNorm(300), nn.Linear(300, 30), Permuted()).to(dtype)
+    return nn.Sequential(nn.Linear(100, 300), nn.LayerNorm(300), nn.Linear(300, 30), Permuted()).to(
+        dtype
+    )
 
 
 def backward(net: nn.Module, step: int, scale: float = 1.0) -> list[nn.Parameter]:
@@ -62,13 +64,17 @@ class Opener:
         self._folder, self._stack = folder, stack
         self.stores: list[DiskStore] = []
 
-    def __call__(self, net: nn.Module, config: OptimizerConfig, place: str = "device") -> StageOptimizer:
+    def __call__(
+        self, net: nn.Module, config: OptimizerConfig, place: str = "device"
+    ) -> StageOptimizer:
         share, on_disk = PLACES[place]
 
         def store(capacity: int) -> Store | None:
             if not on_disk:
                 return None
-            opened = DiskStore(self._folder / str(len(self.stores)), capacity, CpuCopies(), threads=1)
+            opened = DiskStore(
+                self._folder / str(len(self.stores)), capacity, CpuCopies(), threads=1
+            )
             self.stores.append(opened)
             self._stack.callback(opened.close)
             return opened
@@ -95,7 +101,9 @@ def opener(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
         yield Opener(scratch, stack)
 
 
-def take(optimizer: StageOptimizer, net: nn.Module, step: int, rate: float = 1e-3, scale: float = 1.0) -> None:
+def take(
+    optimizer: StageOptimizer, net: nn.Module, step: int, rate: float = 1e-3, scale: float = 1.0
+) -> None:
     """One step, as the engine takes it."""
     optimizer.ready(net.parameters())
     optimizer.zero_grad()
@@ -111,7 +119,9 @@ class Plain:
 
     def __init__(self, net: nn.Module, config: OptimizerConfig) -> None:
         self.net, self._config = net, config
-        self.masters = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in net.parameters()]
+        self.masters = [
+            nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in net.parameters()
+        ]
         self.optimizer = config.build(self.masters, CPU)
 
     def take(self, step: int) -> None:
@@ -134,12 +144,18 @@ class Plain:
 def check_same(plain: Plain, net: nn.Module, optimizer: StageOptimizer) -> None:
     """Weights, masters and states."""
     optimizer.finish()
-    for master, one, other in zip(plain.masters, plain.net.parameters(), net.parameters(), strict=True):
+    for master, one, other in zip(
+        plain.masters, plain.net.parameters(), net.parameters(), strict=True
+    ):
         assert torch.equal(one, other)
         found = optimizer.states(other)
         if other.dtype.itemsize == 2:
             assert torch.equal(found.pop("master"), master)
-        known = {key: value for key, value in plain.optimizer.state[master].items() if isinstance(value, Tensor)}
+        known = {
+            key: value
+            for key, value in plain.optimizer.state[master].items()
+            if isinstance(value, Tensor)
+        }
         assert found.keys() == known.keys()
         assert all(torch.equal(found[key], value) for key, value in known.items())
 
@@ -205,7 +221,13 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
         for index, block in enumerate(net):
             streamed.attach(index, block)
         open_optimizer = partial(
-            StageOptimizer, config=config, device=CPU, below=0.0, lowest=(), copies=CpuCopies(), share=None
+            StageOptimizer,
+            config=config,
+            device=CPU,
+            below=0.0,
+            lowest=(),
+            copies=CpuCopies(),
+            share=None,
         )
         mine = open_optimizer([], open_store=lambda size: None, streamed=streamed)
         stack.callback(mine.close)
@@ -217,21 +239,31 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
                     for block in blocks:
                         optimizer.ready(block.parameters())
                     optimizer.zero_grad()
-                    (blocks[1](blocks[0](x)).square().sum() * (float("nan") if overflows else 1.0)).backward()
+                    (
+                        blocks[1](blocks[0](x)).square().sum()
+                        * (float("nan") if overflows else 1.0)
+                    ).backward()
                     if overflows:
                         optimizer.skip()
                     else:
                         optimizer.step(torch.tensor(2.0), 1e-2)
             mine.finish()
         for index, block in enumerate(twin):
-            assert all(torch.equal(a, b) for a, b in zip(streamed.read_full(index), block.parameters(), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(streamed.read_full(index), block.parameters(), strict=True)
+            )
 
 
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", PLACES)
 def test_a_checkpoint_has_the_masters(opener: Opener, before: str, after: str) -> None:
     config = OPTIMIZERS["adamw"]
-    plain, first, second = Plain(make_net(torch.bfloat16), config), make_net(torch.bfloat16), make_net(torch.bfloat16)
+    plain, first, second = (
+        Plain(make_net(torch.bfloat16), config),
+        make_net(torch.bfloat16),
+        make_net(torch.bfloat16),
+    )
     optimizer = opener(first, config, before)
     for step in range(4):
         plain.take(step)
@@ -247,7 +279,9 @@ def test_a_checkpoint_has_the_masters(opener: Opener, before: str, after: str) -
     check_same(plain, second, restored)
 
 
-def load(optimizer: StageOptimizer, net: nn.Module, saved: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+def load(
+    optimizer: StageOptimizer, net: nn.Module, saved: Sequence[tuple[Tensor, dict[str, Tensor]]]
+) -> None:
     optimizer.reset()
     for parameter, (weight, _) in zip(net.parameters(), saved):
         parameter.detach().copy_(weight)
@@ -276,7 +310,11 @@ def test_masters_lie_where_the_states_do(opener: Opener) -> None:
     (store,) = opener.stores
     assert 12 * numbers <= store.slots.used_bytes <= 12 * numbers + 8 * 4096
     assert numbers * 2 < STATE_BUCKET_BYTES, "one bucket"
-    assert not any(isinstance(kept, Tensor) for bucket in optimizer._host._buckets for kept in bucket.weights.kept)  # type: ignore[union-attr]
+    assert not any(
+        isinstance(kept, Tensor)
+        for bucket in optimizer._host._buckets
+        for kept in bucket.weights.kept
+    )  # type: ignore[union-attr]
 
 
 def test_full_precision_takes_no_master_from_a_checkpoint(opener: Opener) -> None:

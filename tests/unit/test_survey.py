@@ -10,24 +10,29 @@ import pytest
 
 from benchmarks.regret import Cell, Question
 from parallax.config import compose
-from parallax.plan.bounds import StepBound
-from parallax.plan.microbatches import dealt
+from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Directive
-from parallax.plan.predict import placements, predict, quick_seconds
 from parallax.plan.profile import Affine
-from parallax.plan.quick import QuickSearch
-from parallax.plan.request import PlanConfig, Request, Shape
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.search import search
-from parallax.plan.survey import Forecasts, Survey, as_pipeline
+from parallax.plan.search.bounds import StepBound
+from parallax.plan.search.greedy import QuickSearch
+from parallax.plan.search.microbatches import dealt
+from parallax.plan.search.request import Request, Shape
+from parallax.plan.search.search import search
+from parallax.plan.search.survey import Forecasts, Survey, as_pipeline
+from parallax.plan.simulation.predict import placements, predict, quick_seconds
 from tests.unit.plan_fakes import block, cluster, profile
 
 
-@pytest.mark.parametrize(("batch", "replicas"), [(1536, 64), (512, 8), (100, 7), (6, 4), (5, 5), (64, 51), (1, 1)])
+@pytest.mark.parametrize(
+    ("batch", "replicas"), [(1536, 64), (512, 8), (100, 7), (6, 4), (5, 5), (64, 51), (1, 1)]
+)
 def test_no_micro_batch_is_better_than_those_tried(batch: int, replicas: int) -> None:
     """Fewer micro-batches, or fewer rows on the fullest rank, cost less: for every number of rows there is one that is
     tried with no more of either."""
-    tried = [(micro_batch_count(batch, size), -(-size // replicas)) for size in dealt(batch, replicas)]
+    tried = [
+        (micro_batch_count(batch, size), -(-size // replicas)) for size in dealt(batch, replicas)
+    ]
     assert all(size >= replicas for size in dealt(batch, replicas))
     for size in range(replicas, batch + 1):
         count, rows = micro_batch_count(batch, size), -(-size // replicas)
@@ -47,11 +52,17 @@ def test_of_very_many_sizes_some_of_all_magnitudes_are_tried() -> None:
     assert min(found) <= 8
 
 
-@pytest.mark.parametrize("name", ["7b a100x8 bf16 tight", "7b l4x16 bf16", "13b v100x32 fp32 small batch"])
+@pytest.mark.parametrize(
+    "name", ["7b a100x8 bf16 tight", "7b l4x16 bf16", "13b v100x32 fp32 small batch"]
+)
 def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) -> None:
     question = Question.of(name)
     request = Request(
-        question.profile, question.cluster, PlanConfig(), global_batch=question.global_batch, runnable=False
+        question.profile,
+        question.cluster,
+        PlanConfig(),
+        global_batch=question.global_batch,
+        runnable=False,
     )
     quick, bound = QuickSearch(request), StepBound(request)
     shapes = random.Random(1).sample(list(request.shapes()), 60)
@@ -64,7 +75,9 @@ def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) ->
             least = bound.seconds(shape, solved.least_cost if allowed is None else 0.0)
             for pipeline in placements(request.cluster, as_pipeline(request, solved.candidate)):
                 looked += 1
-                assert quick_seconds(request.profile, request.cluster, pipeline).likely >= least * (1 - 1e-3), shape
+                assert quick_seconds(request.profile, request.cluster, pipeline).likely >= least * (
+                    1 - 1e-3
+                ), shape
     assert looked > 20
 
 
@@ -82,7 +95,10 @@ def test_plans_asked_for_by_hand_are_no_better(name: str, cell: Cell) -> None:
     halvings of the batch alone, which leave every second replica with a row less, and ranked zero-bubble schedules by
     what they save where all activations stay."""
     question = Question.of(name)
-    chosen, asked = question.ask().prediction.step_seconds, question.ask(cell).prediction.step_seconds
+    chosen, asked = (
+        question.ask().prediction.step_seconds,
+        question.ask(cell).prediction.step_seconds,
+    )
     assert chosen <= asked * 1.01
 
 
@@ -110,7 +126,9 @@ def test_a_search_says_how_far_it_is() -> None:
 def test_what_is_refused_is_refused_soon() -> None:
     """The least memory is looked for among the leanest shapes, not among all."""
     question = Question.of("800b a100x1024 fp32 tight")
-    request = Request(question.profile, question.cluster, PlanConfig(), global_batch=2048, runnable=False)
+    request = Request(
+        question.profile, question.cluster, PlanConfig(), global_batch=2048, runnable=False
+    )
     quick, shapes = QuickSearch(request), list(request.shapes())
     lean = quick.leanest(shapes)
     assert len(lean) < len(shapes) / 20
@@ -123,9 +141,18 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     """What waits below a slow first position is hidden by its own forwards, so slowest times micro-batches and the
     whole ramp is no lower bound; where it was taken for one, the best micro-batch was left out, by 11%."""
     seconds = {"forward_seconds": Affine(1.0, 1.0), "backward_seconds": Affine(2.0, 2.0)}
-    first = replace(block("front"), parameters=1, parameter_bytes=4, output=Affine(0.0, 1.0), **seconds)
+    first = replace(
+        block("front"), parameters=1, parameter_bytes=4, output=Affine(0.0, 1.0), **seconds
+    )
     light = {"forward_seconds": Affine(1 / 15, 1 / 15), "backward_seconds": Affine(2 / 15, 2 / 15)}
-    other = replace(block(), parameters=250, parameter_bytes=1000, input=Affine(0, 1.0), output=Affine(0, 1.0), **light)
+    other = replace(
+        block(),
+        parameters=250,
+        parameter_bytes=1000,
+        input=Affine(0, 1.0),
+        output=Affine(0, 1.0),
+        **light,
+    )
     model, machines = profile([first, *[other] * 35]), cluster(8, 22_000)
     config = PlanConfig(replicas=1, schedule=schedule)
     request = Request(model, machines, config, global_batch=batch, runnable=False)
@@ -135,7 +162,9 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     assert survey.bound_seconds <= least
     for microbatch in (1, 2, 3, 5, 8, 10, 13):
         if microbatch <= batch:
-            asked, _ = search(model, machines, config, global_batch=batch, microbatch=microbatch, runnable=False)
+            asked, _ = search(
+                model, machines, config, global_batch=batch, microbatch=microbatch, runnable=False
+            )
             # The slowest position is the first block alone; how the others share the rest is not looked at further.
             assert least <= asked.prediction.step_seconds * 1.02
 
@@ -158,7 +187,9 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
 def test_what_fits_is_not_refused(settings: str, config: PlanConfig) -> None:
     """Interleaved stages whose shares together exceed the device where the greedy rule counted workspace once; numbers
     of stages that do not divide the devices."""
-    composed = compose(["model=transformer", "model.sequence=2048", "precision=mixed_bf16", *settings.split()])
+    composed = compose(
+        ["model=transformer", "model.sequence=2048", "precision=mixed_bf16", *settings.split()]
+    )
     question = Question.composed("", composed)
     plan, _ = search(
         question.profile,
@@ -176,7 +207,11 @@ def test_a_forecast_is_never_below_the_longest_path(name: str) -> None:
     """Pipelines are left out by the longest path alone, so the simulator must not find them faster."""
     question = Question.of(name)
     request = Request(
-        question.profile, question.cluster, PlanConfig(), global_batch=question.global_batch, runnable=False
+        question.profile,
+        question.cluster,
+        PlanConfig(),
+        global_batch=question.global_batch,
+        runnable=False,
     )
     quick = QuickSearch(request)
     for shape in random.Random(2).sample(list(request.shapes()), 40):
@@ -185,20 +220,29 @@ def test_a_forecast_is_never_below_the_longest_path(name: str) -> None:
             continue
         pipeline = as_pipeline(request, solved.candidate)
         quickly = quick_seconds(request.profile, request.cluster, pipeline).least
-        assert predict(request.profile, request.cluster, pipeline).step_seconds >= quickly * (1 - 5e-3)
+        assert predict(request.profile, request.cluster, pipeline).step_seconds >= quickly * (
+            1 - 5e-3
+        )
 
 
 @pytest.mark.parametrize(
     ("blocks", "devices", "batch", "config"),
     [
-        (64, 4, 4, PlanConfig(replicas=1, schedule="1f1b")),  # [19, 17, 15, 13] blocks are faster than 16 each
+        (
+            64,
+            4,
+            4,
+            PlanConfig(replicas=1, schedule="1f1b"),
+        ),  # [19, 17, 15, 13] blocks are faster than 16 each
         (64, 4, 2, PlanConfig(replicas=1, schedule="1f1b")),
         (22, 3, 3, PlanConfig(schedule="interleaved")),  # stages of four and of three blocks
         (22, 3, 16, PlanConfig(schedule="interleaved")),  # micro-batches of two and of three rows
         (100, 5, 8, PlanConfig(schedule="zb-h1")),
     ],
 )
-def test_the_printed_bound_is_below_what_was_found(blocks: int, devices: int, batch: int, config: PlanConfig) -> None:
+def test_the_printed_bound_is_below_what_was_found(
+    blocks: int, devices: int, batch: int, config: PlanConfig
+) -> None:
     """Few micro-batches of blocks that are alike: positions that wait less may hold more."""
     model, machines = profile([block(weight_seconds=1.0)] * blocks), cluster(devices, 10**9)
     request = Request(model, machines, config, global_batch=batch, runnable=False)
@@ -212,7 +256,11 @@ def test_fewer_rows_that_give_every_rank_one_are_tried() -> None:
     """51 rows for 51 and 52 replicas: one of these has none, and a row more would be a second one for all others."""
     question = Question.of("70b a100x512 fp32")
     request = Request(
-        question.profile, question.cluster, PlanConfig(), global_batch=question.global_batch, runnable=False
+        question.profile,
+        question.cluster,
+        PlanConfig(),
+        global_batch=question.global_batch,
+        runnable=False,
     )
     assert {51, 52} <= set(request.sizes(10, "1f1b"))
     shape = Shape("1f1b", 51, 10)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallax.device import CpuCopies
+from parallax.machine.device import CpuCopies
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
-from parallax.swap.store import HostStore
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.stores.store import HostStore
 from tests.unit.swap_fakes import MIB, Make, everything, making, save, settle, unpacked
 
 
@@ -73,13 +73,17 @@ def test_a_reused_address_is_another_storage(make: Make) -> None:
     manager = make()
     roots, expected, addresses = [], [], []
     for value in range(20):
-        tensor = torch.full((50_000 - 100 * value,), float(value))  # glibc re-uses a block only for less
+        tensor = torch.full(
+            (50_000 - 100 * value,), float(value)
+        )  # glibc re-uses a block only for less
         addresses.append(tensor.data_ptr())
         expected.append(float(value))
         roots.append(save(manager, tensor))
         del tensor
         settle(manager)
-    assert len(set(addresses)) < len(addresses), "the allocator reused nothing: the test says nothing"
+    assert len(set(addresses)) < len(addresses), (
+        "the allocator reused nothing: the test says nothing"
+    )
     for root, value in zip(roots, expected):
         assert unpacked(root)[0].eq(value).all()
 
@@ -185,7 +189,9 @@ def test_a_change_in_place_raises(make: Make, when: str) -> None:
         manager.fetch(0)
     with torch.no_grad():
         changed.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+    ):
         y.sum().backward()
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import parallax
-from parallax.device import CpuCopies, PinnedArena, copies_for
 from parallax.errors import BudgetExceeded, ConfigError, ParallaxError, SwapError
-from parallax.swap.remedies import ENGINE, SCOPE
-from parallax.swap.store import DiskStore, HostStore
+from parallax.machine.device import CpuCopies, PinnedArena, copies_for
+from parallax.swap.stores.remedies import ENGINE, SCOPE
+from parallax.swap.stores.store import DiskStore, HostStore
 
 WIDTH = 64
 
@@ -95,7 +95,9 @@ def test_sizes(key: str) -> None:
 )
 def test_counts(key: str, others: list[Any]) -> None:
     for value in [*COUNTS, *others]:
-        refused(lambda value=value: parallax.swap(build(), **{key: value}), f"{key}=", "whole numbers")  # type: ignore[misc]
+        refused(
+            lambda value=value: parallax.swap(build(), **{key: value}), f"{key}=", "whole numbers"
+        )  # type: ignore[misc]
 
 
 def test_whole_numbers_of_any_kind() -> None:
@@ -106,12 +108,16 @@ def test_whole_numbers_of_any_kind() -> None:
 @pytest.mark.parametrize("key", ["eager", "verify"])
 def test_flags(key: str) -> None:
     for value in ("yes", None, 5, 1):
-        refused(lambda value=value: parallax.swap(build(), **{key: value}), f"{key}=", "True and False")  # type: ignore[misc]
+        refused(
+            lambda value=value: parallax.swap(build(), **{key: value}), f"{key}=", "True and False"
+        )  # type: ignore[misc]
 
 
 def test_tiers() -> None:
     for value in ("none", "HOST", None, 5):
-        refused(lambda value=value: parallax.swap(build(), tier=value), f"tier={value}", "host, disk")  # type: ignore[misc]
+        refused(
+            lambda value=value: parallax.swap(build(), tier=value), f"tier={value}", "host, disk"
+        )  # type: ignore[misc]
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -134,7 +140,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_no_optimizers(make: Callable[[nn.Module], Any]) -> None:
     model = build()
-    refused(lambda: parallax.swap(model, optimizer=make(model)), "optimizer=", "instance of torch.optim.Optimizer")
+    refused(
+        lambda: parallax.swap(model, optimizer=make(model)),
+        "optimizer=",
+        "instance of torch.optim.Optimizer",
+    )
 
 
 def test_an_optimizer_twice() -> None:
@@ -162,7 +172,9 @@ def test_no_models(make: Callable[[], Any]) -> None:
 
 
 def test_a_model_without_shapes() -> None:
-    message = refused(lambda: parallax.swap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(5))), "1.weight")
+    message = refused(
+        lambda: parallax.swap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(5))), "1.weight"
+    )
     assert "run one before" in message
 
 
@@ -173,7 +185,11 @@ def test_a_model_on_several_devices() -> None:
 
 
 def test_a_tier_too_small_for_anything() -> None:
-    refused(lambda: parallax.swap(build(), "1GiB", tier_bytes=1000), "tier_bytes=1000", "minimum_bytes=65536")
+    refused(
+        lambda: parallax.swap(build(), "1GiB", tier_bytes=1000),
+        "tier_bytes=1000",
+        "minimum_bytes=65536",
+    )
 
 
 FOLDERS: list[Any] = [None, 5, b"/tmp/x", "", "a\0b", ["x"]]
@@ -272,13 +288,23 @@ def loop(limit: int, scratch: Path, *, rows: int = 256, **options: Any) -> None:
 
 
 def test_a_full_tier_names_its_setting(scratch: Path) -> None:
-    message = refused(lambda: loop(tight(build()), scratch, tier_bytes=2**16), "is full", "raise tier_bytes", "limit")
+    message = refused(
+        lambda: loop(tight(build()), scratch, tier_bytes=2**16),
+        "is full",
+        "raise tier_bytes",
+        "limit",
+    )
     assert "directory" in message
 
 
 def test_a_limit_that_is_too_small_names_itself(scratch: Path) -> None:
     model = build()
-    for limit, rows in ((1000, 256), (tight(model, 2**12), 256), (tight(model, 2**16), 1024), (tight(model, 2**14), 8)):
+    for limit, rows in (
+        (1000, 256),
+        (tight(model, 2**12), 256),
+        (tight(model, 2**16), 1024),
+        (tight(model, 2**14), 8),
+    ):
         refused(lambda limit=limit, rows=rows: loop(limit, scratch, rows=rows), "raise limit")  # type: ignore[misc]
 
 
@@ -287,13 +313,19 @@ def test_a_failing_disk_names_the_directory(scratch: Path, monkeypatch: pytest.M
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "pwrite", fail)
-    refused(lambda: loop(tight(build()), scratch), "No space left on device", "free space or set directory")
+    refused(
+        lambda: loop(tight(build()), scratch),
+        "No space left on device",
+        "free space or set directory",
+    )
 
 
 def test_a_damaged_file_names_the_directory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, view, at: real(handle, bytes(len(view)), at))
-    refused(lambda: loop(tight(build()), scratch), "not what was written", "set directory to another")
+    refused(
+        lambda: loop(tight(build()), scratch), "not what was written", "set directory to another"
+    )
 
 
 def test_the_report_names_arguments(scratch: Path) -> None:
@@ -317,7 +349,9 @@ def test_the_report_says_why_nothing_moves(scratch: Path) -> None:
 
 
 def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"):
+    with pytest.raises(
+        SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"
+    ):
         PinnedArena(2**60, SCOPE.pinning)
     with pytest.raises(SwapError, match=r"or set swap\.tier=disk$"):
         PinnedArena(2**60)
@@ -328,7 +362,10 @@ def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_engine_keeps_its_keys(scratch: Path) -> None:
-    for remedies, words in ((ENGINE, r"\(cluster\.host_memory\)"), (SCOPE, "raise tier_bytes, or raise limit")):
+    for remedies, words in (
+        (ENGINE, r"\(cluster\.host_memory\)"),
+        (SCOPE, "raise tier_bytes, or raise limit"),
+    ):
         store = HostStore(4096, CpuCopies(), remedies)
         with pytest.raises(SwapError, match=f"the host tier is full: .*{words}"):
             store.write(torch.zeros(5000, dtype=torch.uint8))

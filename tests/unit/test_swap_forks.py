@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parallax
-from parallax.swap.scope import Swapping
+from parallax.swap.lms.scope import Swapping
 
 
 class Loop:
@@ -29,7 +29,12 @@ class Loop:
         self.x = torch.randn(128, 64)
         limit = 2 * sum(p.nbytes for p in self.model.parameters()) + 200_000
         self.swap: Swapping = parallax.swap(
-            self.model, limit, optimizer=self.optimizer, minimum_bytes=0, directory=folder, piece_bytes=40_000
+            self.model,
+            limit,
+            optimizer=self.optimizer,
+            minimum_bytes=0,
+            directory=folder,
+            piece_bytes=40_000,
         )
 
     def loss(self) -> Tensor:
@@ -77,7 +82,9 @@ def leave_and_train(loop: Loop, loss: Tensor) -> None:
         loop.step()
 
 
-CHILDREN = {f.__name__: f for f in (nothing, leave, train, backward, look_at_states, leave_and_train)}
+CHILDREN = {
+    f.__name__: f for f in (nothing, leave, train, backward, look_at_states, leave_and_train)
+}
 
 
 def wait(child: int, seconds: float = 30.0) -> int:
@@ -126,17 +133,24 @@ def forked(name: str, folder: Path) -> None:
 
 
 def test_a_child_ends_and_harms_nobody(scratch: Path) -> None:
-    code = (
-        f"from tests.unit.test_swap_forks import *; [forked(name, Path({str(scratch)!r}) / name) for name in CHILDREN]"
+    forked_each = f"[forked(name, Path({str(scratch)!r}) / name) for name in CHILDREN]"
+    code = f"from tests.unit.test_swap_forks import *; {forked_each}"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
-    assert found.stdout.splitlines() == [f"{name} is done" for name in CHILDREN], found.stderr[-3000:]
+    ended = found.stdout.splitlines()
+    assert ended == [f"{name} is done" for name in CHILDREN], found.stderr[-3000:]
 
 
 def loaded(folder: Path) -> None:
     """Workers of a loader, and a process of torch.multiprocessing, by fork."""
     torch.set_num_threads(1)
-    data = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=16, num_workers=2, multiprocessing_context="fork")
+    data = DataLoader(
+        TensorDataset(torch.randn(64, 64)),
+        batch_size=16,
+        num_workers=2,
+        multiprocessing_context="fork",
+    )
 
     def inside(loop: Loop) -> None:
         assert sum(len(rows) for _ in range(2) for (rows,) in data) == 128
@@ -152,5 +166,7 @@ def loaded(folder: Path) -> None:
 
 def test_workers_of_a_loader(scratch: Path) -> None:
     code = f"from tests.unit.test_swap_forks import *; loaded(Path({str(scratch)!r}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert found.stdout == "done\n", found.stderr[-3000:]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from parallax.swap.scope import Swapping
+from parallax.swap.lms.scope import Swapping
 from tests.unit.swap_fakes import assert_equal
 from tests.unit.test_swap_states import WIDTH, below, build, tight
 
@@ -29,7 +29,9 @@ class Loop:
         self.model, self.optimizer, self.found = model, optimizer, list[Any]()
         self.generator = torch.Generator().manual_seed(1)
 
-    def run(self, before: Step = lambda number: None, after: Step = lambda number: None, steps: int = 6) -> None:
+    def run(
+        self, before: Step = lambda number: None, after: Step = lambda number: None, steps: int = 6
+    ) -> None:
         for number in range(steps):
             self.backward()
             before(number)
@@ -91,9 +93,14 @@ def failing_last_hook(loop: Loop) -> None:
 def reading_hooks(loop: Loop) -> None:
     def hook(optimizer: Optimizer, *_: Any) -> None:
         states = [state for state in optimizer.state.values() if state]
-        loop.found += [value.sum().item() for state in states for value in state.values() if value is not None]
+        loop.found += [
+            value.sum().item() for state in states for value in state.values() if value is not None
+        ]
 
-    handles = [loop.optimizer.register_step_pre_hook(hook), loop.optimizer.register_step_post_hook(hook)]
+    handles = [
+        loop.optimizer.register_step_pre_hook(hook),
+        loop.optimizer.register_step_post_hook(hook),
+    ]
     loop.run()
     for handle in handles:
         handle.remove()
@@ -123,7 +130,9 @@ def another_weight_and_state(loop: Loop) -> None:
         old, new = module.weight, nn.Parameter(module.weight.detach() * 0.5)
         state = loop.optimizer.state.get(old)
         assert state
-        for key in [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]:
+        for key in [
+            key for key, value in state.items() if isinstance(value, Tensor) and value.dim()
+        ]:
             state[key] = state[key] * 0.5
         del loop.optimizer.state[old]
         loop.optimizer.state[new] = state

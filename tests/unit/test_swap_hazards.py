@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallax.errors import SwapError
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
 from tests.unit.swap_fakes import MIB, Make, everything, making, save, settle, storing
 
 HAZARDS = {
@@ -30,14 +30,21 @@ HAZARDS = {
     ],
     "views, transposes, expand, offset": ["test_swap::test_views_come_back_with_their_strides"],
     "a shared storage is copied twice": ["test_swap::test_a_shared_storage_is_moved_once"],
-    "a shared storage whose parts change each for itself": ["test_parts_of_one_memory_that_change_apart"],
+    "a shared storage whose parts change each for itself": [
+        "test_parts_of_one_memory_that_change_apart"
+    ],
     "a freed and reused address": ["test_swap::test_a_reused_address_is_another_storage"],
     "what left is saved again": ["test_swap::test_what_is_saved_again_after_it_left_does_not_stay"],
     "a cycle that no collector sees": ["test_swap::test_a_kept_output_is_no_cycle"],
-    "parameters, buffers and their casts are moved": ["test_swap::test_parameters_buffers_and_their_casts_stay"],
+    "parameters, buffers and their casts are moved": [
+        "test_swap::test_parameters_buffers_and_their_casts_stay"
+    ],
     "the caller's data are moved": ["test_swap::test_a_slice_of_a_data_set_stays"],
     "an entry ends with its first unpack": ["test_swap::test_unpack_twice"],
-    "double backward": ["test_swap::test_double_backward", "test_second_derivatives_of_what_came_back"],
+    "double backward": [
+        "test_swap::test_double_backward",
+        "test_second_derivatives_of_what_came_back",
+    ],
     "checkpoint inside and outside": [
         "test_swap::test_checkpoint_inside_hooks_and_hooks_inside_checkpoint",
         "test_a_checkpoint_switches_no_offload_off",
@@ -54,7 +61,9 @@ HAZARDS = {
         "test_swap_manager::test_a_place_is_not_reused_while_its_transfer_runs",
     ],
     "rare races": ["test_swap_verify::test_a_thousand_seeds"],
-    "a pinned allocation for each tensor": ["test_device::test_no_host_memory_is_allocated_after_the_store_was_made"],
+    "a pinned allocation for each tensor": [
+        "test_device::test_no_host_memory_is_allocated_after_the_store_was_made"
+    ],
     "pinned memory rounded up": ["test_device::test_an_arena_is_as_large_as_asked"],
 }
 
@@ -63,8 +72,14 @@ def test_every_hazard_has_its_tests() -> None:
     for names in HAZARDS.values():
         for name in names:
             module, _, test = name.rpartition("::")
-            source = Path(__file__).with_name(f"{module or 'test_swap_hazards'}.py").read_text(encoding="utf-8")
-            found = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+            source = (
+                Path(__file__)
+                .with_name(f"{module or 'test_swap_hazards'}.py")
+                .read_text(encoding="utf-8")
+            )
+            found = {
+                node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+            }
             assert test in found, name
 
 
@@ -118,7 +133,10 @@ def test_a_backward_in_two_halves(make: Make, limit: int) -> None:
     net, x = Net(), torch.randn(5, 6, requires_grad=True)
     weights = [*net.parameters()]
     plain = net(x).sum()
-    expected = [*torch.autograd.grad(plain, x, retain_graph=True), *torch.autograd.grad(plain, weights)]
+    expected = [
+        *torch.autograd.grad(plain, x, retain_graph=True),
+        *torch.autograd.grad(plain, weights),
+    ]
     manager = make(limit)
     for told in (False, True):
         loss = run(net, x, manager).sum()
@@ -192,7 +210,9 @@ def test_a_checkpoint_switches_no_offload_off(make: Make, outer: str) -> None:
         with offloading(manager, everything(w), 0):
             out = checkpoint(plain, x * 1, w, use_reentrant=False)
         settle(manager)
-        assert manager.take_statistics().bytes_out == x.nbytes, "the checkpoint's input is an activation"
+        assert manager.take_statistics().bytes_out == x.nbytes, (
+            "the checkpoint's input is an activation"
+        )
     else:
         out = checkpoint(hooked, x * 1, w, use_reentrant=False)
     out.sum().backward()
@@ -204,7 +224,9 @@ def test_a_checkpoint_switches_no_offload_off(make: Make, outer: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk", "late disk"])
-def test_a_failed_transfer_keeps_nothing(kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_transfer_keeps_nothing(
+    kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its error once held the frames that held the tensor that held the transfer, until a collection of garbage."""
 
     def fail(*_: object) -> int:

@@ -102,7 +102,9 @@ def statistics_of_a_norm() -> list[Tensor]:
 def statistics_of_a_norm_with_update() -> list[Tensor]:
     w = weight(10, SIDE, 10)
     averages = torch.zeros(SIDE), torch.ones(SIDE)
-    outputs = torch.ops.aten._batch_norm_with_update(w * 2, torch.ones(SIDE), torch.zeros(SIDE), *averages, 0.1, 1e-5)
+    outputs = torch.ops.aten._batch_norm_with_update(
+        w * 2, torch.ones(SIDE), torch.zeros(SIDE), *averages, 0.1, 1e-5
+    )
     return gradients(further(outputs[0]), w)
 
 
@@ -319,7 +321,9 @@ def outcome(case: Case, context: contextlib.AbstractContextManager[Any]) -> list
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_as_without_swap(case: Case, limit: int, eager: bool, scratch: Path) -> None:
     expected = outcome(case, contextlib.nullcontext())
-    swap = parallax.swap(nn.Linear(2, 2), limit=limit, minimum_bytes=0, eager=eager, directory=scratch)
+    swap = parallax.swap(
+        nn.Linear(2, 2), limit=limit, minimum_bytes=0, eager=eager, directory=scratch
+    )
     found = outcome(case, swap)
     if isinstance(expected, str) or isinstance(found, str):
         assert found == expected
@@ -359,5 +363,7 @@ thread.join()
 def test_a_long_chain_of_small_tensors_overflows_no_stack(scratch: Path) -> None:
     """A node that Python has seen is freed inside the call that freed the one before."""
     code = CHAIN.format(folder=str(scratch))
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert found.stdout == "done\n", (found.returncode, found.stderr[-2000:])

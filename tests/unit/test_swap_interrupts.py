@@ -63,7 +63,9 @@ def interrupted(folder: Path) -> None:
             raise AssertionError("another error than the interrupt") from error
         assert not lost, lost
         assert time.monotonic() < begun + 100
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("parallax-swap")]
+    left = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("parallax-swap")
+    ]
     assert not left, left
     print("done")
 
@@ -71,7 +73,9 @@ def interrupted(folder: Path) -> None:
 def test_an_interrupt_is_never_lost(scratch: Path) -> None:
     """It was, whenever it arrived while a saved tensor was let go of."""
     code = f"from tests.unit.test_swap_interrupts import *; interrupted(Path({str(scratch)!r}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=160, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=160, check=False
+    )
     assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
 
 
@@ -134,7 +138,9 @@ def step_interrupted(at: int, where: str, folder: Path) -> Keyboard:
     size = 4 * WIDE * WIDE
     keyboard, interrupted = Keyboard(at), False
     limit = 2 * 4 * size + 3 * 2 * size + 4096
-    scope = parallax.swap(model, limit, optimizer=optimizer, minimum_bytes=1, piece_bytes=1, directory=folder)
+    scope = parallax.swap(
+        model, limit, optimizer=optimizer, minimum_bytes=1, piece_bytes=1, directory=folder
+    )
     try:
         with scope:
             for number in range(3):
@@ -187,7 +193,9 @@ def test_an_interrupt_tears_no_state(where: str, thorough: bool, scratch: Path) 
     is saved because of the interrupt would have had them."""
     call = f"steps_interrupted({where!r}, {thorough}, Path({str(scratch)!r}))"
     code = f"from tests.unit.test_swap_interrupts import *; {call}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False
+    )
     assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
 
 
@@ -244,5 +252,7 @@ def engines_interrupted(name: str, some: int, folder: Path) -> None:
 def test_an_interrupted_step_of_the_engine_ends(name: str, some: int, scratch: Path) -> None:
     call = f"engines_interrupted({name!r}, {some}, Path({str(scratch)!r}))"
     code = f"from tests.unit.test_swap_interrupts import *; {call}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False
+    )
     assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])

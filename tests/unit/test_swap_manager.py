@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallax.device import CpuCopies
 from parallax.errors import BudgetExceeded, SwapError
-from parallax.swap.manager import SwapManager
-from parallax.swap.records import Entry
-from parallax.swap.store import DiskStore
+from parallax.machine.device import CpuCopies
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.records import Entry
+from parallax.swap.stores.store import DiskStore
 from tests.unit.swap_fakes import ManualStore
 
 KIB = 1024
@@ -56,7 +56,9 @@ def test_high_water_never_passes_the_limit(scratch: Path) -> None:
     generator = random.Random(0)
     disk = DiskStore(scratch, 2**30, CpuCopies(), threads=3)
     manager = SwapManager(disk, limit_bytes=200 * KIB)
-    entries = [manager.add(tensor(generator.randint(1, 100 * KIB), i % 251), i % 4) for i in range(300)]
+    entries = [
+        manager.add(tensor(generator.randint(1, 100 * KIB), i % 251), i % 4) for i in range(300)
+    ]
     for micro in (2, 0, 3, 1):
         manager.fetch(micro)
         for i in reversed(range(micro, 300, 4)):
@@ -80,7 +82,9 @@ def test_budget_exceeded_carries_the_arithmetic(store: ManualStore) -> None:
     )
     with pytest.raises(BudgetExceeded, match=expected):
         manager.load(second)
-    with pytest.raises(BudgetExceeded, match=r"101\.0 KiB more are needed: raise cluster\.device_memory"):
+    with pytest.raises(
+        BudgetExceeded, match=r"101\.0 KiB more are needed: raise cluster\.device_memory"
+    ):
         manager.add(tensor(101 * KIB), 0)
     del held
     assert values(manager.load(second)).eq(1).all()
@@ -102,7 +106,9 @@ def test_used_bytes_leave_only_when_nobody_works_on_them(store: ManualStore) -> 
 
 def test_last_saved_comes_first_as_far_as_it_fits(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    entries = [manager.add(tensor(size), micro) for size, micro in [(31, 0), (32, 0), (33, 0), (34, 1)]]
+    entries = [
+        manager.add(tensor(size), micro) for size, micro in [(31, 0), (32, 0), (33, 0), (34, 1)]
+    ]
     store.finish(9)
     store.log.clear()
     manager.fetch(0)
@@ -157,7 +163,9 @@ def test_a_place_is_not_reused_while_its_transfer_runs(store: ManualStore) -> No
     assert manager.resident_bytes == 60, "the bytes are still being read by the writer"
     assert manager.stored_bytes > 0
     assert watch() is not None, "a device could give the block to someone else"
-    entry = manager.add(tensor(60, 2), 0)  # waits for the dead one's write, and only then takes its place
+    entry = manager.add(
+        tensor(60, 2), 0
+    )  # waits for the dead one's write, and only then takes its place
     store.finish(9)
     assert values(manager.load(entry)).eq(2).all()
     assert watch() is None
@@ -255,7 +263,12 @@ def test_statistics_start_anew(store: ManualStore) -> None:
     del entry
     manager.take_statistics()
     second = manager.take_statistics()
-    assert (second.bytes_out, second.bytes_in, second.high_water, second.tier_high_water) == (0, 0, 0, 0)
+    assert (second.bytes_out, second.bytes_in, second.high_water, second.tier_high_water) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def test_books_do_not_grow(store: ManualStore) -> None:
@@ -280,7 +293,9 @@ def test_claims_end_on_any_thread(scratch: Path) -> None:
         try:
             while not stop.is_set():
                 value = generator.randrange(251)
-                held.append((manager.add(tensor(generator.randint(1, 8 * KIB), value), seed), value))
+                held.append(
+                    (manager.add(tensor(generator.randint(1, 8 * KIB), value), seed), value)
+                )
                 if generator.random() < 0.5:
                     entry, value = held.pop(generator.randrange(len(held)))
                     assert values(manager.load(entry)).eq(value).all()
@@ -327,7 +342,9 @@ def test_any_order_of_calls_gives_back_what_was_saved(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "swap"
-        store = ManualStore() if kind == "manual" else DiskStore(path, 2**24, CpuCopies(), threads=2)
+        store = (
+            ManualStore() if kind == "manual" else DiskStore(path, 2**24, CpuCopies(), threads=2)
+        )
         manager = SwapManager(store, limit_bytes=limit)
         try:
             check_any_order(manager, store, operations, limit)
@@ -336,7 +353,10 @@ def test_any_order_of_calls_gives_back_what_was_saved(
 
 
 def check_any_order(
-    manager: SwapManager, store: ManualStore | DiskStore, operations: list[tuple[str, int, int]], limit: int
+    manager: SwapManager,
+    store: ManualStore | DiskStore,
+    operations: list[tuple[str, int, int]],
+    limit: int,
 ) -> None:
     expected: dict[Entry, int] = {}
     high_water = 0

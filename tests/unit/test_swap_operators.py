@@ -27,12 +27,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 import parallax
-from parallax.swap.scope import Swapping
+from parallax.swap.lms.scope import Swapping
 
 OPERATORS, MODULES = 24, 8  # one in so many by default
 EACH = 4  # samples of an operator by default
 PARTS = 6  # of the thorough run
-UNWRITTEN = ("empty", "new_empty")  # how the names of those begin whose results are whatever was in the memory
+UNWRITTEN = (
+    "empty",
+    "new_empty",
+)  # how the names of those begin whose results are whatever was in the memory
 THOROUGH = [pytest.param(part, marks=pytest.mark.thorough) for part in range(PARTS)]
 LEAVE_SECONDS = 30.0
 
@@ -50,7 +53,9 @@ class Found:
     bytes_out: int = 0
     bytes_in: int = 0
 
-    def compare(self, name: str, model: nn.Module, call: Call, inputs: list[Tensor], scratch: str) -> None:
+    def compare(
+        self, name: str, model: nn.Module, call: Call, inputs: list[Tensor], scratch: str
+    ) -> None:
         expected = outcome(call, inputs, lambda: None)
         with parallax.swap(model, "1GiB", eager=True, minimum_bytes=0, directory=scratch) as scope:
             found = outcome(call, inputs, lambda: settle(scope))
@@ -93,8 +98,15 @@ def derived(found: list[Tensor], sources: list[Tensor], **options: bool) -> list
     roots = [each for each in found if each.requires_grad]
     if not roots or not sources:
         return []
-    begin = [torch.randn_like(root) if root.layout is torch.strided else torch.ones_like(root) for root in roots]
-    return [g for g in torch.autograd.grad(roots, sources, begin, allow_unused=True, **options) if g is not None]
+    begin = [
+        torch.randn_like(root) if root.layout is torch.strided else torch.ones_like(root)
+        for root in roots
+    ]
+    return [
+        g
+        for g in torch.autograd.grad(roots, sources, begin, allow_unused=True, **options)
+        if g is not None
+    ]
 
 
 def second(gradients: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
@@ -112,7 +124,13 @@ def bits(tensor: Tensor) -> Any:
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     whole = dense.resolve_conj().resolve_neg()
     array = whole.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
-    return str(tensor.layout), str(tensor.dtype), tuple(tensor.shape), dense.stride(), array.tobytes()
+    return (
+        str(tensor.layout),
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        dense.stride(),
+        array.tobytes(),
+    )
 
 
 def shown(found: list[Any] | tuple[str, str]) -> str:
@@ -135,19 +153,30 @@ def spread(samples: Iterable[Any], most: int | None) -> list[Any]:
     return found if most is None else found[:: -(-len(found) // most) or 1]
 
 
-def operators(start: int, step: int, most: int | None) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
+def operators(
+    start: int, step: int, most: int | None
+) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     model = nn.Linear(1, 1)
     for operator in op_db[start::step]:
-        if torch.float32 not in operator.supported_dtypes("cpu") or operator.name.startswith(UNWRITTEN):
+        if torch.float32 not in operator.supported_dtypes("cpu") or operator.name.startswith(
+            UNWRITTEN
+        ):
             continue
         seed()
-        samples = operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
+        samples = operator.sample_inputs(
+            "cpu", torch.float32, requires_grad=operator.supports_autograd
+        )
         for number, sample in enumerate(spread(samples, most)):
             name = f"{operator.name} {operator.variant_test_name} {number}"
             inputs = tensors((sample.input, sample.args, sample.kwargs))
-            yield name, model, lambda: operator.op(sample.input, *sample.args, **sample.kwargs), inputs  # noqa: B023
+            yield (
+                name,
+                model,
+                lambda: operator.op(sample.input, *sample.args, **sample.kwargs),  # noqa: B023
+                inputs,
+            )
             inplace = operator.get_inplace()
             if inplace is not None:
                 yield (
@@ -158,7 +187,9 @@ def operators(start: int, step: int, most: int | None) -> Iterator[tuple[str, nn
                 )
 
 
-def modules(start: int, step: int, most: int | None) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
+def modules(
+    start: int, step: int, most: int | None
+) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
     from torch.testing._internal.common_modules import module_db
 
     for info, training in itertools.product(module_db[start::step], (True, False)):
@@ -196,7 +227,9 @@ def compare(kind: str, start: int, step: int, most: int | None, scratch: str) ->
 
 def run(kind: str, scratch: Path, start: int, step: int, most: int | None = None) -> dict[str, Any]:
     code = f"from tests.unit.test_swap_operators import *; compare({kind!r}, {start}, {step}, {most}, {str(scratch)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["different"] == []

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.device import CpuCopies
 from parallax.errors import ConfigError, SwapError
-from parallax.runtime.optimizer import Lion
-from parallax.swap.optimizer import HostOptimizer
-from parallax.swap.store import DiskStore, Store
+from parallax.machine.device import CpuCopies
+from parallax.runtime.optim.optimizer import Lion
+from parallax.swap.optimizer.host import HostOptimizer
+from parallax.swap.stores.store import DiskStore, Store
 
 BUCKET = 50_000  # bytes: the widest parameter is in three
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -35,7 +35,13 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(100, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 77), nn.Linear(77, 10)]
+    layers = [
+        nn.Linear(100, 300),
+        nn.GELU(),
+        nn.LayerNorm(300),
+        nn.Linear(300, 77),
+        nn.Linear(77, 10),
+    ]
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -56,7 +62,9 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store | Non
 
 
 def below(optimizer: torch.optim.Optimizer, net: nn.Module, store: Store | None) -> HostOptimizer:
-    return HostOptimizer(optimizer, net.parameters(), copies=CpuCopies(), store=store, bucket_bytes=BUCKET)
+    return HostOptimizer(
+        optimizer, net.parameters(), copies=CpuCopies(), store=store, bucket_bytes=BUCKET
+    )
 
 
 def backward(net: nn.Module, step: int, count: int = 2) -> None:
@@ -139,12 +147,17 @@ def test_parameters_without_gradient_stay_as_they_are(store: Store | None) -> No
 def test_a_full_tier_is_told_where_the_weights_are_needed(scratch: Path) -> None:
     mine = make_net()
     small = DiskStore(scratch, 200_000, CpuCopies(), threads=1)
-    with contextlib.closing(small), contextlib.closing(below(make_optimizer("adamw", mine), mine, small)) as host:
+    with (
+        contextlib.closing(small),
+        contextlib.closing(below(make_optimizer("adamw", mine), mine, small)) as host,
+    ):
         backward(mine, 0)
         host.commit()
         with pytest.raises(SwapError, match="is full"):
             host.ready(mine.parameters())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("parallax-update")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("parallax-update")
+    ]
 
 
 class Permuted(nn.Module):
@@ -164,7 +177,9 @@ def test_moments_lie_as_their_weights_do(store: Store | None) -> None:
     plain = Permuted()
     mine = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    with contextlib.closing(below(torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True), mine, store)) as host:
+    with contextlib.closing(
+        below(torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True), mine, store)
+    ) as host:
         for step in range(8):
             x = torch.randn(2, 3, 9, 9)
             host.ready(mine.parameters())
@@ -178,12 +193,17 @@ def test_moments_lie_as_their_weights_do(store: Store | None) -> None:
                 host.finish()
                 host.reset()
                 for one, other in zip(plain.parameters(), mine.parameters()):
-                    host.restore(other, {key: value.contiguous() for key, value in optimizer.state[one].items()})
+                    host.restore(
+                        other,
+                        {key: value.contiguous() for key, value in optimizer.state[one].items()},
+                    )
         host.finish()
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), mine.parameters()))
 
 
-def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(store: Store | None) -> None:
+def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(
+    store: Store | None,
+) -> None:
     """A backward that had been called the last raised; the next step's were more."""
     mine = make_net(torch.bfloat16)
     twin = copy.deepcopy(mine)
@@ -202,11 +222,16 @@ def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(store: 
     assert all(torch.equal(one, other) for one, other in zip(mine.parameters(), twin.parameters()))
 
 
-def test_after_a_failure_nothing_goes_on_half_updated(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_nothing_goes_on_half_updated(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, plain = make_net(), make_net()
     optimizer = make_optimizer("adamw", plain)
     disk = DiskStore(scratch, 2**24, CpuCopies(), threads=1)
-    with contextlib.closing(disk), contextlib.closing(below(make_optimizer("adamw", mine), mine, disk)) as host:
+    with (
+        contextlib.closing(disk),
+        contextlib.closing(below(make_optimizer("adamw", mine), mine, disk)) as host,
+    ):
 
         def step(number: int) -> None:
             host.zero_grad()
@@ -219,7 +244,11 @@ def test_after_a_failure_nothing_goes_on_half_updated(scratch: Path, monkeypatch
             broken.setattr(os, "preadv", _full)
             with pytest.raises(SwapError, match="cannot read"):
                 step(1)
-        for again in (host.finish, lambda: host.ready(mine.parameters()), lambda: host.states(mine[0].weight)):
+        for again in (
+            host.finish,
+            lambda: host.ready(mine.parameters()),
+            lambda: host.states(mine[0].weight),
+        ):
             with pytest.raises(SwapError, match=r"weights are half new: load the last checkpoint"):
                 again()
         backward(plain, 0)
@@ -227,12 +256,16 @@ def test_after_a_failure_nothing_goes_on_half_updated(scratch: Path, monkeypatch
         host.reset()
         for one, other in zip(plain.parameters(), mine.parameters()):
             other.detach().copy_(one)
-            host.restore(other, {k: v for k, v in optimizer.state[one].items() if isinstance(v, Tensor)})
+            host.restore(
+                other, {k: v for k, v in optimizer.state[one].items() if isinstance(v, Tensor)}
+            )
         optimizer.zero_grad()
         backward(plain, 2)
         optimizer.step()
         step(2)
-        assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), mine.parameters()))
+        assert all(
+            torch.equal(one, other) for one, other in zip(plain.parameters(), mine.parameters())
+        )
 
 
 def _full(*_: object) -> int:
@@ -256,12 +289,19 @@ class Peer:
             self.answer.wait(20)
 
 
-def test_who_failed_does_not_wait_for_other_replicas(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_failed_does_not_wait_for_other_replicas(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, peer = make_net(), Peer()
     disk = DiskStore(scratch, 2**24, CpuCopies(), threads=1)
     template = make_optimizer("adamw", mine)
     host = HostOptimizer(
-        template, mine.parameters(), copies=CpuCopies(), store=disk, exchange=peer, bucket_bytes=BUCKET
+        template,
+        mine.parameters(),
+        copies=CpuCopies(),
+        store=disk,
+        exchange=peer,
+        bucket_bytes=BUCKET,
     )
     monkeypatch.setattr(os, "pwrite", _full)
     backward(mine, 0)

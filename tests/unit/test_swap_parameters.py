@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 
-from parallax.device import CpuCopies
 from parallax.errors import ConfigError, SwapError
+from parallax.machine.device import CpuCopies
 from parallax.model.saved import Selector
-from parallax.runtime.scaling import gradient_norm
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
-from parallax.swap.optimizer import HostOptimizer
-from parallax.swap.parameters import StreamedParameters
-from parallax.swap.store import DiskStore, HostStore, Store
+from parallax.runtime.optim.scaling import gradient_norm
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.optimizer.host import HostOptimizer
+from parallax.swap.parameters.prefetch_order import Visits
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.stores.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
-from parallax.swap.visits import Visits
 from tests.unit.swap_fakes import MIB, ManualStore
 
 WIDTH = 24
@@ -74,7 +74,9 @@ def one_f_one_b(count: int) -> list[tuple[str, int]]:
     return [("F", 0), *itertools.chain(*pairs), ("B", count - 1)]
 
 
-def run(blocks: Sequence[nn.Module], actions: list[tuple[str, int]], recompute: str = "no") -> list[float]:
+def run(
+    blocks: Sequence[nn.Module], actions: list[tuple[str, int]], recompute: str = "no"
+) -> list[float]:
     losses: dict[int, Tensor] = {}
     for kind, micro in actions:
         if kind == "F":
@@ -90,7 +92,11 @@ Stream = Callable[..., StreamedParameters]
 @pytest.fixture(params=["disk", "host"])
 def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
     disk = request.param == "disk"
-    found: Store = DiskStore(scratch, 4 * MIB, CpuCopies(), threads=2) if disk else HostStore(4 * MIB, CpuCopies())
+    found: Store = (
+        DiskStore(scratch, 4 * MIB, CpuCopies(), threads=2)
+        if disk
+        else HostStore(4 * MIB, CpuCopies())
+    )
     yield found
     found.close()
 
@@ -102,7 +108,9 @@ def stream(store: Store) -> Iterator[Stream]:
 
     def build(blocks: Sequence[nn.Module], **options: Any) -> StreamedParameters:
         options = {"chunk_bytes": 1024, "verify": True, **options}
-        made.append(StreamedParameters([list(block.parameters()) for block in blocks], store, **options))
+        made.append(
+            StreamedParameters([list(block.parameters()) for block in blocks], store, **options)
+        )
         for index, block in enumerate(blocks):
             made[-1].attach(index, block)
         return made[-1]
@@ -114,7 +122,9 @@ def stream(store: Store) -> Iterator[Stream]:
     assert store.slots.used_bytes == 0
 
 
-def gradients(blocks: Sequence[nn.Module], streamed: StreamedParameters | None = None) -> list[Tensor | None]:
+def gradients(
+    blocks: Sequence[nn.Module], streamed: StreamedParameters | None = None
+) -> list[Tensor | None]:
     found = []
     for parameter in [p for block in blocks for p in block.parameters()]:
         if streamed is not None and streamed.streams(parameter):
@@ -139,9 +149,13 @@ def assert_same(mine: Sequence[Tensor | None], plain: Sequence[Tensor | None]) -
 
 
 @pytest.mark.parametrize("recompute", ["no", "recompute", "reentrant"])
-@pytest.mark.parametrize("actions", [gpipe(1), gpipe(3), one_f_one_b(4)], ids=["one", "gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "actions", [gpipe(1), gpipe(3), one_f_one_b(4)], ids=["one", "gpipe", "1f1b"]
+)
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_gradients_are_those_of_resident_weights(stream: Stream, window: int, actions: Any, recompute: str) -> None:
+def test_gradients_are_those_of_resident_weights(
+    stream: Stream, window: int, actions: Any, recompute: str
+) -> None:
     plain = model()
     mine = copy.deepcopy(plain)
     streamed = stream(mine, window=window)
@@ -151,7 +165,9 @@ def test_gradients_are_those_of_resident_weights(stream: Stream, window: int, ac
         streamed.zero_gradients(set_to_none=True)
         assert run(mine, actions, recompute) == run(plain, actions, recompute)
         assert_same(gradients(mine, streamed), gradients(plain))
-    assert_same(weights(mine, streamed), [p.detach() for block in plain for p in block.parameters()])
+    assert_same(
+        weights(mine, streamed), [p.detach() for block in plain for p in block.parameters()]
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -271,7 +287,9 @@ def test_gradients_can_be_replaced(stream: Stream) -> None:
         summed = torch.randn_like(parameter)
         streamed.write_gradient(parameter, summed)
         assert_same([streamed.read_gradient(parameter)], [summed])
-        assert torch.equal(get_total_norm(streamed.norm_terms([parameter])), get_total_norm([summed]))
+        assert torch.equal(
+            get_total_norm(streamed.norm_terms([parameter])), get_total_norm([summed])
+        )
 
 
 def test_the_norm_is_that_of_resident_gradients(stream: Stream) -> None:
@@ -357,7 +375,10 @@ def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut
     def optimizer(blocks: nn.ModuleList) -> torch.optim.Optimizer:
         matrices = [p for p in blocks.parameters() if p.dim() > 1]
         vectors = [p for p in blocks.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
     resident = optimizer(plain)
@@ -390,7 +411,9 @@ def test_low_precision_has_master_copies(stream: Stream) -> None:
     master = mine[0].weight.detach().clone()
     streamed = stream(mine)
     expected = nn.Parameter(master.float())
-    below = HostOptimizer(torch.optim.AdamW(mine.parameters(), lr=1e-4), [], copies=CpuCopies(), extra=streamed.chunks)
+    below = HostOptimizer(
+        torch.optim.AdamW(mine.parameters(), lr=1e-4), [], copies=CpuCopies(), extra=streamed.chunks
+    )
     reference = torch.optim.AdamW([expected], lr=1e-4)
     try:
         for _ in range(20):  # each step alone is lost in bfloat16
@@ -485,7 +508,9 @@ def test_a_changed_byte_below_is_noticed(scratch: Path) -> None:
     streamed.close()
 
 
-def gradients_of_one_more(blocks: nn.ModuleList, streamed: StreamedParameters) -> list[Tensor | None]:
+def gradients_of_one_more(
+    blocks: nn.ModuleList, streamed: StreamedParameters
+) -> list[Tensor | None]:
     run(blocks, gpipe(1))
     return gradients(blocks, streamed)
 
@@ -552,10 +577,15 @@ def test_late_transfers_and_offloaded_activations(scratch: Path, seed: int) -> N
     mine = copy.deepcopy(plain)
     delay = Delays(seed, most_seconds=0.001)
     with contextlib.ExitStack() as stack:
-        stores = [DiskStore(scratch / name, MIB, CpuCopies(), threads=2, delay=delay) for name in ("p", "a")]
+        stores = [
+            DiskStore(scratch / name, MIB, CpuCopies(), threads=2, delay=delay)
+            for name in ("p", "a")
+        ]
         for store in stores:
             stack.callback(store.close)
-        streamed = StreamedParameters([block.parameters() for block in mine], stores[0], chunk_bytes=8192, verify=True)
+        streamed = StreamedParameters(
+            [block.parameters() for block in mine], stores[0], chunk_bytes=8192, verify=True
+        )
         stack.callback(streamed.close)
         manager = SwapManager(stores[1], limit_bytes=20_000)
         selector = Selector([], 1)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.device import CpuCopies
-from parallax.host import ResidentMeter, return_freed_memory
-from parallax.swap.parameters import StreamedParameters
-from parallax.swap.store import DiskStore
+from parallax.machine.device import CpuCopies
+from parallax.machine.host import ResidentMeter, return_freed_memory
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.stores.store import DiskStore
 
 MIB = 2**20
 BLOCKS, WIDTH = 9, 1024
@@ -31,7 +31,9 @@ class Block(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(index)
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH, generator=generator) / 32 for _ in range(3))
+        self.weights = nn.ParameterList(
+            torch.randn(WIDTH, WIDTH, generator=generator) / 32 for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -110,7 +112,9 @@ def test_weights_that_do_not_fit_train(scratch: Path) -> None:
         f"from tests.unit.test_swap_parameters_memory import limited; limited({str(scratch)!r})",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
         unlimited = resident()
         output, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors

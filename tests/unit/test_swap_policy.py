@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
+from parallax.swap.activations.records import Entry
 from parallax.swap.config import SwapConfig
-from parallax.swap.manager import SwapManager
-from parallax.swap.policy import Policy
-from parallax.swap.records import Entry
 from tests.unit.swap_fakes import ManualStore, making
 
 LAZY = Policy(eager=False)
@@ -29,7 +29,9 @@ def value(storage: torch.UntypedStorage) -> int:
     return int(found)
 
 
-def manager_of(policy: Policy, limit: int = 1000, capacity: int = 2**40) -> tuple[SwapManager, ManualStore]:
+def manager_of(
+    policy: Policy, limit: int = 1000, capacity: int = 2**40
+) -> tuple[SwapManager, ManualStore]:
     store = ManualStore(capacity)
     return SwapManager(store, limit_bytes=limit, policy=policy), store
 
@@ -337,5 +339,7 @@ def test_a_wrong_key_is_named(key: str, value: int | str, accepted: str) -> None
 def test_the_keys_make_the_policy() -> None:
     assert SwapConfig().policy() == Policy()
     config = SwapConfig(n_tensors=4, swapout_threshold=3, swapin_ahead=0, swapin_groupby=2)
-    expected = Policy(eager=False, n_tensors=4, swapout_threshold=3, swapin_ahead=0, swapin_groupby=2)
+    expected = Policy(
+        eager=False, n_tensors=4, swapout_threshold=3, swapin_ahead=0, swapin_groupby=2
+    )
     assert config.policy(eager=False) == expected

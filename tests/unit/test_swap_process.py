@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import parallax
-from parallax.host import MemoryBound, ResidentMeter, data_bytes, relieve_memory, trim_freed_memory
+from parallax.machine.host import (
+    MemoryBound,
+    ResidentMeter,
+    data_bytes,
+    relieve_memory,
+    trim_freed_memory,
+)
 
 MIB = 2**20
 STEPS = 4
@@ -30,7 +36,10 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True) for _ in range(6)]
+        layers = [
+            nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True)
+            for _ in range(6)
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +76,9 @@ def measured(name: str, scratch: str, limit: int) -> None:
     meter, losses = ResidentMeter(), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scope: Any = parallax.swap(model, (limit or 4096) * MIB, optimizer=optimizer, directory=scratch)
+        scope: Any = parallax.swap(
+            model, (limit or 4096) * MIB, optimizer=optimizer, directory=scratch
+        )
         with scope:
             for _ in range(STEPS):
                 value = loss()
@@ -79,13 +90,19 @@ def measured(name: str, scratch: str, limit: int) -> None:
             taken = meter.peak_bytes()
             report, trims = scope.report(), scope._observed._bound.trims
         warned = len([each for each in caught if "the process took" in str(each.message)])
-    print(json.dumps({"taken": taken, "losses": losses, "report": report, "warned": warned, "trims": trims}))
+    print(
+        json.dumps(
+            {"taken": taken, "losses": losses, "report": report, "warned": warned, "trims": trims}
+        )
+    )
 
 
 def run(name: str, scratch: Path, limit: int) -> dict[str, Any]:
     program = f"from tests.unit.test_swap_process import measured; measured({name!r}, {str(scratch)!r}, {limit})"
     command, environment = [sys.executable, "-c", program], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -98,7 +115,9 @@ def test_a_limit_lowers_the_memory_of_the_process(name: str, scratch: Path) -> N
     assert half["losses"] == plain["losses"]
     assert plain["trims"] == 0, "where all fits, nothing is paid"
     assert half["trims"] > 0
-    assert half["taken"] < 0.85 * plain["taken"]  # 0.59 to 0.74 were seen, and 0.92 to 1.04 with no trims
+    assert (
+        half["taken"] < 0.85 * plain["taken"]
+    )  # 0.59 to 0.74 were seen, and 0.92 to 1.04 with no trims
     assert f"freed memory went back {half['trims']} times" in half["report"]
 
 
@@ -129,7 +148,11 @@ def going_back() -> None:
 
 
 def test_freed_memory_goes_back_at_the_line_and_not_before() -> None:
-    command = [sys.executable, "-c", "from tests.unit.test_swap_process import going_back; going_back()"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.unit.test_swap_process import going_back; going_back()",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -156,6 +179,8 @@ def test_a_limit_that_does_not_limit_is_not_silent(more: int, scratch: Path) -> 
             model(torch.ones(1, 8)).sum().backward()
             del ours
 
-    with pytest.warns(RuntimeWarning, match=r"the process took .* where the limit is 1.0 MiB: .* lower the limit"):
+    with pytest.warns(
+        RuntimeWarning, match=r"the process took .* where the limit is 1.0 MiB: .* lower the limit"
+    ):
         hold_more()
     assert "where the limit is 1.0 MiB" in scope.report()

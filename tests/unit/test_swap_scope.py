@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import parallax
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
-from parallax.host import return_freed_memory
-from parallax.swap.scope import Swapping
+from parallax.machine.host import return_freed_memory
+from parallax.swap.lms.scope import Swapping
 from tests.unit.swap_fakes import assert_equal
 
 MIB = 2**20
@@ -41,7 +41,9 @@ class Layers(nn.Module):
 
     def __init__(self, checkpointed: bool | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)
+        )
         self.head = nn.Linear(WIDTH, 4)
         self.reentrant = checkpointed
 
@@ -97,9 +99,13 @@ def tight(scratch: Path) -> Callable[..., Swapping]:
 def tightly(scratch: Path) -> Callable[..., Swapping]:
     """A limit under which activations and states must move: both are several times the room."""
 
-    def make(model: nn.Module, optimizer: Any = (), room: int = 5 * MIB // 8, **options: Any) -> Swapping:
+    def make(
+        model: nn.Module, optimizer: Any = (), room: int = 5 * MIB // 8, **options: Any
+    ) -> Swapping:
         defaults = {"minimum_bytes": 1024, "piece_bytes": MIB // 8, "directory": scratch}
-        return parallax.swap(model, static_bytes(model) + room, optimizer=optimizer, **{**defaults, **options})
+        return parallax.swap(
+            model, static_bytes(model) + room, optimizer=optimizer, **{**defaults, **options}
+        )
 
     return make
 
@@ -143,7 +149,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw, foreach": lambda m: adamw(m, foreach=True),
     "adamw, fused": lambda m: adamw(m, fused=True),
     "amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True),
-    "sgd with momentum": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd with momentum": lambda m: torch.optim.SGD(
+        m.parameters(), lr=1e-2, momentum=0.9, nesterov=True
+    ),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters()),
     "adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
     "nadam": lambda m: torch.optim.NAdam(m.parameters()),
@@ -159,7 +167,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 @pytest.mark.parametrize("optimize", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_is_exact(optimize: Callable[[nn.Module], Optimizer], tight: Callable[..., Swapping]) -> None:
+def test_every_optimizer_is_exact(
+    optimize: Callable[[nn.Module], Optimizer], tight: Callable[..., Swapping]
+) -> None:
     compare(tight, optimize=optimize)
 
 
@@ -172,8 +182,12 @@ def test_odd_models(tight: Callable[..., Swapping]) -> None:
         model.layers[2].requires_grad_(False)
         model.unused = nn.Linear(WIDTH, WIDTH)
         model.images = nn.Parameter(torch.randn(16, 16, 3, 3).to(memory_format=torch.channels_last))
-        model.layers[5].to(torch.bfloat16).register_forward_pre_hook(lambda _, args: args[0].bfloat16())
-        model.layers[5].register_forward_hook(lambda _, args, output: output.float() + model.images.sum())
+        model.layers[5].to(torch.bfloat16).register_forward_pre_hook(
+            lambda _, args: args[0].bfloat16()
+        )
+        model.layers[5].register_forward_hook(
+            lambda _, args, output: output.float() + model.images.sum()
+        )
         return model
 
     compare(tight, make=make)
@@ -189,7 +203,9 @@ def test_nothing_moves_while_all_fits(scratch: Path) -> None:
     model = build()
     optimizer = adamw(model)
     threads = threading.active_count()
-    with parallax.swap(model, "1GiB", optimizer=optimizer, directory=scratch, minimum_bytes=1024) as swapping:
+    with parallax.swap(
+        model, "1GiB", optimizer=optimizer, directory=scratch, minimum_bytes=1024
+    ) as swapping:
         plain_loop(model, optimizer)
         assert threading.active_count() == threads
     assert swapping.statistics.bytes_out == swapping.states[0].bytes_out == 0
@@ -197,7 +213,9 @@ def test_nothing_moves_while_all_fits(scratch: Path) -> None:
     assert "kept while there was room" in swapping.report()
 
 
-def test_states_make_way_for_larger_batches_and_come_back_for_the_step(tight: Callable[..., Swapping]) -> None:
+def test_states_make_way_for_larger_batches_and_come_back_for_the_step(
+    tight: Callable[..., Swapping],
+) -> None:
     def growing(model: nn.Module, optimizer: Optimizer) -> list[float]:
         losses = []
         for rows in (8, 8, 512, 8):
@@ -366,7 +384,9 @@ def test_a_scheduler_made_before(tight: Callable[..., Swapping]) -> None:
         compare(tight, loop, optimize=optimize)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a checkpoint in another
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad"
+)  # a checkpoint in another
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("around", [False, True], ids=["parts", "all of the model"])
 def test_checkpoint(reentrant: bool, around: bool, tight: Callable[..., Swapping]) -> None:
@@ -382,7 +402,9 @@ def test_checkpoint(reentrant: bool, around: bool, tight: Callable[..., Swapping
             losses.append(loss.item())
         return losses
 
-    if not (around and not reentrant):  # where all is recomputed with torch's own hooks, only the input is saved
+    if not (
+        around and not reentrant
+    ):  # where all is recomputed with torch's own hooks, only the input is saved
         compare(tight, loop, lambda: build(checkpointed=reentrant), room=MIB // 2)
         return
     model, other = build(), build()
@@ -397,7 +419,9 @@ def compiled(backend: str, tight: Callable[..., Swapping]) -> None:
 
     def make() -> nn.Module:
         model = build()
-        model.layers = nn.ModuleList(torch.compile(layer, backend=backend) for layer in model.layers)
+        model.layers = nn.ModuleList(
+            torch.compile(layer, backend=backend) for layer in model.layers
+        )
         return model
 
     torch.compiler.reset()
@@ -417,7 +441,9 @@ def test_compiled_blocks(tight: Callable[..., Swapping]) -> None:
 @pytest.mark.thorough
 def test_blocks_of_inductor(scratch: Path) -> None:
     """In a process of its own: inductor's threads stay."""
-    code = "from tests.unit.test_swap_scope import *; compiled('inductor', tightly(Path(sys.argv[1])))"
+    code = (
+        "from tests.unit.test_swap_scope import *; compiled('inductor', tightly(Path(sys.argv[1])))"
+    )
     command = [sys.executable, "-c", code, str(scratch)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -428,7 +454,9 @@ def test_gan(tight: Callable[..., Swapping]) -> None:
 
     def models() -> tuple[nn.Module, nn.Module, Optimizer, Optimizer]:
         torch.manual_seed(0)
-        one = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)])
+        one = nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
+        )
         two = Layers()
         return one, two, adamw(one), adamw(two, lr=1e-3)
 
@@ -516,10 +544,16 @@ def test_counters_of_the_optimizer_count_steps_not_pieces(tight: Callable[..., S
 
 def test_who_looks_at_all_parameters_is_refused(tight: Callable[..., Swapping]) -> None:
     model = build()
-    with pytest.raises(ConfigError, match="LBFGS"), tight(model, torch.optim.LBFGS(model.parameters())):
+    with (
+        pytest.raises(ConfigError, match="LBFGS"),
+        tight(model, torch.optim.LBFGS(model.parameters())),
+    ):
         pass
     together = Together(model.parameters(), momentum=0.9)
-    with pytest.raises(SwapError, match=r"Together updates parameters together.*'lr'"), tight(model, together):
+    with (
+        pytest.raises(SwapError, match=r"Together updates parameters together.*'lr'"),
+        tight(model, together),
+    ):
         plain_loop(model, together)
 
 
@@ -557,11 +591,20 @@ class NormedLamb(Lamb):
 def test_who_clips_inside_step_is_refused(tight: Callable[..., Swapping]) -> None:
     """The norm of a piece is not the norm of all: plain and swapped losses would part without a word."""
     model = build()
-    weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    weights, biases = (
+        [p for p in model.parameters() if p.dim() > 1],
+        [p for p in model.parameters() if p.dim() == 1],
+    )
     refused = [
-        (Lamb(model.parameters(), max_grad_norm=1.0), "Lamb: max_grad_norm=1.0 takes the norm of all.*clip_grad_norm_"),
+        (
+            Lamb(model.parameters(), max_grad_norm=1.0),
+            "Lamb: max_grad_norm=1.0 takes the norm of all.*clip_grad_norm_",
+        ),
         (Lamb(model.parameters(), pre_norm=True), "pre_norm=True"),
-        (Lamb([{"params": weights}, {"params": biases, "max_grad_norm": 2.0}]), r"max_grad_norm=2\.0"),
+        (
+            Lamb([{"params": weights}, {"params": biases, "max_grad_norm": 2.0}]),
+            r"max_grad_norm=2\.0",
+        ),
         (NormedLamb(model.parameters()), r"NormedLamb: max_grad_norm=1\.0"),
         (FusedLamb(model.parameters()), "FusedLamb updates all parameters together"),
     ]
@@ -633,7 +676,10 @@ def test_an_exception_leaves_everything_as_it_was(tight: Callable[..., Swapping]
         plain_loop(model, optimizer) + plain_loop(model, optimizer)
     handle.remove()
     assert not swapping.open
-    assert hooks == [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)]
+    assert hooks == [
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+    ]
     other = build()
     same = adamw(other)
     losses = plain_loop(other, same) + plain_loop(other, same)
@@ -679,7 +725,9 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_step_that_failed_in_the_middle_is_not_taken_again(tight: Callable[..., Swapping]) -> None:
+def test_a_step_that_failed_in_the_middle_is_not_taken_again(
+    tight: Callable[..., Swapping],
+) -> None:
     model, other = build(), build()
     optimizer, same = adamw(model), adamw(other)
     expected = [plain_loop(other, same), plain_loop(other, same)]
@@ -690,7 +738,9 @@ def test_a_step_that_failed_in_the_middle_is_not_taken_again(tight: Callable[...
         F.cross_entropy(model(x), y).backward()
         with (
             full_disk(),
-            pytest.raises(SwapError, match=r"(?s)cannot write.*AdamW has updated some parameters and not"),
+            pytest.raises(
+                SwapError, match=r"(?s)cannot write.*AdamW has updated some parameters and not"
+            ),
         ):
             optimizer.step()
         half = copy.deepcopy(model.state_dict())
@@ -698,7 +748,10 @@ def test_a_step_that_failed_in_the_middle_is_not_taken_again(tight: Callable[...
         assert any(moved)
         assert not all(moved)
         for _ in range(2):
-            with pytest.raises(SwapError, match=r"the step before failed: AdamW .*load a checkpoint of the model and"):
+            with pytest.raises(
+                SwapError,
+                match=r"the step before failed: AdamW .*load a checkpoint of the model and",
+            ):
                 optimizer.step(lambda: pytest.fail("a closure of a step that is refused"))
         assert_equal(model.state_dict(), half)
         model.load_state_dict(saved[0])
@@ -709,7 +762,9 @@ def test_a_step_that_failed_in_the_middle_is_not_taken_again(tight: Callable[...
     assert_equal(outcome(model, optimizer, []), outcome(other, same, []))
 
 
-def test_a_step_that_raised_in_the_middle_is_not_taken_again(tight: Callable[..., Swapping]) -> None:
+def test_a_step_that_raised_in_the_middle_is_not_taken_again(
+    tight: Callable[..., Swapping],
+) -> None:
     """Not our error, as where one piece finds no memory for a temporary."""
 
     class Failing(torch.optim.SGD):
@@ -731,7 +786,9 @@ def test_a_step_that_raised_in_the_middle_is_not_taken_again(tight: Callable[...
     assert all(isinstance(state["momentum_buffer"], Tensor) for state in optimizer.state.values())
 
 
-def test_a_graph_that_outlives_the_scope_still_runs_backward(tight: Callable[..., Swapping]) -> None:
+def test_a_graph_that_outlives_the_scope_still_runs_backward(
+    tight: Callable[..., Swapping],
+) -> None:
     model, other = build(), build()
     x, y = next(batches(1, 4 * ROWS))
     F.cross_entropy(model(x), y).backward()
@@ -773,7 +830,9 @@ def test_a_graph_alive_at_the_end_of_the_program(scratch: Path) -> None:
         "    kept = model(torch.randn(512, 64)).relu()\n"
         "assert swapping.statistics.bytes_out > 0\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stderr) == (0, "")
 
 
@@ -783,7 +842,10 @@ def test_the_same_model_twice_is_refused(tight: Callable[..., Swapping]) -> None
     with tight(model, optimizer) as swapping:
         with pytest.raises(ConfigError, match=r"inside a parallax\.swap already"), swapping:
             pass
-        with pytest.raises(ConfigError, match=r"inside a parallax\.swap already"), tight(model.layers):
+        with (
+            pytest.raises(ConfigError, match=r"inside a parallax\.swap already"),
+            tight(model.layers),
+        ):
             pass
         with pytest.raises(ConfigError, match="optimizer= is inside"), tight(build(), optimizer):
             pass
@@ -805,7 +867,9 @@ def test_a_hundred_steps_leak_nothing(scratch: Path) -> None:
     process = psutil.Process()
     files, threads = process.num_fds(), threading.active_count()
     limit = static_bytes(model) + MIB // 4
-    with parallax.swap(model, limit, optimizer=optimizer, directory=scratch, minimum_bytes=1024) as swapping:
+    with parallax.swap(
+        model, limit, optimizer=optimizer, directory=scratch, minimum_bytes=1024
+    ) as swapping:
         steps(20)
         inside, memory = process.num_fds(), process.memory_info().rss
         steps(100)
@@ -821,14 +885,18 @@ def test_a_hundred_steps_leak_nothing(scratch: Path) -> None:
 def test_a_limit_that_cannot_be_kept_says_why(tight: Callable[..., Swapping]) -> None:
     model = build()
     with (
-        pytest.raises(BudgetExceeded, match=r"limit 500.0 KiB = parameters and buffers .* gradients .* leaves no room"),
+        pytest.raises(
+            BudgetExceeded,
+            match=r"limit 500.0 KiB = parameters and buffers .* gradients .* leaves no room",
+        ),
         parallax.swap(model, "500KiB"),
     ):
         pass
     optimizer = adamw(model)
     with (
         pytest.raises(
-            BudgetExceeded, match=r"limit .* activations .* in use .* [\d.]+ KiB more are needed: raise limit"
+            BudgetExceeded,
+            match=r"limit .* activations .* in use .* [\d.]+ KiB more are needed: raise limit",
         ),
         tight(model, optimizer, room=MIB // 16),
     ):
@@ -836,17 +904,23 @@ def test_a_limit_that_cannot_be_kept_says_why(tight: Callable[..., Swapping]) ->
     (x, y), optimizer = next(batches(1, 8)), adamw(model)
     plain_loop(model, optimizer)
     with (
-        pytest.raises(BudgetExceeded, match=r"a step of AdamW needs 128.0 KiB of states .* raise limit"),
+        pytest.raises(
+            BudgetExceeded, match=r"a step of AdamW needs 128.0 KiB of states .* raise limit"
+        ),
         tight(model, optimizer, room=MIB // 16),
     ):
         optimizer.step(lambda: F.cross_entropy(model(x), y).backward())  # type: ignore[arg-type,return-value]
-    assert all(isinstance(state["exp_avg"], Tensor) for state in optimizer.state_dict()["state"].values())
+    assert all(
+        isinstance(state["exp_avg"], Tensor) for state in optimizer.state_dict()["state"].values()
+    )
 
 
 def uneven() -> nn.Module:
     """The states of its last weight are most of all states."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+    )
 
 
 MAKING: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], int]] = {
@@ -867,7 +941,10 @@ MAKING: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(("kind", "settings", "states"), MAKING.values(), ids=MAKING)
 def test_a_step_without_room_for_its_largest_piece_steps_nothing(
-    kind: Callable[..., Optimizer], settings: dict[str, Any], states: int, tight: Callable[..., Swapping]
+    kind: Callable[..., Optimizer],
+    settings: dict[str, Any],
+    states: int,
+    tight: Callable[..., Swapping],
 ) -> None:
     """Refused in the first step too, which would make the states; a little more room is enough."""
     largest = states * 4 * WIDTH * WIDTH * 4
@@ -947,7 +1024,16 @@ def test_report_explains(tight: Callable[..., Swapping]) -> None:
         plain_loop(model, optimizer)
         inside = swapping.report()
     for report in (inside, swapping.report()):
-        for part in ("limit 1", "gradients", " out, ", "waited", "overlapped", "high water", "disk tier", "AdamW"):
+        for part in (
+            "limit 1",
+            "gradients",
+            " out, ",
+            "waited",
+            "overlapped",
+            "high water",
+            "disk tier",
+            "AdamW",
+        ):
             assert part in report
         assert "moved: " in report
 
@@ -956,7 +1042,9 @@ def test_report_explains(tight: Callable[..., Swapping]) -> None:
 
 DEEP, WIDE = 12, 512  # each layer has 1 MiB of weights and saves 4 MiB of 2,048 rows twice
 
-ALLOWED = 120 * MIB  # beyond what torch itself takes; plain was seen to need more than 142 MiB, swap 100 MiB
+ALLOWED = (
+    120 * MIB
+)  # beyond what torch itself takes; plain was seen to need more than 142 MiB, swap 100 MiB
 
 
 def big_loop(scope: Callable[[nn.Module, Optimizer], Any], layers: int = DEEP) -> list[float]:
@@ -978,7 +1066,9 @@ def big_loop(scope: Callable[[nn.Module, Optimizer], Any], layers: int = DEEP) -
 def limited(scratch: str) -> None:
     """In a process of its own: a plain loop until the kernel says no, then the same loop with a limit."""
     return_freed_memory()
-    big_loop(lambda model, optimizer: bare(), layers=1)  # what torch loads on first use is not the model's
+    big_loop(
+        lambda model, optimizer: bare(), layers=1
+    )  # what torch loads on first use is not the model's
     status = Path("/proc/self/status").read_text().split()
     limit = int(status[status.index("VmData:") + 1]) * 1024 + ALLOWED
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -988,14 +1078,22 @@ def limited(scratch: str) -> None:
     except RuntimeError as error:
         failure = str(error)
     gc.collect()
-    losses = big_loop(lambda m, o: parallax.swap(m, "56MiB", optimizer=o, directory=scratch, piece_bytes="4MiB"))
+    losses = big_loop(
+        lambda m, o: parallax.swap(m, "56MiB", optimizer=o, directory=scratch, piece_bytes="4MiB")
+    )
     print(json.dumps({"failure": failure, "losses": losses}))
 
 
 def test_what_does_not_fit_trains(scratch: Path) -> None:
-    command = [sys.executable, "-c", f"from tests.unit.test_swap_scope import limited; limited({str(scratch)!r})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from tests.unit.test_swap_scope import limited; limited({str(scratch)!r})",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
         unlimited = big_loop(lambda model, optimizer: bare())
         output, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import parallax
-from parallax.device import CpuCopies
 from parallax.errors import SwapError
-from parallax.swap.slots import Slot, SlotMap
-from parallax.swap.store import DiskStore, HostStore, Store
+from parallax.machine.device import CpuCopies
+from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.store import DiskStore, HostStore, Store
 
 MIB = 2**20
 PAGE = 4096
@@ -80,7 +80,9 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
 
 
 def noise(size: int, seed: int) -> Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_bytes_in_several_stretches_come_back(store: Store) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import parallax
 from parallax.errors import BudgetExceeded
-from parallax.swap.below import Below
-from parallax.swap.scope import Swapping
+from parallax.swap.lms.below import Below
+from parallax.swap.lms.scope import Swapping
 from tests.unit.swap_fakes import assert_equal
 
 WIDTH = 64
@@ -75,7 +75,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_is_an_ordinary_optimizer(copied: Callable[[Any], Any], tight: Callable[..., Swapping]) -> None:
+def test_a_copy_is_an_ordinary_optimizer(
+    copied: Callable[[Any], Any], tight: Callable[..., Swapping]
+) -> None:
     """Of model and optimizer together: it goes on as the first would, in the scope and after it."""
     other = build()
     same = adam(other)
@@ -125,12 +127,23 @@ def norms(optimizer: Optimizer) -> list[float]:
 
 
 def by_get(optimizer: Optimizer) -> list[float]:
-    return [state.get("exp_avg").sum().item() for state in optimizer.state.values() if "exp_avg" in state]
+    return [
+        state.get("exp_avg").sum().item()
+        for state in optimizer.state.values()
+        if "exp_avg" in state
+    ]
 
 
 def by_names(optimizer: Optimizer) -> list[Any]:
     return [
-        (len(state), list(state), list(state.keys()), state.get("none", 1), bool(state), "step" in state)
+        (
+            len(state),
+            list(state),
+            list(state.keys()),
+            state.get("none", 1),
+            bool(state),
+            "step" in state,
+        )
         for state in optimizer.state.values()
     ]
 
@@ -138,7 +151,14 @@ def by_names(optimizer: Optimizer) -> list[Any]:
 def as_dicts(optimizer: Optimizer) -> list[float]:
     found: list[float] = []
     for state in optimizer.state.values():
-        for other in ({**state}, dict(state), state.copy(), copy.copy(state), state | {}, {} | state):
+        for other in (
+            {**state},
+            dict(state),
+            state.copy(),
+            copy.copy(state),
+            state | {},
+            {} | state,
+        ):
             found += [v.sum().item() for v in other.values()]
     return found
 
@@ -177,11 +197,24 @@ def compared(optimizer: Optimizer) -> list[bool]:
     return [state == {"step": 1} for state in optimizer.state.values()]
 
 
-HABITS = [norms, by_get, by_names, as_dicts, halved, replaced, all_at_once, begun_anew, one_forgotten, compared]
+HABITS = [
+    norms,
+    by_get,
+    by_names,
+    as_dicts,
+    halved,
+    replaced,
+    all_at_once,
+    begun_anew,
+    one_forgotten,
+    compared,
+]
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_who_reads_or_edits_states(habit: Callable[[Optimizer], list[Any]], tight: Callable[..., Swapping]) -> None:
+def test_who_reads_or_edits_states(
+    habit: Callable[[Optimizer], list[Any]], tight: Callable[..., Swapping]
+) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Any]:
         found: list[Any] = []
         for number in range(4):
@@ -205,7 +238,10 @@ def test_reading_beside_a_full_room(tight: Callable[..., Swapping]) -> None:
         steps(model, optimizer)
         loss = model(torch.ones(480, WIDTH)).sum()
         before = copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(BudgetExceeded, match=r"reading a state of AdamW needs .*raise limit, or read state_dict"):
+        with pytest.raises(
+            BudgetExceeded,
+            match=r"reading a state of AdamW needs .*raise limit, or read state_dict",
+        ):
             norms(optimizer)
         assert_equal(optimizer.state_dict(), before)
         loss.backward()
@@ -222,7 +258,9 @@ HOLDERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 @pytest.mark.parametrize("inside", [False, True])
-def test_who_holds_a_state_sees_it_change(hold: Any, inside: bool, tight: Callable[..., Swapping]) -> None:
+def test_who_holds_a_state_sees_it_change(
+    hold: Any, inside: bool, tight: Callable[..., Swapping]
+) -> None:
     """It stays where it is for as long; a change that is made there counts."""
     model, other = build(), build()
     optimizer, same = adam(model), adam(other)

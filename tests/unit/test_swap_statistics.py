@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.device import CpuCopies, PlainArena
+from parallax.machine.device import CpuCopies, PlainArena
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
-from parallax.swap.policy import Policy
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
 from parallax.swap.statistics import MicroStatistics, SwapStatistics
-from parallax.swap.store import HostStore
+from parallax.swap.stores.store import HostStore
 from tests.unit.swap_fakes import KINDS, MIB, ManualStore, settle, storing
 
 
@@ -39,7 +39,9 @@ def test_each_micro_batch_has_its_bytes() -> None:
         2: (102, 0),
     }
     assert (found.bytes_out, found.bytes_in, found.limit_bytes) == (404, 202, 1000)
-    assert found.stall_seconds == pytest.approx(sum(part.stall_seconds for part in found.micro.values()))
+    assert found.stall_seconds == pytest.approx(
+        sum(part.stall_seconds for part in found.micro.values())
+    )
     assert manager.take_statistics().micro == {}
 
 
@@ -75,7 +77,8 @@ def test_transfers_are_timed(kind: str, scratch: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transfer", "stall", "overlap"), [(0, 0, 1), (0, 5, 1), (4, 1, 0.75), (4, 4, 0), (4, 9, 0), (4, 0, 1)]
+    ("transfer", "stall", "overlap"),
+    [(0, 0, 1), (0, 5, 1), (4, 1, 0.75), (4, 4, 0), (4, 9, 0), (4, 0, 1)],
 )
 def test_overlap(transfer: float, stall: float, overlap: float) -> None:
     assert SwapStatistics(transfer_seconds=transfer, stall_seconds=stall).overlap == overlap
@@ -136,7 +139,9 @@ def test_decisions_say_why(scratch: Path) -> None:
     assert all(count > 0 for count, _ in found.values())
 
 
-@pytest.mark.parametrize(("reason", "saved"), [("parameter or buffer", 0), ("not plain strided memory", 1)])
+@pytest.mark.parametrize(
+    ("reason", "saved"), [("parameter or buffer", 0), ("not plain strided memory", 1)]
+)
 def test_reasons_of_single_tensors(reason: str, saved: int) -> None:
     held = torch.randn(1000)
     tensors = [held[10:], torch.randn(1000, dtype=torch.cfloat).conj()]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from parallax.errors import BudgetExceeded
 from parallax.model.gpt import GPTConfig
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
-from parallax.swap.manager import SwapManager
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
 from tests.unit.swap_fakes import Make, everything, making, save, settle, unpacked
 
 
@@ -69,7 +69,10 @@ def test_a_step_without_backward_leaves_nothing(make: Make, how: str) -> None:
     def step() -> None:
         x = torch.randn(20, 100, requires_grad=True)
         with offloading(manager, everything(), 0), torch.set_grad_enabled(how != "evaluation"):
-            hidden = torch.sigmoid(Broken.apply(torch.sigmoid(x * 2)) if how == "backward" else x * 2) * 3
+            hidden = (
+                torch.sigmoid(Broken.apply(torch.sigmoid(x * 2)) if how == "backward" else x * 2)
+                * 3
+            )
             if how == "forward":
                 raise ArithmeticError("in forward")
             out = (hidden * hidden).sum()
@@ -89,7 +92,9 @@ def test_a_step_without_backward_leaves_nothing(make: Make, how: str) -> None:
     settle(manager)
     gc.collect()
     files, objects = open_files(), [len(gc.get_objects())]
-    for _ in range(3):  # other libraries in the process make objects now and then; a leak makes them each time
+    for _ in range(
+        3
+    ):  # other libraries in the process make objects now and then; a leak makes them each time
         aborted(100)
         settle(manager)
         gc.collect()

@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallax.device import CpuCopies
 from parallax.errors import SwapError
+from parallax.machine.device import CpuCopies
+from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
-from parallax.swap.manager import SwapManager
-from parallax.swap.slots import Slot, SlotMap
-from parallax.swap.store import DiskStore, HostStore, Store
+from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.store import DiskStore, HostStore, Store
 from tests.unit.swap_fakes import MIB, save, settle
 
 PAGE = 4096
@@ -78,7 +78,11 @@ def test_new_sizes_fit_between_places_in_use() -> None:
     taken = [slots.take(10 * PAGE) for _ in range(10)]
     for slot in taken[1:9]:
         slots.give(slot)
-    offsets = [slots.take(40 * PAGE).offset, slots.take(3 * PAGE).offset, slots.take(37 * PAGE).offset]
+    offsets = [
+        slots.take(40 * PAGE).offset,
+        slots.take(3 * PAGE).offset,
+        slots.take(37 * PAGE).offset,
+    ]
     assert offsets == [10 * PAGE, 50 * PAGE, 53 * PAGE]
     with pytest.raises(SwapError, match=r"400\.0 KiB in use of 400\.0 KiB"):
         slots.take(1)
@@ -96,7 +100,9 @@ def disk(folder: Path, capacity: int = 64 * MIB, threads: int = 2) -> DiskStore:
 
 
 def noise(size: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("size", [1, PAGE, PAGE + 1, 20 * MIB + 7])
@@ -186,13 +192,18 @@ def test_close_ends_threads_and_files(scratch: Path, monkeypatch: pytest.MonkeyP
 def test_a_full_tier_says_what_is_used(scratch: Path) -> None:
     store = disk(scratch, capacity=10 * PAGE)
     store.write(noise(8 * PAGE))
-    with pytest.raises(SwapError, match=r"disk tier in .*swap is full: 32\.0 KiB in use of 40\.0 KiB, 12\.0 KiB more"):
+    with pytest.raises(
+        SwapError,
+        match=r"disk tier in .*swap is full: 32\.0 KiB in use of 40\.0 KiB, 12\.0 KiB more",
+    ):
         store.write(noise(3 * PAGE))
     store.close()
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_an_io_error_names_path_bytes_and_cause(scratch: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+def test_an_io_error_names_path_bytes_and_cause(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     store = disk(scratch)
     slot, pending = store.write(noise(3 * MIB))
     pending.wait()
@@ -201,10 +212,13 @@ def test_an_io_error_names_path_bytes_and_cause(scratch: Path, monkeypatch: pyte
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite" if verb == "write" else "preadv", fail)
-    pending = store.write(noise(3 * MIB))[1] if verb == "write" else store.read(slot, noise(3 * MIB))
+    pending = (
+        store.write(noise(3 * MIB))[1] if verb == "write" else store.read(slot, noise(3 * MIB))
+    )
     for _ in range(2):
         with pytest.raises(
-            SwapError, match=rf"cannot {verb} 3\.0 MiB of swapped data in {scratch}: Input/output error"
+            SwapError,
+            match=rf"cannot {verb} 3\.0 MiB of swapped data in {scratch}: Input/output error",
         ):
             pending.wait()
     with pytest.raises(SwapError):
@@ -235,7 +249,9 @@ def test_a_damaged_file_is_never_stale_data(scratch: Path, size: int, damage: st
         at = size - 1 if damage.endswith("end") else 1234567
         (byte,) = os.pread(store._file, 1, at)
         os.pwrite(store._file, bytes([byte ^ 16]), at)
-    with pytest.raises(SwapError, match=r"3\.0 MiB at byte 0 of the swap file in .*swap are not what was written"):
+    with pytest.raises(
+        SwapError, match=r"3\.0 MiB at byte 0 of the swap file in .*swap are not what was written"
+    ):
         store.read(slot, noise(size)).wait()
     store.close()
 
@@ -286,7 +302,10 @@ def test_a_full_disk_fails_with_path_and_bytes(tmp_path: Path) -> None:
     finally:
         # Lazily: a process that another test has just forked may hold the files for a moment longer.
         subprocess.run(["umount", "--lazy", str(mounted)], check=True)
-    assert f"cannot write 4.0 MiB of swapped data in {mounted}/swap: No space left on device; " in message
+    assert (
+        f"cannot write 4.0 MiB of swapped data in {mounted}/swap: No space left on device; "
+        in message
+    )
 
 
 # ----------------------------------------------------------------------------------------------- directories
@@ -316,7 +335,10 @@ def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
     """swap.directory=/tmp, as root, once closed /tmp to everyone."""
     tmp_path.chmod(0o1777)
     (tmp_path / "somebody's").touch()
-    with pytest.raises(SwapError, match=r"holds other files \(somebody's\): set swap.directory to a folder of its own"):
+    with pytest.raises(
+        SwapError,
+        match=r"holds other files \(somebody's\): set swap.directory to a folder of its own",
+    ):
         disk(tmp_path)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777
 
@@ -332,7 +354,9 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     with pytest.raises(SwapError, match=r"is another user's: set swap\.directory"):
@@ -343,7 +367,9 @@ def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_an_unusable_directory_is_refused(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").touch()
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(SwapError, match=f"cannot use swap directory .*{where}: .*; set swap.directory"):
+    with pytest.raises(
+        SwapError, match=f"cannot use swap directory .*{where}: .*; set swap.directory"
+    ):
         disk(tmp_path / where)
     assert len(os.listdir("/proc/self/fd")) == before
 

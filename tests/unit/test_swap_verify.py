@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.device import BounceRing, CpuCopies, Event, no_delay
 from parallax.errors import SwapError
+from parallax.machine.device import BounceRing, CpuCopies, Event, no_delay
 from parallax.model.saved import Selector
-from parallax.swap.activations import offloading
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
+from parallax.swap.activations.records import Entry, Record
+from parallax.swap.activations.transfers import Transfers
 from parallax.swap.config import SwapConfig
-from parallax.swap.manager import SwapManager
-from parallax.swap.policy import Policy
-from parallax.swap.records import Entry, Record
 from parallax.swap.statistics import Ledger
-from parallax.swap.store import DiskStore, Pending
-from parallax.swap.transfers import Transfers
+from parallax.swap.stores.store import DiskStore, Pending
 from parallax.swap.verify import Delays, checksum
 from tests.unit.swap_fakes import KINDS, MIB, LateCopies, LateEvent, settle, storing
 
@@ -96,7 +96,9 @@ def churn(manager: SwapManager, seed: int) -> None:
         data = torch.randint(0, 256, (pages * PAGE,), dtype=torch.uint8, generator=bytes_of)
         return manager.add(data, 0)
 
-    for _ in range(4):  # one dies while it is written, the next takes its place below, a third drives it out
+    for _ in range(
+        4
+    ):  # one dies while it is written, the next takes its place below, a third drives it out
         add(3)
         second, third = add(3), add(3)
         manager.load(second)
@@ -141,7 +143,9 @@ def no_wait_before_the_file(self: BounceRing, data: Tensor, ready: Event) -> Ite
     self._free.put(buffer)
 
 
-def no_wait_before_the_next_piece(self: BounceRing, target: Tensor, ready: Event) -> Iterator[Tensor]:
+def no_wait_before_the_next_piece(
+    self: BounceRing, target: Tensor, ready: Event
+) -> Iterator[Tensor]:
     buffer = self._free.get()
     for piece in target.split(self._piece):
         yield buffer[: piece.numel()]
@@ -162,13 +166,43 @@ WAITS: list[tuple[str, str, type, str, Any]] = [
     ("the end of a write, before its bytes go", "disk", SwapManager, "_reap", no_end_of_write),
     ("the end of a write, before its bytes go", "late disk", SwapManager, "_reap", no_end_of_write),
     ("the end of a write, before its bytes go", "late host", SwapManager, "_reap", no_end_of_write),
-    ("the end of a dead write, before its place is reused", "disk", Transfers, "ended", no_end_of_the_dead),
-    ("the end of a dead write, before its place is reused", "late disk", Transfers, "ended", no_end_of_the_dead),
-    ("the end of a dead write, before its place is reused", "late host", Transfers, "ended", no_end_of_the_dead),
+    (
+        "the end of a dead write, before its place is reused",
+        "disk",
+        Transfers,
+        "ended",
+        no_end_of_the_dead,
+    ),
+    (
+        "the end of a dead write, before its place is reused",
+        "late disk",
+        Transfers,
+        "ended",
+        no_end_of_the_dead,
+    ),
+    (
+        "the end of a dead write, before its place is reused",
+        "late host",
+        Transfers,
+        "ended",
+        no_end_of_the_dead,
+    ),
     ("a dead write, when room is needed", "disk", Transfers, "end", no_wait_for_the_dead),
     ("a dead write, when room is needed", "late host", Transfers, "end", no_wait_for_the_dead),
-    ("a copy down, before the file is written", "late disk", BounceRing, "down", no_wait_before_the_file),
-    ("a copy up, before the buffer is filled again", "late disk", BounceRing, "up", no_wait_before_the_next_piece),
+    (
+        "a copy down, before the file is written",
+        "late disk",
+        BounceRing,
+        "down",
+        no_wait_before_the_file,
+    ),
+    (
+        "a copy up, before the buffer is filled again",
+        "late disk",
+        BounceRing,
+        "up",
+        no_wait_before_the_next_piece,
+    ),
     ("every wait of the training thread", "disk", Ledger, "stall", no_stall),
 ]
 
@@ -195,18 +229,31 @@ def test_nothing_is_found_where_no_wait_is_missing(kind: str, scratch: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "owner", "method", "without"), WAITS, ids=[f"{name}-{kind}" for name, kind, *_ in WAITS]
+    ("name", "kind", "owner", "method", "without"),
+    WAITS,
+    ids=[f"{name}-{kind}" for name, kind, *_ in WAITS],
 )
 def test_a_missing_wait_is_found(
-    name: str, kind: str, owner: type, method: str, without: Any, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: str,
+    owner: type,
+    method: str,
+    without: Any,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, method, without)
     complaint, _ = runs(kind, scratch, range(200))
     # The file tells of some first: what is read before it was written is not there, or was never summed.
-    assert re.search("came back changed|are not what was written|ends .* too early", complaint), (name, complaint)
+    assert re.search("came back changed|are not what was written|ends .* too early", complaint), (
+        name,
+        complaint,
+    )
 
 
-def test_a_read_into_a_block_that_was_given_up_is_a_stray(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_into_a_block_that_was_given_up_is_a_stray(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No sum can tell: the bytes belong to someone else. The copies of these tests can."""
     monkeypatch.setattr(SwapManager, "_drop_early", give_up_without_waiting)
     found = 0
@@ -293,7 +340,9 @@ def step(model: Chain, rows: Tensor, manager: SwapManager | None, seed: int) -> 
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("groups", [range(5), pytest.param(range(5, 20), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize(
+    "groups", [range(5), pytest.param(range(5, 20), marks=pytest.mark.thorough)], ids=str
+)
 def test_a_thousand_seeds(scratch: Path, groups: range) -> None:
     """Transfers late by up to 0.3 ms, at any limit, in any order, under any policy."""
     torch.manual_seed(0)
@@ -315,7 +364,9 @@ def test_a_thousand_seeds(scratch: Path, groups: range) -> None:
                 manager = SwapManager(store, limit_bytes=limit, policy=policy, verify=True)
                 plain = [gradient.clone() for gradient in step(model, rows, None, seed)]
                 found = step(model, rows, manager, seed)
-                assert all(torch.equal(a, b) for a, b in zip(plain, found)), f"seed {seed}: {policy}"
+                assert all(torch.equal(a, b) for a, b in zip(plain, found)), (
+                    f"seed {seed}: {policy}"
+                )
                 while manager.resident_bytes or manager.stored_bytes:
                     time.sleep(0.0001)
                 statistics = manager.take_statistics()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import parallax
-from parallax.swap.wrapped import local_bytes, parts, take_apart
+from parallax.swap.lms.wrapped import local_bytes, parts, take_apart
 
 
 def test_a_plain_tensor_is_its_own_part() -> None:
@@ -59,7 +59,9 @@ def test_states_that_wrap_others_move(scratch: Path) -> None:
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
         optimizer = Pairs(model.parameters())
         limit = 2 * sum(p.nbytes for p in model.parameters()) + 2**17 if limited else 2**30
-        with parallax.swap(model, limit, optimizer=optimizer, directory=scratch, minimum_bytes=1024) as swapping:
+        with parallax.swap(
+            model, limit, optimizer=optimizer, directory=scratch, minimum_bytes=1024
+        ) as swapping:
             for _ in range(4):
                 model(torch.ones(32, 64)).square().mean().backward()
                 optimizer.step()

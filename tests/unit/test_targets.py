@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from parallax import cli
+from parallax.common.targets import call_target, check_call, load_target
 from parallax.config import compose
 from parallax.errors import ConfigError
-from parallax.job import build_loss, first_batch, open_source
-from parallax.targets import call_target, check_call, load_target
+from parallax.run.job import build_loss, first_batch, open_source
 
 OWN = """
 from dataclasses import dataclass
@@ -118,17 +118,24 @@ def test_a_keyword_that_is_not_taken() -> None:
     assert refused("own_targets:Net", widht=3) == (
         "model.kwargs.widht: own_targets:Net takes no such argument; accepted are width, layers (did you mean 'width'?)"
     )
-    assert "model.kwargs: own_targets:Net(width, *, layers=2): missing a required argument: 'width'; add" in refused(
-        "own_targets:Net", layers=3
+    assert (
+        "model.kwargs: own_targets:Net(width, *, layers=2): missing a required argument: 'width'; add"
+        in refused("own_targets:Net", layers=3)
     )
-    assert "own_targets:only(width, /): missing a required argument: 'width'" in refused("own_targets:only")
-    assert isinstance(call_target("model", "own_targets:Net", {"width": 3, "layers": 3}), nn.Sequential)
+    assert "own_targets:only(width, /): missing a required argument: 'width'" in refused(
+        "own_targets:only"
+    )
+    assert isinstance(
+        call_target("model", "own_targets:Net", {"width": 3, "layers": 3}), nn.Sequential
+    )
 
 
 def test_a_keyword_that_is_handed_on() -> None:
     line = refused("own_targets:passing", width=3, leyers=2)
     assert line.startswith("model.kwargs.leyers: own_targets:passing hands it on to Net.__init__ (")
-    assert line.endswith("which takes no such argument; accepted are width, layers (did you mean 'layers'?)")
+    assert line.endswith(
+        "which takes no such argument; accepted are width, layers (did you mean 'layers'?)"
+    )
     assert "(did you mean 'width'?)" in refused("own_targets:through_sizes", wodth=3)
     assert "hands it on to Linear.__init__" in refused("own_targets:further", biass=False)
 
@@ -181,28 +188,59 @@ def test_a_file_whose_name_is_no_identifier(tmp_path: Path, module: str) -> None
 def test_calls_that_cannot_be_made() -> None:
     check_call("f", lambda a, b=1: None, "a")
     check_call("f", print, "a", "b")
-    with pytest.raises(ConfigError, match=r"^f\(a\): it is called with \(x, y\); too many positional arguments$"):
+    with pytest.raises(
+        ConfigError, match=r"^f\(a\): it is called with \(x, y\); too many positional arguments$"
+    ):
         check_call("f", lambda a: None, "x", "y")
 
 
 def custom(*typed: str) -> list[str]:
-    return ["model=custom", "+model.kwargs={width:4}", "data=custom", "trainer.global_batch=4", *typed]
+    return [
+        "model=custom",
+        "+model.kwargs={width:4}",
+        "data=custom",
+        "trainer.global_batch=4",
+        *typed,
+    ]
 
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["model.target=own_targets:Judged", "data.target=own_targets:Rows"], "the loss of Judged: loss(outputs): "),
-        (["model.target=own_targets:JudgedByModule", "data.target=own_targets:Rows"], "loss(input: "),
-        (["model.target=own_targets:Counted", "data.target=own_targets:Rows"], "the loss of Counted: count(): "),
-        (["model.target=own_targets:Net", "data.target=own_targets:Rows", "+data.kwargs.wode=3"], "data.kwargs.wode: "),
-        (["model.target=own_targets:Net", "data.target=own_targets:Pairs"], "gave a tuple without inputs, targets"),
-        (["model.target=own_targets:Net", "data.target=own_targets:Forgetful"], "with validation(rows): it is called"),
-        (["plan.schedule=own_targets:short"], "own_targets:short(positions, position): it is called with (positions, "),
+        (
+            ["model.target=own_targets:Judged", "data.target=own_targets:Rows"],
+            "the loss of Judged: loss(outputs): ",
+        ),
+        (
+            ["model.target=own_targets:JudgedByModule", "data.target=own_targets:Rows"],
+            "loss(input: ",
+        ),
+        (
+            ["model.target=own_targets:Counted", "data.target=own_targets:Rows"],
+            "the loss of Counted: count(): ",
+        ),
+        (
+            ["model.target=own_targets:Net", "data.target=own_targets:Rows", "+data.kwargs.wode=3"],
+            "data.kwargs.wode: ",
+        ),
+        (
+            ["model.target=own_targets:Net", "data.target=own_targets:Pairs"],
+            "gave a tuple without inputs, targets",
+        ),
+        (
+            ["model.target=own_targets:Net", "data.target=own_targets:Forgetful"],
+            "with validation(rows): it is called",
+        ),
+        (
+            ["plan.schedule=own_targets:short"],
+            "own_targets:short(positions, position): it is called with (positions, ",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_command_says_so_in_one_line(capfd: pytest.CaptureFixture[str], typed: list[str], expected: str) -> None:
+def test_the_command_says_so_in_one_line(
+    capfd: pytest.CaptureFixture[str], typed: list[str], expected: str
+) -> None:
     assert cli.main(["plan", *custom(*typed)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("parallax: ")
@@ -211,6 +249,10 @@ def test_the_command_says_so_in_one_line(capfd: pytest.CaptureFixture[str], type
 
 
 def test_what_is_right_is_taken() -> None:
-    config = compose(custom("model.target=own_targets:Net", "data.target=own_targets:Rows", "+data.kwargs.wide=8"))
+    config = compose(
+        custom(
+            "model.target=own_targets:Net", "data.target=own_targets:Rows", "+data.kwargs.wide=8"
+        )
+    )
     assert len(first_batch(config, open_source(config))) == 4
     build_loss(config)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parallax.errors import DeadlockError, PlanError
 from parallax.plan.cluster import Link
 from parallax.plan.schedule import ORDERS, Action, Kind, Order, order, zero_bubble
-from parallax.plan.simulate import simulate
-from parallax.plan.timeline import StageTimes, time_orders, time_schedule
+from parallax.plan.simulation.longest_path import StageTimes, time_orders, time_schedule
+from parallax.plan.simulation.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2), (8, 24)]
@@ -43,16 +43,25 @@ def test_idle_time_of_zero_bubble_schedules(
     positions: int, micro: int, forward: float, backward: float, weight: float
 ) -> None:
     """Qi et al. 2024, table 2: (p − 1)·(T_F + T_B − T_W) for H1 and (p − 1)·(T_F + T_B − 2·T_W) for H2."""
-    times, work = [StageTimes(forward, backward, weight)] * positions, micro * (forward + backward + weight)
-    idle = {s: time_schedule(s, times, micro).span_seconds - work for s in ("1f1b", "zb-h1", "zb-h2")}
+    times, work = (
+        [StageTimes(forward, backward, weight)] * positions,
+        micro * (forward + backward + weight),
+    )
+    idle = {
+        s: time_schedule(s, times, micro).span_seconds - work for s in ("1f1b", "zb-h1", "zb-h2")
+    }
     assert idle["1f1b"] == pytest.approx((positions - 1) * (forward + backward + weight))
     assert idle["zb-h1"] == pytest.approx((positions - 1) * (forward + backward - weight))
-    assert idle["zb-h2"] == pytest.approx((positions - 1) * (forward + backward - 2 * weight), abs=1e-9)
+    assert idle["zb-h2"] == pytest.approx(
+        (positions - 1) * (forward + backward - 2 * weight), abs=1e-9
+    )
 
 
 def test_a_message_that_blocks_holds_both_ranks() -> None:
     """Two stages, one micro-batch: activations and gradient each hold sender and receiver for 1 s, and travel 2 s."""
-    found = time_schedule("1f1b", [StageTimes(10, 20, 0, send=2, blocking=1), StageTimes(10, 20)], 1)
+    found = time_schedule(
+        "1f1b", [StageTimes(10, 20, 0, send=2, blocking=1), StageTimes(10, 20)], 1
+    )
     assert found.step_seconds == pytest.approx(10 + 1 + 2 + 1 + 10 + 20 + 1 + 2 + 1 + 20)
     assert found.busy.tolist() == [30, 30]
     assert found.begin.tolist() == [0, 13]
@@ -67,12 +76,20 @@ def shapes(draw: st.DrawFn) -> tuple[str, int, int, int, list[StageTimes]]:
     interleave = draw(st.integers(1, 3)) if schedule == "interleaved" else 1
     count = positions * interleave
     times = st.builds(StageTimes, TIME, TIME, TIME, st.just(draw(st.floats(0.01, 3))))
-    return schedule, positions, interleave, micro, draw(st.lists(times, min_size=count, max_size=count))
+    return (
+        schedule,
+        positions,
+        interleave,
+        micro,
+        draw(st.lists(times, min_size=count, max_size=count)),
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(shapes())
-def test_it_agrees_with_the_event_simulator(shape: tuple[str, int, int, int, list[StageTimes]]) -> None:
+def test_it_agrees_with_the_event_simulator(
+    shape: tuple[str, int, int, int, list[StageTimes]],
+) -> None:
     """Where nothing is shared: messages wait for the latency alone."""
     schedule, positions, interleave, micro, times = shape
     blocks = [
@@ -97,12 +114,16 @@ def test_it_agrees_with_the_event_simulator(shape: tuple[str, int, int, int, lis
     found = time_schedule(schedule, times, micro, interleave=interleave)
     assert found.step_seconds == pytest.approx(result.step_seconds, rel=1e-9)
     assert found.bubble == pytest.approx(result.bubble, abs=1e-9)
-    compute = [span for span in result.spans if span.kind in ("forward", "backward", "backward_weight")]
+    compute = [
+        span for span in result.spans if span.kind in ("forward", "backward", "backward_weight")
+    ]
     for position in range(positions):
         mine = [span for span in compute if span.rank == position]
         assert found.begin[position] == pytest.approx(min(span.start for span in mine), abs=1e-9)
         assert found.end[position] == pytest.approx(max(span.end for span in mine), rel=1e-9)
-        assert found.busy[position] == pytest.approx(sum(span.end - span.start for span in mine), rel=1e-9)
+        assert found.busy[position] == pytest.approx(
+            sum(span.end - span.start for span in mine), rel=1e-9
+        )
 
 
 @settings(max_examples=50, deadline=None)
@@ -123,11 +144,14 @@ def test_orders_of_ones_own() -> None:
     assert time_orders(orders, times, 24).span_seconds == pytest.approx(24 * 2.5)
     assert time_schedule("zb-h2", times, 24).span_seconds == pytest.approx(24 * 2.5 + 3)
     same = [order("1f1b", 4, p, 24) for p in range(4)]
-    assert time_orders(same, times, 24).step_seconds == time_schedule("1f1b", times, 24).step_seconds
+    assert (
+        time_orders(same, times, 24).step_seconds == time_schedule("1f1b", times, 24).step_seconds
+    )
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "waiting"), [("BFW", "FBW", "0, 1"), ("FBW", "BFW", "0, 1"), ("FBW", "FWB", "0, 1")]
+    ("first", "second", "waiting"),
+    [("BFW", "FBW", "0, 1"), ("FBW", "BFW", "0, 1"), ("FBW", "FWB", "0, 1")],
 )
 def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, waiting: str) -> None:
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.BACKWARD_WEIGHT}
@@ -135,7 +159,10 @@ def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, wai
         Order.of([Action(kinds[letter], position, 0) for letter in letters])
         for position, letters in enumerate((first, second))
     ]
-    with pytest.raises(DeadlockError, match=f"2 stages with 1 micro-batches: positions {waiting} wait for each other"):
+    with pytest.raises(
+        DeadlockError,
+        match=f"2 stages with 1 micro-batches: positions {waiting} wait for each other",
+    ):
         time_orders(orders, [StageTimes(1, 1)] * 2, 1)
 
 

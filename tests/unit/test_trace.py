@@ -22,7 +22,9 @@ from tests.zoo import ZOO, Entry, tokens_batch
 CPU = torch.device("cpu")
 
 
-def both(entry: Entry, *, sampled: bool = True, seed: int = 1) -> tuple[Chain, list[nn.Module], nn.Module]:
+def both(
+    entry: Entry, *, sampled: bool = True, seed: int = 1
+) -> tuple[Chain, list[nn.Module], nn.Module]:
     """The chain, its blocks, and a plain model with the same values."""
     chain = describe(entry.build, sample=entry.sample if sampled else None, seed=seed)
     blocks = materialise(chain, 0, len(chain.blocks), CPU)
@@ -45,7 +47,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*as_tuple(inputs))
 
 
-def check_same(entry: Entry, chain: Chain, blocks: list[nn.Module], plain: nn.Module, rows: int, step: int = 0) -> None:
+def check_same(
+    entry: Entry, chain: Chain, blocks: list[nn.Module], plain: nn.Module, rows: int, step: int = 0
+) -> None:
     """Outputs, loss and every gradient."""
     batch = entry.batch(rows, step)
     inputs, targets = batch.inputs(0, rows), batch.targets(0, rows)
@@ -79,21 +83,41 @@ def test_a_chain_computes_what_the_model_computes(name: str, sampled: bool) -> N
     for module in (*blocks, plain):
         module.eval()
     batch = entry.batch(3, 9)
-    mine, theirs = flatten(run(chain, blocks, batch.inputs(0, 3)))[0], flatten(call(plain, batch.inputs(0, 3)))[0]
+    mine, theirs = (
+        flatten(run(chain, blocks, batch.inputs(0, 3)))[0],
+        flatten(call(plain, batch.inputs(0, 3)))[0],
+    )
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("unet", [*(f"down.{i}" for i in range(3)), "middle", *(f"up.{i}" for i in range(3)), "out"]),
+        (
+            "unet",
+            [*(f"down.{i}" for i in range(3)), "middle", *(f"up.{i}" for i in range(3)), "out"],
+        ),
         ("resnet", ["conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc"]),
         ("mixture", ["embedding", "layers.0", "layers.1", "layers.2", "head"]),
-        ("lstm", ["embedding", "mixers.0", "cell", "mixers.1", "cell (2)", "mixers.2", "cell (3)", "head"]),
+        (
+            "lstm",
+            [
+                "embedding",
+                "mixers.0",
+                "cell",
+                "mixers.1",
+                "cell (2)",
+                "mixers.2",
+                "cell (3)",
+                "head",
+            ],
+        ),
     ],
 )
 def test_blocks_are_the_members_of_lists(name: str, blocks: list[str]) -> None:
-    assert [block.name for block in describe(ZOO[name].build, sample=ZOO[name].sample).blocks] == blocks
+    assert [
+        block.name for block in describe(ZOO[name].build, sample=ZOO[name].sample).blocks
+    ] == blocks
 
 
 def test_a_skip_passes_every_block_between() -> None:
@@ -140,7 +164,9 @@ def _floats(rows: int, step: int, width: int = 4) -> Any:
     from parallax.runtime.batch import TensorRows
 
     random = torch.Generator().manual_seed(step)
-    return TensorRows(torch.randn(rows, width, generator=random), torch.randn(rows, width, generator=random))
+    return TensorRows(
+        torch.randn(rows, width, generator=random), torch.randn(rows, width, generator=random)
+    )
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -153,7 +179,9 @@ def test_what_does_not_depend_on_rows_is_rowless(sampled: bool) -> None:
         assert described.rowless == {i for i, value in enumerate(values) if value.shape[0] != 3}
     assert any(block.rowless for block in chain.blocks)
     for length in (4, 7, 12):
-        longer = Entry(entry.build, entry.loss, lambda rows, step, n=length: tokens_batch(rows, step, n))
+        longer = Entry(
+            entry.build, entry.loss, lambda rows, step, n=length: tokens_batch(rows, step, n)
+        )
         check_same(longer, chain, blocks, plain, 2)
     with pytest.raises(AssertionError):
         run(chain, blocks, tokens_batch(2, 0, 13).inputs(0, 2))
@@ -173,7 +201,12 @@ def test_what_mixes_rows_is_not_cut() -> None:
 
     entry = Entry(Mixing, F.mse_loss, _floats)
     chain, blocks, plain = both(entry)
-    assert [block.name for block in chain.blocks] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert [block.name for block in chain.blocks] == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "layers.3",
+    ]
     assert "mean" in repr(chain.blocks[2].module), "from the rows to what has none, and back"
     assert not any(block.rowless for block in chain.blocks)
     check_same(entry, chain, blocks, plain, 4)
@@ -190,7 +223,9 @@ def test_training_and_evaluation() -> None:
                 x = F.dropout(layer(x), 0.5, self.training)
             return x
 
-    chain, blocks, plain = both(Entry(Dropping, F.mse_loss, lambda rows, step: _floats(rows, step, 64)))
+    chain, blocks, plain = both(
+        Entry(Dropping, F.mse_loss, lambda rows, step: _floats(rows, step, 64))
+    )
     x = torch.randn(2, 64)
     for training in (True, False):
         for module in (*blocks, plain):
@@ -223,7 +258,10 @@ class Wrapped(nn.Module):
 
 
 def test_what_cannot_be_recorded_says_why_and_what_to_write() -> None:
-    with pytest.raises(DescribeError, match=r"Deciding is no chain.*cannot be recorded: TraceError.*(?s:.*)def blocks"):
+    with pytest.raises(
+        DescribeError,
+        match=r"Deciding is no chain.*cannot be recorded: TraceError.*(?s:.*)def blocks",
+    ):
         describe(Deciding)
     whole = describe(Deciding, blocks=[""])
     assert len(whole.blocks) == 1
@@ -249,21 +287,35 @@ def test_inputs_by_name_and_optional_inputs() -> None:
     chain, _, _ = both(ZOO["towers"])
     inputs = ZOO["towers"].sample(2)
     assert chain.inputs == ("query", "item")
-    assert chain.results(chain.arguments({"item": inputs["item"], "query": inputs["query"]}) * 6)["weight"] is None
-    with pytest.raises(DescribeError, match="inputs are query, items, and the model takes query, item"):
+    assert (
+        chain.results(chain.arguments({"item": inputs["item"], "query": inputs["query"]}) * 6)[
+            "weight"
+        ]
+        is None
+    )
+    with pytest.raises(
+        DescribeError, match="inputs are query, items, and the model takes query, item"
+    ):
         chain.arguments({"query": inputs["query"], "items": inputs["item"]})
     with pytest.raises(DescribeError, match="inputs are item, and the model takes query, item"):
         chain.arguments({"item": inputs["item"]})
-    more = describe(ZOO["towers"].build, sample=lambda n: {**ZOO["towers"].sample(n), "weight": torch.ones(n)})
+    more = describe(
+        ZOO["towers"].build, sample=lambda n: {**ZOO["towers"].sample(n), "weight": torch.ones(n)}
+    )
     assert more.inputs == ("query", "item", "weight")
     made = materialise(more, 0, len(more.blocks), CPU)
-    assert torch.equal(run(more, made, {**inputs, "weight": torch.ones(2)})["weight"], torch.ones(2))
+    assert torch.equal(
+        run(more, made, {**inputs, "weight": torch.ones(2)})["weight"], torch.ones(2)
+    )
 
 
 def test_blocks_that_do_the_same_look_the_same() -> None:
     chain = describe(ZOO["mixture"].build, sample=ZOO["mixture"].sample)
     assert len({repr(block.module) for block in chain.blocks[1:4]}) == 1
-    assert chain.fingerprint() == describe(ZOO["mixture"].build, sample=ZOO["mixture"].sample).fingerprint()
+    assert (
+        chain.fingerprint()
+        == describe(ZOO["mixture"].build, sample=ZOO["mixture"].sample).fingerprint()
+    )
     assert copy.deepcopy(chain.blocks[1].module) is not chain.blocks[1].module
 
 
@@ -271,7 +323,10 @@ def test_unused_parameters_stay_in_the_model() -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers, self.spare = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 7)
+            self.layers, self.spare = (
+                nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
+                nn.Linear(4, 7),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[1](self.layers[0](x))
@@ -310,7 +365,9 @@ class Graph(nn.Module):
 
 
 def _sum(outputs: Any, targets: Tensor) -> Tensor:
-    return ((outputs["first"] + outputs["last"]) * targets).sum() + outputs["some"][0].square().mean()
+    return ((outputs["first"] + outputs["last"]) * targets).sum() + outputs["some"][
+        0
+    ].square().mean()
 
 
 NODE = st.tuples(

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
 from parallax.model.gpt import GPT, GPTConfig, Layer
-from parallax.plan.cost import load_stage
-from parallax.plan.efficiency import price
-from parallax.plan.hardware import device_kind
+from parallax.plan.analytic.efficiency import price
+from parallax.plan.analytic.hardware import device_kind
+from parallax.plan.analytic.recipe import AUTOCAST, RECIPES, recipe
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.cost.stage import load_stage
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
-from parallax.plan.recipe import AUTOCAST, RECIPES, recipe
-from parallax.plan.transformer import TransformerConfig
 from parallax.plan.work import BlockWork, ModelWork
 from tests.unit.plan_fakes import cluster
 
@@ -27,12 +27,21 @@ PUBLISHED = {
     "GPT-2": (TransformerConfig(layers=12, hidden=768, heads=12), 124_439_808),
     "GPT-2 XL": (TransformerConfig(), 1_557_611_200),
     "Llama 2 7B": (
-        TransformerConfig(layers=32, hidden=4096, heads=32, vocabulary=32000, sequence=4096, **LLAMA),
+        TransformerConfig(
+            layers=32, hidden=4096, heads=32, vocabulary=32000, sequence=4096, **LLAMA
+        ),
         6_738_415_616,
     ),
     "Llama 2 70B": (
         TransformerConfig(
-            layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=32000, sequence=4096, **LLAMA
+            layers=80,
+            hidden=8192,
+            heads=64,
+            kv_heads=8,
+            ffn=28672,
+            vocabulary=32000,
+            sequence=4096,
+            **LLAMA,
         ),
         68_976_648_192,
     ),
@@ -47,7 +56,14 @@ def test_parameters_are_those_of_published_models(name: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_our_gpt_block_by_block(tied: bool) -> None:
-    sizes: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 100, "sequence": 32, "tied": tied}
+    sizes: dict[str, Any] = {
+        "layers": 3,
+        "hidden": 64,
+        "heads": 4,
+        "vocabulary": 100,
+        "sequence": 32,
+        "tied": tied,
+    }
     with torch.device("meta"):
         model = GPT(GPTConfig(**sizes))
     config = TransformerConfig(**sizes)
@@ -57,19 +73,28 @@ def test_parameters_are_those_of_our_gpt_block_by_block(tied: bool) -> None:
 
 
 def test_widths_of_the_gated_mlp_are_the_usual_ones() -> None:
-    widths = {hidden: TransformerConfig(hidden=hidden, heads=16, gated=True).width for hidden in (2048, 2560, 4096)}
+    widths = {
+        hidden: TransformerConfig(hidden=hidden, heads=16, gated=True).width
+        for hidden in (2048, 2560, 4096)
+    }
     assert widths == {2048: 5632, 2560: 6912, 4096: 11008}
     assert TransformerConfig(hidden=64, heads=4).width == 256
     assert TransformerConfig(hidden=64, heads=4, ffn=100, gated=True).width == 100
 
 
-@pytest.mark.parametrize(("s", "b", "h", "a"), [(512, 1, 1024, 16), (1024, 3, 1536, 16), (2048, 8, 6144, 64)])
+@pytest.mark.parametrize(
+    ("s", "b", "h", "a"), [(512, 1, 1024, 16), (1024, 3, 1536, 16), (2048, 8, 6144, 64)]
+)
 def test_saved_activations_are_those_of_korthikanti(s: int, b: int, h: int, a: int) -> None:
     full = TransformerConfig(layers=1, hidden=h, heads=a, sequence=s, attention="full", dropout=0.1)
-    assert _layer(full.work("fp16")).moved.at(b) == pytest.approx(s * b * h * (34 + 5 * a * s / h), rel=1e-12)
+    assert _layer(full.work("fp16")).moved.at(b) == pytest.approx(
+        s * b * h * (34 + 5 * a * s / h), rel=1e-12
+    )
     flash = dataclasses.replace(full, attention="flash")
     assert _layer(flash.work("fp16")).moved.at(b) == s * b * h * 34
-    assert _layer(dataclasses.replace(flash, dropout=0.0).work("fp16")).moved.at(b) == s * b * h * 32
+    assert (
+        _layer(dataclasses.replace(flash, dropout=0.0).work("fp16")).moved.at(b) == s * b * h * 32
+    )
 
 
 def test_saved_activations_are_those_that_torch_saves() -> None:
@@ -94,25 +119,39 @@ def test_saved_activations_are_those_that_torch_saves() -> None:
 
 def test_operations_are_those_of_narayanan() -> None:
     layers, h, s, v, b = 24, 2048, 1024, 51200, 4
-    config = TransformerConfig(layers=layers, hidden=h, heads=16, sequence=s, vocabulary=v, attention="full")
+    config = TransformerConfig(
+        layers=layers, hidden=h, heads=16, sequence=s, vocabulary=v, attention="full"
+    )
     blocks = config.work("bf16").blocks
-    passes = sum(sum(p.flops.at(b) for p in (k.forward, k.input_gradient, k.weight_gradient)) for k in blocks)
+    passes = sum(
+        sum(p.flops.at(b) for p in (k.forward, k.input_gradient, k.weight_gradient)) for k in blocks
+    )
     again = sum(block.forward.flops.at(b) for block in blocks[1:-1])
     # Section 5.1's formula is for full recomputation of the layers.
-    assert passes + again == pytest.approx(96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)))
+    assert passes + again == pytest.approx(
+        96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    )
 
 
 def test_flash_attention_computes_half_of_the_scores_and_again_backward() -> None:
     sizes: dict[str, Any] = {"layers": 1, "hidden": 256, "heads": 4, "sequence": 512}
-    full, flash = (_layer(TransformerConfig(**sizes, attention=kind).work("bf16")) for kind in ("full", "flash"))
+    full, flash = (
+        _layer(TransformerConfig(**sizes, attention=kind).work("bf16"))
+        for kind in ("full", "flash")
+    )
     scores = 4 * 512 * 512 * 256
     assert full.forward.flops.at(1) - flash.forward.flops.at(1) == scores / 2
-    assert full.input_gradient.flops.at(1) - flash.input_gradient.flops.at(1) == pytest.approx(scores * 0.75)
+    assert full.input_gradient.flops.at(1) - flash.input_gradient.flops.at(1) == pytest.approx(
+        scores * 0.75
+    )
     assert full.weight_gradient.flops == flash.weight_gradient.flops
 
 
 def test_recipes_take_what_is_known_of_them() -> None:
-    assert {name: how.weight + how.gradient + how.master + how.optimizer for name, how in RECIPES.items()} == {
+    assert {
+        name: how.weight + how.gradient + how.master + how.optimizer
+        for name, how in RECIPES.items()
+    } == {
         "fp32": 16,
         "tf32": 16,
         "fp64": 32,
@@ -132,14 +171,19 @@ def test_autocast_keeps_casts_of_weights_and_a_stream_in_full_precision() -> Non
     assert layer.stays.fixed == 2 * 12 * 128**2
     assert layer.parameter_bytes == 2 * _layer(mixed).parameter_bytes
     assert layer.output.per_row == 2 * _layer(mixed).output.per_row
-    assert layer.moved.per_row - _layer(mixed).moved.per_row == 2 * 2 * 64 * 128  # the inputs of two norms
+    assert (
+        layer.moved.per_row - _layer(mixed).moved.per_row == 2 * 2 * 64 * 128
+    )  # the inputs of two norms
     assert (cast.master_bytes, cast.gradient_bytes, cast.optimizer_bytes) == (0.0, 1.0, 2.0)
     assert (mixed.master_bytes, mixed.gradient_bytes, mixed.optimizer_bytes) == (2.0, 1.0, 4.0)
 
 
 @pytest.mark.parametrize("precision", RECIPES)
 def test_states_that_the_planner_counts_are_the_recipes(precision: str) -> None:
-    config, how = TransformerConfig(layers=4, hidden=128, heads=4, sequence=64, vocabulary=1000), recipe(precision)
+    config, how = (
+        TransformerConfig(layers=4, hidden=128, heads=4, sequence=64, vocabulary=1000),
+        recipe(precision),
+    )
     profile = price(config.work(precision), device_kind("a100-80"))
     load = load_stage(profile, 0, [Directive.KEEP] * 6, 3, device=cluster(1).devices[0])
     counted = load.memory(in_flight=1, swap_limit=0)
@@ -168,13 +212,19 @@ CONFIGS = st.builds(
 
 
 @settings(deadline=None, max_examples=60)
-@given(config=CONFIGS, precision=st.sampled_from(list(RECIPES)), key=st.sampled_from(["layers", "hidden", "sequence"]))
+@given(
+    config=CONFIGS,
+    precision=st.sampled_from(list(RECIPES)),
+    key=st.sampled_from(["layers", "hidden", "sequence"]),
+)
 def test_more_of_anything_takes_more(config: TransformerConfig, precision: str, key: str) -> None:
     larger = dataclasses.replace(config, **{key: 2 * getattr(config, key)})
     less, more = _totals(config.work(precision)), _totals(larger.work(precision))
     assert all(more[term] >= less[term] for term in less)
     assert all(more[term] > less[term] for term in ("flops", "traffic", "moved"))
-    assert larger.parameters > config.parameters or (key == "sequence" and config.positions == "rotary")
+    assert larger.parameters > config.parameters or (
+        key == "sequence" and config.positions == "rotary"
+    )
     assert config.work(precision).fingerprint != larger.work(precision).fingerprint
 
 
@@ -216,7 +266,17 @@ def _lines(block: BlockWork) -> list[Affine]:
 
 
 def _totals(work: ModelWork) -> dict[str, float]:
-    passes = [p for block in work.blocks for p in (block.forward, block.input_gradient, block.weight_gradient)]
-    totals = {"flops": sum(p.flops.at(2) for p in passes), "traffic": sum(p.bytes.at(2) for p in passes)}
-    totals |= {name: sum(getattr(b, name).at(2) for b in work.blocks) for name in ("moved", "stays", "backward_work")}
+    passes = [
+        p
+        for block in work.blocks
+        for p in (block.forward, block.input_gradient, block.weight_gradient)
+    ]
+    totals = {
+        "flops": sum(p.flops.at(2) for p in passes),
+        "traffic": sum(p.bytes.at(2) for p in passes),
+    }
+    totals |= {
+        name: sum(getattr(b, name).at(2) for b in work.blocks)
+        for name in ("moved", "stays", "backward_work")
+    }
     return totals

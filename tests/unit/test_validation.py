@@ -12,9 +12,14 @@ import pytest
 from benchmarks.validation import vtrain
 from benchmarks.validation.__main__ import UNCHECKED, main, recognise
 from parallax.errors import DataError
-from parallax.plan.efficiency import Efficiency, default_efficiency
+from parallax.plan.analytic.efficiency import Efficiency, default_efficiency
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "validation" / "vtrain_single_tp1_calibration.csv"
+PUBLISHED = (
+    Path(__file__).resolve().parents[3]
+    / "shared"
+    / "validation"
+    / "vtrain_single_tp1_calibration.csv"
+)
 
 HEADER = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
@@ -40,7 +45,9 @@ RUNS = [
 ]
 
 
-def write(path: Path, runs: list[vtrain.Run], efficiency: Efficiency = TRUTH, *, tensor: int = 1) -> Path:
+def write(
+    path: Path, runs: list[vtrain.Run], efficiency: Efficiency = TRUTH, *, tensor: int = 1
+) -> Path:
     """Lines of runs that take what is predicted."""
     lines = [
         f"{run.data * run.pipeline},{run.global_batch},{run.rows},{run.hidden},{run.heads},{run.layers},{run.sequence},"
@@ -84,10 +91,16 @@ def test_folds_are_not_fitted_to_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_regret_is_what_the_choice_costs() -> None:
-    fast, slow, other = replace(RUNS[0], seconds=1.0), replace(RUNS[1], seconds=1.5), replace(RUNS[5], seconds=9.0)
+    fast, slow, other = (
+        replace(RUNS[0], seconds=1.0),
+        replace(RUNS[1], seconds=1.5),
+        replace(RUNS[5], seconds=9.0),
+    )
     assert fast.task == slow.task != other.task
     assert list(vtrain.regrets([(fast, 2.0), (slow, 3.0), (other, 1.0)]).values()) == [0.0]
-    assert list(vtrain.regrets([(fast, 3.0), (slow, 2.0), (other, 1.0)]).values()) == [pytest.approx(0.5)]
+    assert list(vtrain.regrets([(fast, 3.0), (slow, 2.0), (other, 1.0)]).values()) == [
+        pytest.approx(0.5)
+    ]
 
 
 def test_stages_and_replicas_cost_what_they_should() -> None:
@@ -101,7 +114,11 @@ def test_stages_and_replicas_cost_what_they_should() -> None:
 @pytest.mark.parametrize("run", RUNS[:5], ids=str)
 def test_the_formula_is_close_to_the_simulator(run: vtrain.Run) -> None:
     """It may be above: it hides no reduction behind the last backwards."""
-    assert 0.95 * vtrain.predict(run, TRUTH) < vtrain.simulate(run, TRUTH) < 1.01 * vtrain.predict(run, TRUTH)
+    assert (
+        0.95 * vtrain.predict(run, TRUTH)
+        < vtrain.simulate(run, TRUTH)
+        < 1.01 * vtrain.predict(run, TRUTH)
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +130,9 @@ def test_the_formula_is_close_to_the_simulator(run: vtrain.Run) -> None:
         ({"tensor parallelism": "2"}, "no line without tensor parallelism"),
     ],
 )
-def test_lines_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, str], said: str) -> None:
+def test_lines_that_cannot_be_are_refused(
+    tmp_path: Path, change: dict[str, str], said: str
+) -> None:
     path = write(tmp_path / "a.csv", RUNS[:1])
     names, values = list(csv.reader(path.open(encoding="utf-8")))
     line = [change.get(name.lstrip("# "), value) for name, value in zip(names, values)]
@@ -131,7 +150,9 @@ def test_nothing_left_to_judge_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a,b,c\n1,2,3\n", "", "\x00\x01\n"])
-def test_unknown_columns_are_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_unknown_columns_are_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     path = tmp_path / "x.csv"
     path.write_text(text, encoding="utf-8")
     assert main([str(path), "--json"]) == 2
@@ -142,7 +163,9 @@ def test_unknown_columns_are_one_line_and_code_2(tmp_path: Path, capsys: pytest.
     assert printed.out == ""
 
 
-def test_missing_and_doubled_files_are_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_doubled_files_are_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "none.csv")]) == 2
     assert "cannot read" in capsys.readouterr().err
     path = str(write(tmp_path / "a.csv", RUNS))
@@ -167,7 +190,9 @@ def test_known_but_unchecked_files_are_named(
     assert capsys.readouterr().out == f"gpipe.csv: not checked ({reason})\n"
 
 
-def test_json_has_every_figure_nested_and_flat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_figure_nested_and_flat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = write(tmp_path / "a.csv", RUNS[:15]), write(tmp_path / "b.csv", RUNS[15:])
     assert recognise(first) == "vtrain"
     assert main(["--calibrate", str(first), "--evaluate", str(second), "--json"]) == 0

@@ -34,7 +34,9 @@ def cases(folder: Path, *lines: str) -> list[mist.Case]:
     return [mist.parse(line) for line in read_rows(path)]
 
 
-def test_reserved_memory_of_every_stage_is_met_within_5_percent_and_never_under_estimated(published: Table) -> None:
+def test_reserved_memory_of_every_stage_is_met_within_5_percent_and_never_under_estimated(
+    published: Table,
+) -> None:
     reserved = [row for row in published.rows if row.quantity == "reserved"]
     assert len(reserved) == 8
     for row in reserved:
@@ -52,21 +54,30 @@ def splits() -> dict[str, list[list[tuple[mist.Case, int]]]]:
         "family": lambda run, _: run.model.gated,
     }
     return {
-        name: [[stage for stage in stages if key(*stage) == part] for part in {key(*stage): 0 for stage in stages}]
+        name: [
+            [stage for stage in stages if key(*stage) == part]
+            for part in {key(*stage): 0 for stage in stages}
+        ]
         for name, key in keys.items()
     }
 
 
 @pytest.mark.parametrize(("part", "most"), [("stage", 0.03), ("run", 0.03), ("family", 0.06)])
-def test_no_stage_is_under_estimated_with_a_limit_that_it_was_not_found_with(part: str, most: float) -> None:
+def test_no_stage_is_under_estimated_with_a_limit_that_it_was_not_found_with(
+    part: str, most: float
+) -> None:
     if not PUBLISHED.exists():
         pytest.skip(f"{PUBLISHED} is not here")
     parts, errors = splits()[part], []
     for left_out in parts:
-        others = [run.gaps()[index] for other in parts if other is not left_out for run, index in other]
+        others = [
+            run.gaps()[index] for other in parts if other is not left_out for run, index in other
+        ]
         limit = mist.gap_limit(others)  # of two stages alone, which one family has, it is wide
         for run, index in left_out:
-            predicted = (limit - run.gaps()[index]) * run.tensor(index) / mist.MIB + run.reserved[index]
+            predicted = (limit - run.gaps()[index]) * run.tensor(index) / mist.MIB + run.reserved[
+                index
+            ]
             errors.append(predicted / run.reserved[index] - 1)
     assert min(errors) >= 0
     assert sum(errors) / len(errors) <= most
@@ -88,7 +99,9 @@ def test_gradients_are_widened_shard_by_shard_on_two_streams(tmp_path: Path) -> 
     widened was taken for holes, which follow the tensors between layers instead."""
     line = "gpt2.7b,T,4,2048,64,64,1,8/8/8/8,1/1/1/1,0,0,0,9.0,14000,16000"
     (alone,) = cases(tmp_path, line)
-    (shared,) = cases(tmp_path, line.replace(",4,2048,64,64,", ",8,2048,64,32,").replace("1/1/1/1", "2/2/2/2"))
+    (shared,) = cases(
+        tmp_path, line.replace(",4,2048,64,64,", ",8,2048,64,32,").replace("1/1/1/1", "2/2/2/2")
+    )
     layer, embedding, head = (12 * 2560**2, (50304 + 2048) * 2560, 50304 * 2560)
     first, middle, _, last = (memory["widened"] for memory in alone.memory())
     assert first == pytest.approx(8 * (embedding + layer), rel=1e-3)
@@ -96,7 +109,9 @@ def test_gradients_are_widened_shard_by_shard_on_two_streams(tmp_path: Path) -> 
     assert last == pytest.approx(8 * (layer + head), rel=1e-3)
     assert shared.memory()[0]["widened"] == pytest.approx(first / 2, rel=1e-6)
     for memory, index in zip(alone.memory(), range(4)):
-        assert memory["widened"] + mist.GAP_TENSORS * alone.tensor(index) > 113 * alone.tensor(index)
+        assert memory["widened"] + mist.GAP_TENSORS * alone.tensor(index) > 113 * alone.tensor(
+            index
+        )
 
 
 def test_the_allocator_holds_no_more_than_the_device_has_unless_tensors_do(tmp_path: Path) -> None:
@@ -106,7 +121,10 @@ def test_the_allocator_holds_no_more_than_the_device_has_unless_tensors_do(tmp_p
     loose = memory["reserve"] + memory["widened"]
     used = sum(memory.values()) - loose
     assert mist.reserved(memory) == used + loose < most
-    assert mist.reserved({**memory, "activations": memory["activations"] + most - used - loose // 2}) == most
+    assert (
+        mist.reserved({**memory, "activations": memory["activations"] + most - used - loose // 2})
+        == most
+    )
     assert mist.reserved({**memory, "activations": memory["activations"] + most}) == used + most
 
 
@@ -116,10 +134,17 @@ def test_tensors_never_take_more_than_predicted_for_them(published: Table) -> No
     assert all(0 <= row.error <= 0.12 for row in allocated)
 
 
-def test_seconds_of_a_step_are_met_within_8_percent_also_for_runs_left_out(published: Table) -> None:
+def test_seconds_of_a_step_are_met_within_8_percent_also_for_runs_left_out(
+    published: Table,
+) -> None:
     assert published.summary["time_mean_error"] <= 0.08
     assert published.summary["time_unseen_error"] <= 0.08
-    assert {row.quantity for row in published.rows} == {"reserved", "allocated", "step", "step, unseen"}
+    assert {row.quantity for row in published.rows} == {
+        "reserved",
+        "allocated",
+        "step",
+        "step, unseen",
+    }
 
 
 def test_a_line_becomes_the_stages_of_a_plan(tmp_path: Path) -> None:
@@ -127,14 +152,21 @@ def test_a_line_becomes_the_stages_of_a_plan(tmp_path: Path) -> None:
     profile = case.profile(mist.START, 1)
     first, last = case.stages(profile)
     assert (first.start, first.stop, last.start, last.stop) == (0, 11, 11, 26)
-    counts = [[stage.directives.count(directive) for directive in Directive] for stage in (first, last)]
-    assert counts == [[4, 3, 4], [15, 0, 0]]  # keep, offload, recompute; embedding and head are kept
+    counts = [
+        [stage.directives.count(directive) for directive in Directive] for stage in (first, last)
+    ]
+    assert counts == [
+        [4, 3, 4],
+        [15, 0, 0],
+    ]  # keep, offload, recompute; embedding and head are kept
     assert first.swap_limit_bytes == 2 * profile.blocks[1].moved.at(4)
     assert (first.optimizer_offload, last.optimizer_offload) == (0.5, 0.0)
     assert (case.microbatch, case.rows(0), case.rows(1)) == (4, 4, 2)
 
 
-def test_each_replica_holds_its_shard_of_the_optimizer_less_what_is_offloaded(tmp_path: Path) -> None:
+def test_each_replica_holds_its_shard_of_the_optimizer_less_what_is_offloaded(
+    tmp_path: Path,
+) -> None:
     (case,) = cases(tmp_path, UNEVEN)
     first, last = case.memory()
     # 12 bytes of states per parameter, which itself takes 2.
@@ -162,7 +194,13 @@ def test_one_run_is_predicted_without_any_to_learn_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("10/14", "10/13"), ("gpt1.3b", "gpt9b"), (",1/2,", ",1/x,"), ("4/0,.5/0", "4/0/0,.5/0"), (",3,1024", ",4,1024")],
+    [
+        ("10/14", "10/13"),
+        ("gpt1.3b", "gpt9b"),
+        (",1/2,", ",1/x,"),
+        ("4/0,.5/0", "4/0/0,.5/0"),
+        (",3,1024", ",4,1024"),
+    ],
 )
 def test_lines_that_contradict_themselves_are_refused(tmp_path: Path, old: str, new: str) -> None:
     with pytest.raises(DataError, match="not a run of the Mist table"):

@@ -12,8 +12,24 @@ from benchmarks.validation.zero_bubble import COLUMNS, Case, Overhead, calibrate
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "validation" / "zero_bubble.csv"
 LINE = {
-    **{"model": "tiny", "layers": "6", "heads": "2", "hidden": "64", "seq": "8", "p": "4", "b": "2", "m": "12"},
-    **{"TF_ms": "10", "TB_ms": "10", "TW_ms": "10", "Tcomm_ms": "0", "bub_1F1B": "0.2", "thr_1F1B": "10"},
+    **{
+        "model": "tiny",
+        "layers": "6",
+        "heads": "2",
+        "hidden": "64",
+        "seq": "8",
+        "p": "4",
+        "b": "2",
+        "m": "12",
+    },
+    **{
+        "TF_ms": "10",
+        "TB_ms": "10",
+        "TW_ms": "10",
+        "Tcomm_ms": "0",
+        "bub_1F1B": "0.2",
+        "thr_1F1B": "10",
+    },
 }
 
 
@@ -24,7 +40,9 @@ def test_the_published_table() -> None:
     assert table.summary["bubble_1f1b_max_error"] < 1e-4
     assert table.summary["bubble_other_max_error"] < 0.01
     assert table.summary["throughput_mean_error"] < 0.02
-    searched = [abs(row.error) for row in table.rows if row.quantity in ("bubble zb-1p", "bubble zb-2p")]
+    searched = [
+        abs(row.error) for row in table.rows if row.quantity in ("bubble zb-1p", "bubble zb-2p")
+    ]
     assert len(searched) == 12
     assert max(searched) < 1e-4
 
@@ -52,7 +70,9 @@ def test_the_overhead_comes_back_from_other_rows() -> None:
     assert found.slowdown == pytest.approx(truth.slowdown, rel=1e-3)
 
 
-def test_without_other_models_a_message_holds_its_ranks_for_as_long_as_it_takes(tmp_path: Path) -> None:
+def test_without_other_models_a_message_holds_its_ranks_for_as_long_as_it_takes(
+    tmp_path: Path,
+) -> None:
     case = replace(Case.of(LINE), send=0.002)
     assert calibrate([], case) == Overhead(0.002, 0.0)
     path = tmp_path / "one.csv"

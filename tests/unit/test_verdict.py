@@ -7,7 +7,7 @@ import json
 import pytest
 
 from parallax.plan.schedule import Action, Kind
-from parallax.runtime.verdict import How, Seen, Verdict, complaint, culprit, name
+from parallax.runtime.failure.report import How, Seen, Verdict, complaint, culprit, name
 
 LIMIT = 60.0
 LONG, SHORT = 61.0, 59.0
@@ -20,9 +20,15 @@ def seen(kind: Kind | None, step: int = 3, seconds: float = LONG, silent: float 
 
 NOBODY = [
     ("everybody works", [seen(Kind.FORWARD, seconds=SHORT), seen(Kind.BACKWARD, seconds=1.0)]),
-    ("a deep pipeline waits", [seen(Kind.FORWARD, seconds=SHORT), *[seen(Kind.RECEIVE_ACTIVATION, seconds=400.0)] * 3]),
+    (
+        "a deep pipeline waits",
+        [seen(Kind.FORWARD, seconds=SHORT), *[seen(Kind.RECEIVE_ACTIVATION, seconds=400.0)] * 3],
+    ),
     ("all save a checkpoint", [seen(None, seconds=900.0)] * 3),
-    ("one has just gone on", [seen(Kind.RECEIVE_GRADIENT, seconds=0.1), seen(Kind.REDUCE, seconds=400.0)]),
+    (
+        "one has just gone on",
+        [seen(Kind.RECEIVE_GRADIENT, seconds=0.1), seen(Kind.REDUCE, seconds=400.0)],
+    ),
 ]
 
 
@@ -31,7 +37,9 @@ def test_nobody_is_to_blame(ranks: list[Seen]) -> None:
     assert culprit(ranks, LIMIT) is None
 
 
-def outside(phase: str = "loading data", seconds: float = LONG, idle: float = LONG, *, waits: bool = False) -> Seen:
+def outside(
+    phase: str = "loading data", seconds: float = LONG, idle: float = LONG, *, waits: bool = False
+) -> Seen:
     return Seen(seconds=seconds, phase=phase, idle_seconds=idle, waits=waits)
 
 
@@ -39,27 +47,51 @@ OUTSIDE = [
     ("one works, the others wait", [outside(seconds=900.0, idle=0.0), outside(waits=True)], None),
     ("one has just begun", [outside(seconds=1.0), outside(waits=True)], None),
     ("one sleeps, the others wait", [outside(waits=True, seconds=99.0), outside()], 1),
-    ("one has worked for too long", [outside(seconds=3601.0, idle=0.0), outside(seconds=9e9, waits=True)], 0),
+    (
+        "one has worked for too long",
+        [outside(seconds=3601.0, idle=0.0), outside(seconds=9e9, waits=True)],
+        0,
+    ),
     ("all wait for each other", [outside(waits=True), outside(waits=True, seconds=99.0)], 1),
     ("before anything is said of phases", [Seen(seconds=9e9), Seen(seconds=9e9)], None),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [case[1:] for case in OUTSIDE], ids=[case[0] for case in OUTSIDE])
+@pytest.mark.parametrize(
+    ("ranks", "rank"), [case[1:] for case in OUTSIDE], ids=[case[0] for case in OUTSIDE]
+)
 def test_outside_of_steps_who_shows_no_sign_of_life(ranks: list[Seen], rank: int | None) -> None:
     assert culprit(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, How.HANGS))
 
 
 BLAMED = [
-    ("one computes", [seen(Kind.RECEIVE_GRADIENT, seconds=70.0), seen(Kind.BACKWARD), seen(Kind.REDUCE)], 1),
-    ("one waits for its swapped data", [seen(Kind.FETCH), seen(Kind.RECEIVE_ACTIVATION, seconds=70.0)], 0),
-    ("one loads rows", [seen(Kind.RECEIVE_ACTIVATION), seen(None, seconds=62.0), seen(Kind.UPDATE)], 1),
+    (
+        "one computes",
+        [seen(Kind.RECEIVE_GRADIENT, seconds=70.0), seen(Kind.BACKWARD), seen(Kind.REDUCE)],
+        1,
+    ),
+    (
+        "one waits for its swapped data",
+        [seen(Kind.FETCH), seen(Kind.RECEIVE_ACTIVATION, seconds=70.0)],
+        0,
+    ),
+    (
+        "one loads rows",
+        [seen(Kind.RECEIVE_ACTIVATION), seen(None, seconds=62.0), seen(Kind.UPDATE)],
+        1,
+    ),
     ("one is a step behind", [seen(Kind.RECEIVE_ACTIVATION, step=4), seen(Kind.UPDATE, step=3)], 1),
-    ("a message was lost", [seen(Kind.RECEIVE_GRADIENT, seconds=61.0), seen(Kind.RECEIVE_ACTIVATION, seconds=65.0)], 1),
+    (
+        "a message was lost",
+        [seen(Kind.RECEIVE_GRADIENT, seconds=61.0), seen(Kind.RECEIVE_ACTIVATION, seconds=65.0)],
+        1,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [case[1:] for case in BLAMED], ids=[case[0] for case in BLAMED])
+@pytest.mark.parametrize(
+    ("ranks", "rank"), [case[1:] for case in BLAMED], ids=[case[0] for case in BLAMED]
+)
 def test_the_one_that_keeps_the_others_waiting(ranks: list[Seen], rank: int) -> None:
     assert culprit(ranks, LIMIT) == (rank, How.HANGS)
 
@@ -78,10 +110,14 @@ def test_what_is_said() -> None:
     assert complaint([seen(None), seen(Kind.UPDATE)], 0, How.HANGS, LIMIT)[0] == (
         "has been outside of a step, after step 3, for 61 s"
     )
-    assert complaint([seen(None, silent=LONG)], 0, How.SILENT, LIMIT)[0].endswith("is gone), last seen after step 3")
+    assert complaint([seen(None, silent=LONG)], 0, How.SILENT, LIMIT)[0].endswith(
+        "is gone), last seen after step 3"
+    )
     assert name(3, None) == "rank 3"
     assert name(3, (1, 0)) == "rank 3 (stage 1, replica 0)"
-    assert name(3, (1, 0), Action(Kind.FORWARD, 5, 0)) == "rank 3 (stage 5, replica 0)", "one of several of that rank"
+    assert name(3, (1, 0), Action(Kind.FORWARD, 5, 0)) == "rank 3 (stage 5, replica 0)", (
+        "one of several of that rank"
+    )
 
 
 def test_what_travels_comes_back() -> None:

@@ -15,8 +15,8 @@ from types import FrameType
 import pytest
 from rich.console import Console
 
-from parallax import working as subject
-from parallax.working import working
+from parallax.run import working as subject
+from parallax.run.working import working
 
 
 class Keyboard:
@@ -27,7 +27,10 @@ class Keyboard:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Keyboard | None:
         if event == "call":
-            mine = frame.f_code.co_filename == subject.__file__ and "_Onlooker" in frame.f_code.co_qualname
+            mine = (
+                frame.f_code.co_filename == subject.__file__
+                and "_Onlooker" in frame.f_code.co_qualname
+            )
             return self if mine else None
         if event == "line":
             self.line += 1
@@ -60,7 +63,9 @@ def pressed(at: int) -> bool:
 
 
 def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    handler = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     try:
         before, lines = left(), 0
         while pressed(lines + 1):
@@ -86,7 +91,7 @@ def test_requests_are_passed_on(number: signal.Signals) -> None:
 
 ASKING = """
 from rich.console import Console
-from parallax import working as subject
+from parallax.run import working as subject
 
 subject._LOOK_SECONDS = 0.2
 with open("/dev/null", "w") as nowhere, subject.working(Console(file=nowhere), "planning") as work:

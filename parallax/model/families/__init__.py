@@ -66,4 +66,8 @@ class _Names:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
 
-        return [step for step in get_model_conversion_mapping(self._model) if isinstance(step, WeightRenaming)]
+        return [
+            step
+            for step in get_model_conversion_mapping(self._model)
+            if isinstance(step, WeightRenaming)
+        ]

@@ -78,7 +78,9 @@ class HuggingFaceConfig:
                 return kind.from_pretrained(self.pretrained, local_files_only=True, **overrides)
             return kind(**overrides)
         except (ValueError, TypeError, OSError) as error:
-            raise ConfigError(f"model.config={self.config}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"model.config={self.config}: {str(error).splitlines()[0]}"
+            ) from error
 
     def _saved_architecture(self) -> str:
         if not self.pretrained:

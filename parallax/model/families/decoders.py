@@ -13,16 +13,28 @@ from parallax.model.block import Block, Cut
 
 def cut_llama(model: Any) -> Cut:
     """Embedding and rotary tables, layers, norm and head."""
-    layers = [Block(f"model.layers.{i}", _LlamaLayer(layer), _TABLES) for i, layer in enumerate(model.model.layers)]
+    layers = [
+        Block(f"model.layers.{i}", _LlamaLayer(layer), _TABLES)
+        for i, layer in enumerate(model.model.layers)
+    ]
     first = Block("model.embed_tokens", _LlamaEmbedding(model.model), _TABLES)
-    return Cut((first, *layers, Block("lm_head", _LlamaHead(model))), ("input_ids", "attention_mask"))
+    return Cut(
+        (first, *layers, Block("lm_head", _LlamaHead(model))), ("input_ids", "attention_mask")
+    )
 
 
 def cut_gpt2(model: Any) -> Cut:
     """Embeddings, layers, norm and head."""
     inner = model.transformer
-    layers = [Block(f"transformer.h.{i}", _GPT2Layer(layer, inner.config)) for i, layer in enumerate(inner.h)]
-    blocks = (Block("transformer.wte", _GPT2Embedding(inner)), *layers, Block("lm_head", _GPT2Head(model)))
+    layers = [
+        Block(f"transformer.h.{i}", _GPT2Layer(layer, inner.config))
+        for i, layer in enumerate(inner.h)
+    ]
+    blocks = (
+        Block("transformer.wte", _GPT2Embedding(inner)),
+        *layers,
+        Block("lm_head", _GPT2Head(model)),
+    )
     return Cut(blocks, ("input_ids", "attention_mask"))
 
 
@@ -63,7 +75,9 @@ class _LlamaLayer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor, *padding: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, *padding: Tensor
+    ) -> tuple[Tensor, ...]:
         hidden = self.layer(
             hidden,
             attention_mask=causal_mask(self.layer.self_attn.config, hidden, padding),

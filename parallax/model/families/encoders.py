@@ -14,20 +14,36 @@ from parallax.model.families.decoders import causal_mask
 def cut_bert(model: Any) -> Cut:
     """Embeddings, layers, and the head: of words, or of the pooled first token's class."""
     layers = model.bert.encoder.layer
-    blocks = [Block(f"bert.encoder.layer.{i}", _BertLayer(layer, model.config)) for i, layer in enumerate(layers)]
-    head = Block("cls", _WordHead(model)) if hasattr(model, "cls") else Block("classifier", _ClassHead(model))
+    blocks = [
+        Block(f"bert.encoder.layer.{i}", _BertLayer(layer, model.config))
+        for i, layer in enumerate(layers)
+    ]
+    head = (
+        Block("cls", _WordHead(model))
+        if hasattr(model, "cls")
+        else Block("classifier", _ClassHead(model))
+    )
     first = Block("bert.embeddings", _BertEmbedding(model.bert))
     return Cut((first, *blocks, head), ("input_ids", "attention_mask", "token_type_ids"))
 
 
 def cut_vit(model: Any) -> Cut:
     """Patches and positions, layers, norm and classifier."""
-    layers = [Block(f"vit.layers.{i}", _ViTLayer(layer, model.config)) for i, layer in enumerate(model.vit.layers)]
-    blocks = (Block("vit.embeddings", _ViTEmbedding(model.vit)), *layers, Block("classifier", _ViTHead(model)))
+    layers = [
+        Block(f"vit.layers.{i}", _ViTLayer(layer, model.config))
+        for i, layer in enumerate(model.vit.layers)
+    ]
+    blocks = (
+        Block("vit.embeddings", _ViTEmbedding(model.vit)),
+        *layers,
+        Block("classifier", _ViTHead(model)),
+    )
     return Cut(blocks, ("pixel_values",))
 
 
-def bidirectional_mask(config: Any, hidden: Tensor, padding: Tensor | None, source: Tensor | None = None) -> Any:
+def bidirectional_mask(
+    config: Any, hidden: Tensor, padding: Tensor | None, source: Tensor | None = None
+) -> Any:
     """What attention is given for hidden states of so many rows and positions; ``source``: what they attend to, where
     that is not themselves."""
     from transformers.masking_utils import create_bidirectional_mask
@@ -43,7 +59,10 @@ class _BertEmbedding(nn.Module):
         self.embeddings = model.embeddings
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         hidden = self.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
         return (hidden,) if attention_mask is None else (hidden, attention_mask)
@@ -75,7 +94,11 @@ class _WordHead(nn.Module):
 class _ClassHead(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.pooler, self.dropout, self.classifier = model.bert.pooler, model.dropout, model.classifier
+        self.pooler, self.dropout, self.classifier = (
+            model.bert.pooler,
+            model.dropout,
+            model.classifier,
+        )
 
     def forward(self, hidden: Tensor, *_: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.dropout(self.pooler(hidden)))

@@ -39,7 +39,9 @@ def cut_t5(model: Any) -> Cut:
         *decoder,
         Block("lm_head", _Head(model)),
     )
-    return Cut(blocks, ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask"))
+    return Cut(
+        blocks, ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask")
+    )
 
 
 class _Embedding(nn.Module):
@@ -47,7 +49,9 @@ class _Embedding(nn.Module):
         super().__init__()
         self.embed_tokens, self.dropout = stack.embed_tokens, stack.dropout
 
-    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, input_ids: Tensor, decoder_input_ids: Tensor, *masks: Tensor
+    ) -> tuple[Tensor, ...]:
         return (self.dropout(self.embed_tokens(input_ids)), decoder_input_ids, *masks)
 
 
@@ -69,7 +73,9 @@ class _Turn(nn.Module):
         self.final_layer_norm, self.dropout = model.encoder.final_layer_norm, model.encoder.dropout
         self.embed_tokens, self.decoder_dropout = model.decoder.embed_tokens, model.decoder.dropout
 
-    def forward(self, hidden: Tensor, ids: Tensor, _bias: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, hidden: Tensor, ids: Tensor, _bias: Tensor, *masks: Tensor
+    ) -> tuple[Tensor, ...]:
         encoded = self.dropout(self.final_layer_norm(hidden))
         return (self.decoder_dropout(self.embed_tokens(ids)), encoded, *masks)
 

@@ -1,0 +1,1 @@
+"""What every room uses: files, units, signals, the words of others."""

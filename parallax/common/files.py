@@ -1,0 +1,129 @@
+"""Files that are replaced whole, and where they may go."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+_FOLDER = "parallax-run-"
+_UNFINISHED = "unfinished-"
+
+
+def cache_directory() -> Path:
+    """Where what can be made again is kept: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallax"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when the block ends well: temporary file, fsync, rename. What a process
+    that was killed has left of such a file goes with the next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}.{_UNFINISHED}"
+    _sweep(path.parent, prefix)
+    handle, name = _own(lambda: tempfile.mkstemp(dir=path.parent, prefix=prefix))
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards. One that a killed process has left goes with the next."""
+    base = Path(tempfile.gettempdir())
+    _sweep(base, _FOLDER)
+
+    def make() -> tuple[int, str]:
+        name = tempfile.mkdtemp(prefix=_FOLDER, dir=base)
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
+
+    handle, name = _own(make)
+    try:
+        yield Path(name)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)
+        os.close(handle)
+
+
+def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
+    """What ``make`` makes, open and by name, locked as long as it stays open: others see that its maker lives."""
+    while True:
+        handle, name = make()
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks, where nothing is swept either
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if Path(name).exists():  # nobody took it for left over before it was locked
+            return handle, name
+        os.close(handle)
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what begins with ``prefix`` in ``folder``, is this user's, and whose maker has gone."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and not entry.is_symlink():
+                with contextlib.suppress(OSError):
+                    _remove_if_left(entry)
+
+
+def _remove_if_left(entry: os.DirEntry[str]) -> None:
+    if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+        return
+    handle = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
+    finally:
+        os.close(handle)
+
+
+class AppendedFile:
+    """A file that grows by pieces, each of which is there whole or not at all: what a full disk took of one is given
+    back, so that the next begins a line. OSError says so."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def append(self, data: bytes) -> None:
+        """Write ``data``, past any buffer."""
+        size, rest = os.fstat(self._handle).st_size, memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, size)
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._handle)
+
+
+def existing_parent(path: Path) -> Path:
+    """``path`` or the nearest folder above it that exists: the file system that ``path`` will be on."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def disk_free_bytes(path: Path) -> int:
+    """Bytes that this user can still write on the file system of ``path`` (which need not exist yet)."""
+    return psutil.disk_usage(str(existing_parent(path))).free

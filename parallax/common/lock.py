@@ -1,0 +1,93 @@
+"""One run to a directory: two that train into one would overwrite each other's checkpoints.
+
+Whoever trains holds a lock of the operating system on a file in the directory, for as long as the process lives: it
+cannot be left behind, whatever ends the process. The file says who holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallax.errors import ConfigError, printable
+
+LOCK = ".lock"
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the run directory, made where it is missing; what was made and stays empty is removed at the end.
+
+    Raises :class:`ConfigError` where another process holds it, naming that one, or where it cannot be made.
+    """
+    made = _make(directory)
+    try:
+        handle = _acquire(directory / LOCK)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (directory / LOCK).unlink()
+            os.close(handle)
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # no longer empty
+                folder.rmdir()
+
+
+def _make(directory: Path) -> list[Path]:
+    """Make ``directory`` and those above it; the new ones, innermost first."""
+    try:
+        missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refusal(directory, error) from error
+    return missing
+
+
+def _acquire(path: Path) -> int:
+    """An open file that is locked, and still the one of that name."""
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _refusal(path.parent, error) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = printable(os.read(handle, 300).decode("utf-8", "replace").strip())
+            os.close(handle)
+            raise ConfigError(
+                f"{printable(str(path.parent))} is being trained by {holder or 'another process'}: wait for its end, "
+                "stop it, or choose another name"
+            ) from None
+        except OSError as error:
+            _log.info(
+                "%s cannot be locked (%s): start no second run there", path.parent, error.strerror
+            )
+            return handle
+        try:
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                os.truncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return handle
+        except FileNotFoundError:
+            pass  # the one before has just removed it: again, with a new one
+        except OSError as error:
+            os.close(handle)
+            raise _refusal(path.parent, error) from error
+        os.close(handle)
+
+
+def _refusal(directory: Path, error: OSError) -> ConfigError:
+    where = printable(str(error.filename or directory))
+    return ConfigError(
+        f"cannot write the run directory {printable(str(directory))}: {where}: {error.strerror}; make room or make it "
+        "writable, choose another name, or start from another folder"
+    )

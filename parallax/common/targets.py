@@ -1,0 +1,157 @@
+"""Functions that the user names in a configuration. Names come from the user's own configuration only, never from a
+checkpoint, a plan or a profile.
+
+What such a function raises is the user's to read, with its traceback. But arguments that it does not take are wrong
+input: they are compared with its signature before it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from parallax.errors import ConfigError, nearest, printable
+
+_UNEXPECTED = re.compile(r"^([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def load_target(key: str, target: str) -> Callable[..., Any]:
+    """The object named by ``package.module:factory``; ``key`` is the setting named in errors."""
+    module, _, name = target.partition(":")
+    if not name or not all(module.split(".")):  # a file's name need be no identifier
+        raise ConfigError(f"{key}={target or '(empty)'}: accepted is package.module:factory")
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}={target}: cannot import {module} ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(
+            f"{key}={target}: cannot import {module} ({where}: {error.msg})"
+        ) from error
+    found = getattr(loaded, name, None)
+    if found is None:
+        raise ConfigError(
+            f"{key}={target}: module {module} has no {name}{nearest(name, vars(loaded))}"
+        )
+    if not callable(found):
+        raise ConfigError(f"{key}={target}: {name} is not callable")
+    return found
+
+
+def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
+    """What the function of the setting ``group.target`` returns for ``group.kwargs``.
+
+    Raises :class:`ConfigError`, with the nearest name, for a keyword that neither it nor what it hands it on to takes,
+    and for one that it lacks.
+    """
+    function = load_target(f"{group}.target", target)
+    _check_keywords(group, target, function, kwargs)
+    try:
+        return function(**kwargs)
+    except TypeError as error:
+        found = _UNEXPECTED.match(str(error))
+        frames = [each for each, _ in traceback.walk_tb(error.__traceback__)][1:]  # below this one
+        if found is None or found[2] not in kwargs or not _handed_on(found[2], frames):
+            raise
+        name, (accepted, place) = found[2], _callee(error.__traceback__, found[1])
+        raise ConfigError(
+            f"{group}.kwargs.{name}: {target} hands it on to {found[1]} ({place}), which takes no such argument"
+            f"{_choice(name, accepted)}"
+        ) from error
+
+
+def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
+    """Raise :class:`ConfigError` where ``function``, which is ``what`` to the user, cannot be called with as many
+    arguments as there are ``names``."""
+    signature = _signature(function)
+    try:
+        if signature is not None:
+            signature.bind(*names)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what}{signature}: it is called with ({', '.join(names)}); {error}"
+        ) from None
+
+
+def _check_keywords(
+    group: str, target: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> None:
+    signature = _signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        accepted = _keywords(signature)
+        for name in kwargs:
+            if name not in accepted:
+                what = f"{target} takes no such argument{_choice(name, accepted)}"
+                raise ConfigError(f"{group}.kwargs.{printable(name)}: {what}") from None
+        raise ConfigError(
+            f"{group}.kwargs: {target}{signature}: {error}; add +{group}.kwargs.NAME=VALUE"
+        ) from None
+
+
+def _choice(name: str, accepted: list[str]) -> str:
+    return f"; accepted are {', '.join(accepted)}{nearest(name, accepted)}" if accepted else ""
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for what is not written in Python, which may have none."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _keywords(signature: inspect.Signature) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, each in signature.parameters.items() if each.kind in kinds]
+
+
+def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
+    """Whether what the last frame calls by keyword ``name`` can be the user's argument: in the target's own frame, and
+    in one that got it through a ``**kwargs`` of all above. Elsewhere it is an argument of somebody else's."""
+    if len(frames) < 2:
+        return True
+    *above, last = frames
+    if not all(name in _variable_keywords(frame) for frame in above):
+        return False
+    code = last.f_code
+    return name in code.co_varnames[
+        : code.co_argcount + code.co_kwonlyargcount
+    ] or name in _variable_keywords(last)
+
+
+def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
+    """What the function's ``**kwargs`` holds, whatever its name."""
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return {}
+    index = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    held = frame.f_locals.get(code.co_varnames[index])
+    return held if isinstance(held, Mapping) else {}
+
+
+def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:
+    """The keywords of the function that the last frame of ``trace`` wanted to call by ``name``, none where it cannot be
+    found by that, and the line of the call."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return [], ""
+    frame, (first, *rest) = trace.tb_frame, name.removesuffix(".__init__").split(".")
+    found = {**frame.f_globals, **frame.f_locals}.get(first)
+    for part in rest:
+        found = getattr(found, part, None)
+    signature = _signature(found) if callable(found) else None
+    place = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+    return _keywords(signature) if signature is not None else [], place

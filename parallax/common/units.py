@@ -1,0 +1,69 @@
+"""Bytes and seconds as people write and read them."""
+
+from __future__ import annotations
+
+import math
+
+from parallax.errors import ConfigError, printable
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as people write them.
+
+    >>> format_bytes(1536 * 1024)
+    '1.5 MiB'
+    """
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    for unit in units:
+        if abs(size) < 1024 or unit == units[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with three digits that count, in the unit that suits them.
+
+    >>> format_seconds(0.01234), format_seconds(2.5)
+    ('12.3 ms', '2.50 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - int(math.log10(abs(value))))}f}"
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+}
+
+
+def parse_bytes(value: int | str, key: str) -> int:
+    """Bytes from ``8GiB``, ``500 MB`` or a number; ``key`` names the setting in the error.
+
+    >>> parse_bytes("1.5KiB", "cluster.device_memory")
+    1536
+    """
+    text = str(value).strip().lower().replace(" ", "")
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    try:
+        size = float(number) * _UNITS[text[len(number) :]]
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"{key}={printable(str(value))}: accepted are bytes such as 8GiB, 500MB or 1048576"
+        ) from None
+    if not 0 < size < float("inf"):
+        raise ConfigError(f"{key}={value}: a size in bytes must be above zero")
+    return int(size)

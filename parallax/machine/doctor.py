@@ -1,0 +1,336 @@
+"""``parallax doctor``: what this machine has, how fast it is, and what will go wrong on it.
+
+Most failures of a first run are decided before it starts: a limit nobody knew of, a host name that means
+loopback, threads that fight for two cores. Each has a check here, and each finding comes with its remedy. A
+finding is advice: the exit code stays 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from parallax.common.files import disk_free_bytes, existing_parent
+from parallax.common.terminal import safe_console
+from parallax.common.units import format_bytes
+from parallax.errors import ConfigError
+from parallax.machine.host import (
+    MemoryLimit,
+    available_memory,
+    cpu_model,
+    cuda_devices,
+    cuda_free_bytes,
+    memory_limits,
+    reset_peak_resident,
+    shared_memory_bytes,
+    usable_cores,
+)
+from parallax.machine.local import ClusterConfig, choose_devices
+from parallax.machine.probes import Probes, measure_probes
+
+RUNS = Path("runs")
+SHARED_MEMORY_WANTED = 64 * 2**20
+DISK_WANTED = 20 * 2**30
+LOCKED_MEMORY_WANTED = 2**30
+TORCH_WANTED = (2, 10)
+RAM_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+REMOTE_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "lustre",
+    "ceph",
+    "9p",
+    "fuse.sshfs",
+    "beegfs",
+    "gpfs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that will go wrong here, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that the doctor found; ``probes`` is None where nothing can be written."""
+
+    devices: list[dict[str, str | int]]
+    cores: float
+    memory: dict[str, int | None]
+    limits: tuple[MemoryLimit, ...]
+    probes: Probes | None
+    versions: dict[str, str]
+    findings: list[Finding]
+
+
+def run_doctor(as_json: bool) -> int:
+    """Examine this machine with ``./runs`` as the place for runs, print, and return 0."""
+    report = examine(RUNS)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print_report(report, safe_console())
+    return 0
+
+
+def examine(runs: Path) -> Report:
+    """Read, measure (about two seconds) and check."""
+    findings = [
+        finding for check in (_torch, _devices, _threads, _memory, _network) for finding in check()
+    ]
+    findings += _disk(runs)
+    probes = None
+    try:
+        probes = measure_probes(runs, fresh=True)
+    except ConfigError as error:
+        findings.append(Finding("the disk could not be measured", str(error)))
+    return Report(
+        devices=_device_facts(),
+        cores=usable_cores(),
+        memory={
+            "available_bytes": available_memory(),
+            "shared_memory_bytes": shared_memory_bytes(),
+            "disk_free_bytes": disk_free_bytes(runs),
+        },
+        limits=memory_limits(),
+        probes=probes,
+        versions=_versions(),
+        findings=findings,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- facts
+
+
+def _device_facts() -> list[dict[str, str | int]]:
+    found: list[dict[str, str | int]] = [
+        {
+            "kind": "cuda",
+            "name": f"{device.index}: {device.name}",
+            "total_bytes": device.total_bytes,
+            "free_bytes": cuda_free_bytes(device.index),
+        }
+        for device in cuda_devices()
+    ]
+    if found:
+        return found
+    choice = choose_devices(ClusterConfig())
+    name = f"{choice.count} processes with {choice.threads} threads each on {cpu_model()}"
+    free = available_memory(choice.count)
+    return [{"kind": "cpu", "name": name, "total_bytes": free * choice.count, "free_bytes": free}]
+
+
+def _versions() -> dict[str, str]:
+    distributed = torch.distributed.is_available()
+    nccl = distributed and torch.distributed.is_nccl_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gloo": "yes" if distributed and torch.distributed.is_gloo_available() else "no",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no",
+        "cuda": torch.version.cuda or "no",
+        "cudnn": str(torch.backends.cudnn.version() or "no"),
+    }
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds ``path``: of the mount nearest above it; '' if unknown."""
+    folder, best = existing_parent(path).resolve(), ("", "")
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in mounts:
+        place, kind = line.split()[1:3]
+        if folder.is_relative_to(place) and len(place) >= len(best[0]):
+            best = (place, kind)
+    return best[1]
+
+
+# --------------------------------------------------------------------------------------------- checks
+
+
+def _torch() -> Iterator[Finding]:
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < TORCH_WANTED:
+        yield Finding(
+            f"torch {torch.__version__}: versions before 2.10 have security advisories on loading weights",
+            "pip install 'torch>=2.10'",
+        )
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        yield Finding(
+            "this torch has no gloo: ranks on CPUs cannot talk", "install an official torch wheel"
+        )
+    if Path("/dev/nvidia0").exists() and not torch.cuda.is_available():
+        yield Finding(
+            f"there is an NVIDIA device, but torch {torch.__version__} cannot use it",
+            "install a CUDA build of torch that fits the driver; see nvidia-smi",
+        )
+
+
+def _devices() -> Iterator[Finding]:
+    choice, cores = choose_devices(ClusterConfig()), usable_cores()
+    if choice.kind == "cpu" and choice.count * choice.threads > cores:
+        yield Finding(
+            f"cluster.devices=auto means {choice.count} processes here, but {cores:g} cores can be used",
+            f"fine for trying things; for speed use cluster.devices={max(1, int(cores))} or fewer",
+        )
+    if choice.kind == "cuda":
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if locked != resource.RLIM_INFINITY and locked < LOCKED_MEMORY_WANTED:
+            yield Finding(
+                f"locked memory ends at {format_bytes(locked)} (ulimit -l): NCCL over InfiniBand may fail",
+                "ulimit -l unlimited, or docker run --ulimit memlock=-1",
+            )
+
+
+def _threads() -> Iterator[Finding]:
+    choice = choose_devices(ClusterConfig())
+    if choice.count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        yield Finding(
+            f"OMP_NUM_THREADS is not set: each of {choice.count} ranks started by hand would use all cores, "
+            "and torchrun would give each just one",
+            f"parallax train sets the threads itself; otherwise export OMP_NUM_THREADS={choice.threads}",
+        )
+
+
+def _memory() -> Iterator[Finding]:
+    for limit in memory_limits():
+        whose = "each rank" if limit.per_process else "all ranks together"
+        yield Finding(
+            f"{limit.name} allows {whose} {format_bytes(limit.limit_bytes)} "
+            f"({format_bytes(limit.free_bytes)} of it free)",
+            "device_memory=auto respects it; for more raise it (docker --memory, sbatch --mem, ulimit)",
+        )
+    shared = shared_memory_bytes()
+    if shared is not None and shared < SHARED_MEMORY_WANTED:
+        yield Finding(
+            f"/dev/shm has {format_bytes(shared)}, under {format_bytes(SHARED_MEMORY_WANTED)}: NCCL and data "
+            "loaders may crash with a bus error",
+            "docker run --shm-size=1g (or --ipc=host)",
+        )
+    if not reset_peak_resident():
+        yield Finding(
+            "/proc/self/clear_refs cannot be written: memory peaks are of the whole run, not per step",
+            "nothing breaks; compare peaks of whole runs only",
+        )
+
+
+def _network() -> Iterator[Finding]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        address = ""
+        what = f"the host name {name} does not resolve ({error.strerror})"
+    else:
+        what = f"the host name {name} resolves to {address}: other hosts cannot rendezvous there"
+    if not address or address.startswith("127."):
+        yield Finding(
+            what,
+            "one host: nothing to do; several: add --rdzv-conf=is_host=1 on the rendezvous host and "
+            "is_host=0 on the others, or correct /etc/hosts",
+        )
+
+
+def _disk(runs: Path) -> Iterator[Finding]:
+    folder, kind, free = existing_parent(runs), file_system(runs), disk_free_bytes(runs)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        yield Finding(
+            f"no file can be made in {folder} ({error.strerror}): runs have no place",
+            "start in a folder that can be written, or name another run directory",
+        )
+    if free < DISK_WANTED:
+        yield Finding(
+            f"{format_bytes(free)} free for swap in {folder}, under {format_bytes(DISK_WANTED)}",
+            "free some space, set swap.directory to a larger disk, or set cluster.disk to what may be used",
+        )
+    if kind in RAM_FILE_SYSTEMS:
+        yield Finding(
+            f"{folder} is on {kind}, which is RAM: swapping there frees nothing",
+            "set swap.directory to a folder on a real disk",
+        )
+    if kind in REMOTE_FILE_SYSTEMS:
+        yield Finding(
+            f"{folder} is on {kind}, a network file system: swap will be slow and disturb others",
+            "set swap.directory to a local disk of the node",
+        )
+
+
+# ------------------------------------------------------------------------------------------- printing
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The report as tables for people."""
+    _print_rows(console, "devices", [(str(d["name"]), _device_memory(d)) for d in report.devices])
+    memory = [
+        (key.removesuffix("_bytes").replace("_", " "), value)
+        for key, value in report.memory.items()
+    ]
+    rows = [("cores usable", f"{report.cores:g}")]
+    rows += [(name, "none" if value is None else format_bytes(value)) for name, value in memory]
+    rows += [(limit.name, f"{format_bytes(limit.limit_bytes)} in force") for limit in report.limits]
+    _print_rows(console, "memory", rows)
+    if report.probes:
+        _print_rows(console, "bandwidths", _bandwidths(report.probes))
+    _print_rows(console, "versions", list(report.versions.items()))
+    console.print("what will go wrong here", style="bold")
+    for finding in report.findings:
+        console.print(f"  - {finding.what}", highlight=False, markup=False)
+        console.print(f"    remedy: {finding.remedy}", style="green", highlight=False, markup=False)
+    if not report.findings:
+        console.print("  nothing that is known")
+
+
+def _device_memory(device: dict[str, str | int]) -> str:
+    free = format_bytes(int(device["free_bytes"]))
+    if device["kind"] == "cpu":
+        return f"{free} each"
+    return f"{free} free of {format_bytes(int(device['total_bytes']))}"
+
+
+def _bandwidths(probes: Probes) -> list[tuple[str, str]]:
+    rates = {
+        "memory copy": probes.copy,
+        "disk write (page cache)": probes.disk_write,
+        "disk write (with fsync)": probes.disk_write_synced,
+        "disk read (page cache)": probes.disk_read,
+        "device to host": probes.host_write,
+        "host to device": probes.host_read,
+        "between ranks": probes.local,
+    }
+    rows = [(name, f"{format_bytes(rate)}/s") for name, rate in rates.items()]
+    return [*rows, ("latency between ranks", f"{probes.local_latency_seconds * 1e6:.0f} µs")]
+
+
+def _print_rows(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False
+    )
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

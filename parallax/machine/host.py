@@ -1,0 +1,350 @@
+"""What this process may use of its host: cores, memory, devices, and the limits in force.
+
+The number in ``/proc/meminfo`` is rarely what a process may have: containers limit it by control group, batch
+systems by rlimit, and a quota gives half a core. So every limit in force is read, and the smallest wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+import torch
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+LOOK_BYTES = (
+    2**20
+)  # of tensors between two looks at the process's memory, each of some microseconds
+_PAGE_BYTES = resource.getpagesize()
+_SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory that are worth a trim
+
+
+def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
+    """The files that limit this process: its own control group's and those of every group above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
+        bases = [(mounts, v2_name), (mounts / "unified", v2_name)]
+        if controllers:
+            bases = [(mounts / folder, v1_name) for folder in sorted({controller, controllers})]
+            if controller not in controllers.split(","):
+                continue
+        for base, name in bases:
+            folders = [base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+            yield from (folder / name for folder in folders if (folder / name).is_file())
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Cores this process may keep busy: its affinity mask, cut by control-group quotas (so it may be 1.5)."""
+    getaffinity = getattr(os, "sched_getaffinity", None)
+    cores = float(len(getaffinity(0)) if getaffinity else os.cpu_count() or 1)
+    for file in _cgroup_files("cpu", "cpu.cfs_quota_us", "cpu.max", root):
+        fields = file.read_text().split()
+        if file.name == "cpu.cfs_quota_us":
+            fields.append((file.parent / "cpu.cfs_period_us").read_text().strip())
+        if fields[0] not in ("max", "-1"):
+            cores = min(cores, int(fields[0]) / int(fields[1]))
+    return cores
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit in force. ``per_process``: each rank has it for itself; otherwise all ranks share it."""
+
+    name: str
+    limit_bytes: int
+    used_bytes: int
+    per_process: bool
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left of it."""
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """Control-group and rlimit limits that are tighter than the machine's RAM."""
+    limits = []
+    for file in _cgroup_files("memory", "memory.limit_in_bytes", "memory.max", root):
+        text = file.read_text().strip()
+        if text != "max":
+            limits.append(
+                MemoryLimit(f"cgroup {file}", int(text), _cgroup_used(file), per_process=False)
+            )
+    for name, status in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        if soft != resource.RLIM_INFINITY:
+            limits.append(MemoryLimit(name, soft, _status_bytes(status), per_process=True))
+    total = psutil.virtual_memory().total
+    return tuple(limit for limit in limits if limit.limit_bytes < total)
+
+
+def _cgroup_used(limit: Path) -> int:
+    """Bytes charged to the group, less page cache that the kernel drops before it kills."""
+    name, cache = ("memory.current", "inactive_file")
+    if limit.name == "memory.limit_in_bytes":
+        name, cache = ("memory.usage_in_bytes", "total_inactive_file")
+    try:
+        used = int((limit.parent / name).read_text())
+        entries = dict(
+            line.split() for line in (limit.parent / "memory.stat").read_text().splitlines()
+        )
+    except OSError:
+        return 0
+    return max(0, used - int(entries.get(cache, 0)))
+
+
+def available_memory(processes: int = 1) -> int:
+    """RAM that each of ``processes`` new processes can take before a limit or the machine stops it."""
+    shared = [psutil.virtual_memory().available]
+    own: list[int] = []
+    for limit in memory_limits():
+        (own if limit.per_process else shared).append(limit.free_bytes)
+    return min([min(shared) // processes, *own])
+
+
+def shared_memory_bytes() -> int | None:
+    """Size of ``/dev/shm``; None where there is none."""
+    try:
+        return psutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    """A field of ``/proc/self/status`` in bytes; 0 where it is missing."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return _status_bytes("VmRSS") or psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory since :func:`reset_peak_resident`, or since the start where that failed."""
+    if peak := _status_bytes("VmHWM"):
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def return_freed_memory() -> bool:
+    """Make glibc give every freed block of 256 KiB or more back to the system at once; whether it could.
+
+    By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
+    what its tensors need, which no plan can prove. The price is a page fault for each page of each tensor (about a
+    quarter of the step in a small model), so it is paid only where what tensors need is to be measured or proved; to
+    stay below a limit, :class:`MemoryBound` costs much less. Process-wide, and for good: malloc's settings cannot
+    be read, so there is nothing to go back to.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024))
+    return False
+
+
+def data_bytes() -> int:
+    """Resident memory of this process now, without pages of files and shared memory, which it may not be alone to
+    hold. A few microseconds, so it may be asked often."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY)
+        try:
+            _, resident, shared, *_ = os.read(file, 256).split()
+        finally:
+            os.close(file)
+    except OSError:
+        return resident_bytes()
+    return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+class MemoryBound:
+    """A line that this process stays below as far as that is a matter of freed memory, which malloc keeps for reuse.
+
+    ::
+
+        data_bytes ▲     line ────────────────────────
+                   │        ╱│  ╱│     below the line, what malloc keeps costs nothing;
+                   │     ╱   │╱  │╱    near the line, all of it goes back at once (``malloc_trim``)
+                   │  ╱  tensors
+                   └───────────────────▶ calls of :func:`relieve_memory`
+
+    A loop that stays below never pays, and one that lives at the line pays a page fault only for pages that went back
+    and are used again. Memory grows unseen between two calls, so it goes back as much ahead of the line as it was
+    lately seen to grow at one time, to a sixteenth of what is allowed. Where tensors alone fill the line, a trim has
+    to be worth it: 2 MiB, or a 256th of what is allowed.
+
+    Memory is the process's, so bounds that are open at the same time add up. No setting of malloc is changed:
+    nothing is left over when the last one is closed.
+    """
+
+    def __init__(self, growth_bytes: int) -> None:
+        """Allow this many bytes beyond what is there now; below zero where what is there counts against them."""
+        if not _bounds:
+            _freed.start()
+        self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
+        self._most, self._high_water = self.before_bytes, peak_resident_bytes()
+        self.trims = 0  # times that freed memory went back
+        _bounds.append(self)
+        self.line_bytes = _freed.line_bytes()
+
+    def see(self, now: int) -> None:
+        """Remember the most there was."""
+        self._most = max(self._most, now)
+
+    def peak_bytes(self) -> int:
+        """The most :func:`data_bytes` until it was closed: by the kernel's high water where that rose since it was
+        opened, otherwise as seen."""
+        if self not in _bounds:
+            return self._most
+        now, high_water = data_bytes(), peak_resident_bytes()
+        self.see(now)
+        if high_water > self._high_water:
+            self.see(high_water - (resident_bytes() - now))
+        return self._most
+
+    def close(self) -> None:
+        """Bound no more; a second time does nothing."""
+        self.peak_bytes()
+        if self in _bounds:
+            _bounds.remove(self)
+
+
+class _FreedMemory:
+    """What all bounds share: where the line is, and when freed memory goes back."""
+
+    def __init__(self) -> None:
+        self._base = self._seen = self._step = self._tensors = self._handled = 0
+
+    def start(self) -> None:
+        trim_freed_memory()
+        self._base = self._seen = self._tensors = data_bytes()
+        self._step = 0
+
+    def line_bytes(self) -> int:
+        return self._base + self._growth()
+
+    def due(self, handled: int | None) -> bool:
+        """Whether it is worth looking."""
+        if handled is None:
+            return True
+        self._handled += handled
+        return self._handled >= max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
+
+    def relieve(self, coming: int) -> None:
+        self._handled = 0
+        now, growth = data_bytes(), max(0, self._growth())
+        self._step = min(max(self._step - self._step // 256, now - self._seen), growth // 16)
+        self._seen, self._tensors = now, min(self._tensors, now)
+        for bound in _bounds:
+            bound.see(now)
+        worth = max(_SMALLEST_TRIM, growth // 256)
+        if now + coming > max(self.line_bytes() - self._step, self._tensors + worth):
+            trim_freed_memory()
+            for bound in _bounds:
+                bound.trims += 1
+            self._seen = self._tensors = data_bytes()
+
+    @staticmethod
+    def _growth() -> int:
+        return sum(bound.growth_bytes for bound in _bounds)
+
+
+_bounds: list[MemoryBound] = []  # that are open
+_freed = _FreedMemory()
+
+
+def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
+    """Give freed memory back if a :class:`MemoryBound` is open and its line is near. For places that are passed
+    often while memory grows: where autograd saves a tensor, where one comes back, where a block has run.
+    ``handled``: bytes of the tensors that passed here since the last call, where the caller knows: the process's memory
+    is then looked at for each MiB of them, and the less often the farther the line is. ``coming``: bytes that other
+    threads are about to take."""
+    if _bounds and _freed.due(handled):
+        _freed.relieve(coming)
+
+
+def trim_freed_memory() -> bool:
+    """Give back every whole page of freed memory in all of malloc's arenas; whether it could (glibc can)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        return True
+    return False
+
+
+def reset_peak_resident() -> bool:
+    """Let :func:`peak_resident_bytes` start anew; False where the system cannot (it then only grows)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+class ResidentMeter:
+    """The most memory that this process has taken for data since the meter was made.
+
+    Pages of files (code that an operator's first use maps, the text that rows are read from) are left out: the
+    system can take them back. The kernel keeps a high water only for all pages together, so each reading covers
+    the time since the last one.
+    """
+
+    def __init__(self) -> None:
+        reset_peak_resident()
+        self._base, self._peak = resident_bytes() - _status_bytes("RssFile"), 0
+
+    def peak_bytes(self) -> int:
+        """The high water so far; call it about once per step."""
+        now = peak_resident_bytes() - _status_bytes("RssFile") - self._base
+        reset_peak_resident()
+        self._peak = max(self._peak, now)
+        return self._peak
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A CUDA device as torch sees it."""
+
+    index: int
+    name: str
+    total_bytes: int
+
+
+def cuda_devices() -> tuple[CudaDevice, ...]:
+    """The visible CUDA devices. Only their properties are read: no context is made, so no memory is taken."""
+    if not torch.cuda.is_available():
+        return ()
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(
+        CudaDevice(i, found.name, found.total_memory) for i, found in enumerate(properties)
+    )
+
+
+def cuda_free_bytes(index: int) -> int:
+    """Free memory of a CUDA device; asking makes a context on it (some hundred MiB) in this process."""
+    return torch.cuda.mem_get_info(index)[0]
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

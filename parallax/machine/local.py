@@ -1,0 +1,207 @@
+"""The devices of this machine, and the cluster that a run on it can use."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parallax.common.files import disk_free_bytes
+from parallax.common.units import parse_bytes
+from parallax.errors import ConfigError, check_choice, check_count
+from parallax.machine.host import available_memory, cuda_devices, usable_cores
+from parallax.machine.probes import Probes, measure_speeds
+from parallax.plan.analytic.catalog import UPDATE_BYTES
+from parallax.plan.cluster import Cluster, Device, Link, Node
+
+AUTO = "auto"
+RANKS_PER_GPU = 8
+CPU_RESERVE = (
+    13 * 2**19
+)  # small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured
+THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
+EXACT_GAPS = 0.015  # whole pages for each tensor: up to 1 % measured
+COPYING_THREADS = 2  # as many as a rank has where nobody says (swap.threads)
+HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to 41 % measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The devices to use; ``auto`` asks the machine.
+
+    ``kind``: cuda or cpu (auto: cuda where present). ``devices``: how many; every one of them works. On a CPU
+    a device is a process that computes on ``threads`` cores. ``device_memory``: the budget of each device, a
+    hard limit for parameters, gradients, optimizer states and activations. ``host_memory`` and ``disk``:
+    bytes that all offloaded data of this machine may take in either tier.
+    """
+
+    name: str = "local"
+    kind: str = AUTO
+    devices: int | str = AUTO
+    threads: int | str = AUTO
+    device_memory: int | str = AUTO
+    host_memory: int | str = AUTO
+    disk: int | str = AUTO
+
+    def __post_init__(self) -> None:
+        check_choice("cluster.kind", self.kind, [AUTO, "cpu", "cuda"])
+        for key in ("devices", "threads"):
+            check_count(f"cluster.{key}", getattr(self, key))
+        for key in ("device_memory", "host_memory", "disk"):
+            if getattr(self, key) != AUTO:
+                parse_bytes(getattr(self, key), f"cluster.{key}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """The devices of a run on this machine: what kind, how many, and how many cores each computes on. ``exact``:
+    the RAM of a process is a device with a budget of its own."""
+
+    kind: str
+    count: int
+    threads: int
+    exact: bool
+
+
+def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
+    """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU.
+
+    Raises :class:`ConfigError` where CUDA is asked for and absent, or more than eight ranks would share a GPU.
+    """
+    present = len(cuda_devices())
+    kind = config.kind if config.kind != AUTO else "cuda" if present else "cpu"
+    cores = usable_cores()
+    # Three processes even on one core: a pipeline with a replicated stage then shows on any machine.
+    count = max(at_least, present if kind == "cuda" else min(8, max(3, int(cores))))
+    if config.devices != AUTO:
+        count = int(config.devices)
+    if kind == "cuda" and not 0 < count <= RANKS_PER_GPU * present:
+        asked = "cluster.kind=cuda" if config.devices == AUTO else f"cluster.devices={count}"
+        remedy = f"use {RANKS_PER_GPU * present} or fewer" if present else "use cluster.kind=cpu"
+        raise ConfigError(
+            f"{asked}: torch {torch.__version__} sees {present} CUDA devices here; {remedy}"
+        )
+    threads = max(1, int(cores) // count) if config.threads == AUTO else int(config.threads)
+    return DeviceChoice(kind, count, threads, exact=kind == "cpu" and config.device_memory != AUTO)
+
+
+def build_cluster(
+    config: ClusterConfig,
+    choice: DeviceChoice,
+    *,
+    tier: str,
+    probes: Probes,
+    speeds: tuple[float, ...] = (),
+    copying_threads: int = COPYING_THREADS,
+) -> Cluster:
+    """This machine as a cluster of one node. ``tier``: auto, host, disk or none (``swap.tier``). ``speeds``: of each of
+    1, 2, … of its devices that compute at once, from :func:`probe_speeds`. ``copying_threads``: those of a rank that
+    copy one way at the same time (``swap.threads``).
+
+    A budget left at auto keeps a margin for what no plan counts: the CUDA context and the allocator's gaps (a
+    tenth of the device), the interpreter and torch itself (a fifth of the available RAM).
+    """
+    tier = tier_below(choice, tier)
+    copying, computing = _copying_share(choice), _computing_share(choice, copying_threads)
+    disk = (probes.disk_write * copying, probes.disk_read * copying)
+    write, read = {"host": (probes.host_write, probes.host_read)}.get(tier, disk)
+    tier_bytes = _tier_bytes(config, tier, probes) // choice.count
+    devices = tuple(
+        Device(
+            kind=choice.kind,
+            memory_bytes=memory,
+            tier=tier,
+            tier_bytes=tier_bytes,
+            write=Link(bytes_per_second=write),
+            read=Link(bytes_per_second=read),
+            reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE
+            if choice.kind == "cpu"
+            else 0,
+            gap_share=_gap_share(choice),
+            overlap_loss=1 - computing if tier == "disk" else 0.0,
+            tier_share=copying if tier == "disk" else 1.0,
+            host_update_seconds=_host_update_seconds(tier, probes, write, read),
+        )
+        for memory in _device_memory(config, choice)
+    )
+    able = len(cuda_devices()) if choice.kind == "cuda" else usable_cores() / choice.threads
+    concurrent = min(choice.count, able)
+    local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
+    node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent, speeds=speeds)
+    return Cluster(nodes=(node,), local=local, remote=local)
+
+
+def tier_below(choice: DeviceChoice, tier: str) -> str:
+    """The tier that takes what is offloaded, where ``tier`` (``swap.tier``) may be auto."""
+    check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
+    if tier == "host" and choice.kind == "cpu":
+        raise ConfigError(
+            "swap.tier=host: on a CPU the RAM is the device itself; use swap.tier=disk"
+        )
+    return tier if tier != AUTO else "host" if choice.kind == "cuda" else "disk"
+
+
+def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, ...]:
+    """How fast each of 1, 2, … devices computes while all do. Measured only for processes that share one processor;
+    devices that share nothing slow nobody down."""
+    if choice.kind != "cpu" or choice.count == 1:
+        return ()
+    return measure_speeds(choice.count, choice.threads, exact=choice.exact, fresh=fresh)
+
+
+def _copying_share(choice: DeviceChoice) -> float:
+    """What a thread that copies to and from the disk gets of a core: where ranks leave none for it, it shares one with
+    its rank, which computes as much more slowly."""
+    spare = usable_cores() - choice.count * choice.threads
+    return 1.0 if choice.kind == "cuda" or spare >= choice.count else 0.5
+
+
+def _computing_share(choice: DeviceChoice, copying: int) -> float:
+    """What a rank computes with while threads of its own copy to and from the disk: where all of them have more work
+    than there are cores, each thread gets its share."""
+    if _copying_share(choice) < 1 or choice.kind == "cuda":
+        return _copying_share(choice)
+    return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
+
+
+def _host_update_seconds(tier: str, probes: Probes, write: float, read: float) -> float:
+    """The step of one byte of weights below the device, in full precision with AdamW: memory traffic of one thread,
+    whose copies read and write each byte, and on the disk its two bytes of states up and down. What the planner adds
+    for gradients going down and weights coming up (:func:`parallax.plan.cost.stage.load_states`) is one of these
+    two."""
+    if tier == "none":
+        return 0.0
+    stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
+    return stepping + (1 / write + 1 / read if tier == "disk" else 0.0)
+
+
+def _gap_share(choice: DeviceChoice) -> float:
+    """What the allocator loses; CUDA's reports allocated bytes, and its own gaps are kept out of the budget."""
+    if choice.kind == "cuda":
+        return 0.0
+    return EXACT_GAPS if choice.exact else HEAP_GAPS
+
+
+def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
+    if config.device_memory != AUTO:
+        return [parse_bytes(config.device_memory, "cluster.device_memory")] * choice.count
+    if choice.kind == "cuda":
+        gpus = cuda_devices()
+        sharing = -(-choice.count // len(gpus))
+        return [
+            gpus[rank % len(gpus)].total_bytes * 9 // 10 // sharing for rank in range(choice.count)
+        ]
+    return [available_memory(choice.count) * 8 // 10] * choice.count
+
+
+def _tier_bytes(config: ClusterConfig, tier: str, probes: Probes) -> int:
+    """What all ranks together may offload; auto leaves a fifth of what is free to others."""
+    if tier == "none":
+        return 0
+    if tier == "host":
+        asked, free, key = config.host_memory, available_memory(), "cluster.host_memory"
+    else:
+        asked, free, key = config.disk, disk_free_bytes(Path(probes.directory)), "cluster.disk"
+    return free * 8 // 10 if asked == AUTO else parse_bytes(asked, key)

@@ -1,0 +1,349 @@
+"""Bandwidths, measured, not looked up, in the way that the swap will use them: through the page cache, in pieces.
+
+And what ranks do to each other: how fast each computes while others compute too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from parallax.common.files import cache_directory, existing_parent, replacing
+from parallax.errors import ConfigError, check_positive
+from parallax.machine.host import cpu_model, cuda_devices, return_freed_memory, usable_cores
+
+PROBE_BYTES = 64 * 2**20
+PIECE_BYTES = 4 * 2**20
+TOGETHER = 8  # processes at most that are measured at once: beyond it each is as slow as the last
+TURNS = 5
+TURN_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """Measured bandwidths in bytes per second.
+
+    ``disk_write`` and ``disk_read`` go through the page cache, as the swap does; ``disk_write_synced``
+    includes the fsync. ``host_write`` and ``host_read`` are copies to and from pinned host memory on CUDA,
+    plain copies elsewhere. ``local_*`` is the link between two ranks of this host.
+    """
+
+    directory: str
+    copy: float
+    disk_write: float
+    disk_read: float
+    disk_write_synced: float
+    host_write: float
+    host_read: float
+    local: float
+    local_latency_seconds: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "directory":
+                check_positive(f"probe {name}", float(value))
+
+
+def _rate(count: int, work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return count / max(time.perf_counter() - start, 1e-9)
+
+
+def probe_copy() -> float:
+    """Bytes per second of a memory copy on one thread; the best of four, since noise only slows it down."""
+    source = memoryview(bytearray(PROBE_BYTES))
+    target = memoryview(bytearray(PROBE_BYTES))
+
+    def copy() -> None:
+        target[:] = source
+
+    return max(_rate(PROBE_BYTES, copy) for _ in range(4))
+
+
+def probe_disk(directory: Path) -> tuple[float, float, float]:
+    """(write, read, write with fsync) in bytes per second on the file system of ``directory``, by one thread.
+
+    As the swap does it: what is written lies in memory, not in a core's cache, and is summed first; what is read comes
+    into fresh memory and is summed again. Medians of three passes over one file: the first allocates, the others
+    overwrite, as a swap file does; a single pass was seen to differ by a factor of ten.
+    """
+    folder = existing_parent(directory)
+    source = np.frombuffer(os.urandom(PIECE_BYTES) * (PROBE_BYTES // PIECE_BYTES), np.uint8)
+    offsets = range(0, PROBE_BYTES, PIECE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            handle = file.fileno()
+
+            def write() -> None:
+                for offset in offsets:
+                    piece = source[offset : offset + PIECE_BYTES]
+                    np.add.reduce(piece.view(np.uint64))
+                    os.pwrite(handle, piece.data, offset)
+
+            def read() -> None:
+                for offset in offsets:
+                    target = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
+                    os.preadv(handle, [target.data], offset)
+                    np.add.reduce(target.view(np.uint64))
+
+            written = [_rate(PROBE_BYTES, write) for _ in range(3)]
+            seconds = PROBE_BYTES / written[-1]
+            synced = PROBE_BYTES / (
+                seconds + PROBE_BYTES / _rate(PROBE_BYTES, lambda: os.fsync(handle))
+            )
+            return (
+                statistics.median(written),
+                statistics.median(_rate(PROBE_BYTES, read) for _ in range(3)),
+                synced,
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {PROBE_BYTES >> 20} MiB in {folder} ({error.strerror}): "
+            "free some space or name another folder (swap.directory, run directory)"
+        ) from error
+
+
+def probe_local_link() -> tuple[float, float]:
+    """(bytes per second, latency in seconds) of loopback TCP between two threads: an upper bound for gloo."""
+    pieces, pings = PROBE_BYTES // PIECE_BYTES, 50
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    with here, there:
+        for end in (here, there):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.settimeout(10)
+
+        def answer() -> None:
+            for _ in range(pings):
+                there.sendall(there.recv(1))
+            buffer = memoryview(bytearray(PIECE_BYTES))
+            left = PROBE_BYTES
+            while left and (count := there.recv_into(buffer, min(left, PIECE_BYTES))):
+                left -= count
+            there.sendall(b"!")
+
+        def ping() -> None:
+            here.sendall(b"?")
+            here.recv(1)
+
+        def pour() -> None:
+            payload = bytes(PIECE_BYTES)
+            for _ in range(pieces):
+                here.sendall(payload)
+            here.recv(1)
+
+        peer = threading.Thread(target=answer, daemon=True)
+        peer.start()
+        # The fastest trip: everything slower measures the scheduler of a busy machine, not the link.
+        latency = min(1 / _rate(1, ping) for _ in range(pings)) / 2
+        rate = _rate(PROBE_BYTES, pour)
+        peer.join()
+    return rate, latency
+
+
+def probe_cuda_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Bytes per second of copies that involve a CUDA device (pinned host memory or another device)."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        for tensor in (source, target):
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+
+    copy()  # the first copy also makes contexts and opens the peer path
+    return max(_rate(source.nbytes, copy) for _ in range(4))
+
+
+def _probe(directory: Path) -> Probes:
+    copy = probe_copy()
+    write, read, synced = probe_disk(directory)
+    local, latency = probe_local_link()
+    host_write = host_read = copy
+    if torch.cuda.is_available():
+        host = torch.zeros(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cuda:0")
+        host_write, host_read = probe_cuda_copy(device, host), probe_cuda_copy(host, device)
+        if torch.cuda.device_count() > 1:
+            local = probe_cuda_copy(device, device.to("cuda:1"))
+    return Probes(
+        directory=str(directory),
+        copy=copy,
+        disk_write=write,
+        disk_read=read,
+        disk_write_synced=synced,
+        host_write=host_write,
+        host_read=host_read,
+        local=local,
+        local_latency_seconds=latency,
+    )
+
+
+def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
+    """The bandwidths of this machine, ``directory`` for the disk; measured once, then read from the cache.
+
+    A plan should not change because the machine was busy for a second, so the first answer is kept per host,
+    CPU, torch version and file system; ``fresh`` measures again and keeps the new one.
+    """
+    device = existing_parent(directory).stat().st_dev
+    known = [socket.gethostname(), cpu_model(), torch.__version__, str(device), str(cuda_devices())]
+    cache = (
+        cache_directory()
+        / f"machine-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
+    )
+    if not fresh:
+        with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
+            return Probes(**json.loads(cache.read_text()) | {"directory": str(directory)})
+    probes = _probe(directory)
+    with (
+        contextlib.suppress(OSError),
+        replacing(cache) as file,
+    ):  # a home that cannot be written costs a second
+        file.write(json.dumps(asdict(probes), indent=1).encode())
+    return probes
+
+
+# ---------------------------------------------------------------------------------- computing together
+
+
+def measure_speeds(
+    count: int, threads: int, *, exact: bool, fresh: bool = False
+) -> tuple[float, ...]:
+    """How fast each of k processes of ``threads`` threads computes while all k do, for k = 1 to ``count``, relative to
+    one alone; ``exact``: they give freed memory back at once. Measured once (about six seconds), then read from the
+    cache."""
+    count = min(count, TOGETHER)
+    known = [
+        socket.gethostname(),
+        cpu_model(),
+        torch.__version__,
+        usable_cores(),
+        count,
+        threads,
+        exact,
+    ]
+    cache = (
+        cache_directory()
+        / f"speeds-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
+    )
+    if not fresh:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return tuple(float(speed) for speed in json.loads(cache.read_text()))
+    found = shared_speeds(probe_together(count, threads, exact=exact), usable_cores() / threads)
+    with contextlib.suppress(OSError), replacing(cache) as file:
+        file.write(json.dumps(found).encode())
+    return found
+
+
+def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
+    """The speed of each of k processes from the processor seconds that the same work takes each of them, where cores
+    for ``able`` processes are there. It never rises with k: where a measurement says so, it is noise."""
+    speeds: list[float] = []
+    for together, taken in enumerate(seconds, 1):
+        speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)
+        speeds.append(min([speed, *speeds[-1:]]))
+    return tuple(speeds)
+
+
+def probe_together(count: int, threads: int, *, exact: bool) -> list[float]:
+    """Processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, for k = 1 to
+    ``count``.
+
+    Processor time stands still while somebody else has the core, so who else uses the machine hardly counts; memory
+    and caches shared with the other ranks make it longer. Of several turns the median; alone, the best, in which no
+    stranger shared them.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(_worker(threads, exact)) for _ in range(count)]
+        for worker in workers:
+            _answer(worker)
+        turns: list[list[float]] = [[] for _ in workers]
+        for _ in range(TURNS):
+            for computing, taken in enumerate(turns, 1):
+                for worker in workers[:computing]:
+                    _request(worker)
+                taken.append(
+                    statistics.fmean(float(_answer(worker)) for worker in workers[:computing])
+                )
+    return [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
+
+
+@contextlib.contextmanager
+def _worker(threads: int, exact: bool) -> Iterator[subprocess.Popen[str]]:
+    """A process that computes on request, ended with the block."""
+    code = f"from parallax.machine.probes import compute_on_request; compute_on_request({threads}, exact={exact})"
+    path = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _request(worker: subprocess.Popen[str]) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+
+
+def _answer(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
+        raise ConfigError(
+            f"a process that was to measure the cores ended with {worker.wait()}: "
+            "is there memory for as many processes as cluster.devices?"
+        )
+    return line
+
+
+def compute_on_request(threads: int, *, exact: bool) -> None:
+    """What a process of :func:`probe_together` does: for each line read it trains three transformer layers for a while,
+    two micro-batches forward and then backward, on fresh memory as ranks do, and says how many processor seconds one
+    time took."""
+    torch.set_num_threads(threads)
+    if exact:
+        return_freed_memory()
+    layers = [
+        torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(3)
+    ]
+    model, rows = torch.nn.Sequential(*layers), torch.randn(2, 256, 256)
+
+    def train_once() -> None:
+        sums = [model(rows).sum() for _ in range(2)]
+        while sums:
+            sums.pop().backward()
+
+    train_once()  # gradients are there from now on, as in a step
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        until, repetitions, begun = time.perf_counter() + TURN_SECONDS, 0, time.process_time()
+        while repetitions == 0 or time.perf_counter() < until:
+            train_once()
+            repetitions += 1
+        print((time.process_time() - begun) / repetitions, flush=True)

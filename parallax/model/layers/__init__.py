@@ -1,0 +1,1 @@
+"""Layers whose result must not depend on how rows are cut."""

@@ -1,0 +1,155 @@
+"""Dropout that is the same for every plan.
+
+A mask drawn for a micro-batch depends on where the micro-batch begins and how many rows of it are on this rank, so two
+plans would train two models. Here each row of the global batch has its own numbers: while a block runs forward, calls
+of torch.nn.functional.dropout and its relatives are replaced by ones whose masks are drawn row by row, from (seed,
+step, row, block, number of the call). A recomputed forward draws them again.
+
+This holds where dimension 0 of what is dropped from is the micro-batch's rows, or a whole multiple of them: each row
+then has a run of its own. What else draws cannot follow: the ``dropout_p`` of scaled_dot_product_attention and with it
+nn.MultiheadAttention, dropout inside nn.LSTM and nn.GRU, compiled blocks, a model's own torch.rand. That depends on
+(seed, step, first row, block): the same in every run of a plan, and in another plan with the same rows on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parallax.model.describe import block_seed
+
+Drop = Callable[["RowDropout", Tensor, float], Tensor | None]
+_MODULES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_ALPHA = 1.7580993408473766  # what SELU tends to far below zero: scale times alpha of Klambauer et al. 2017
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What one block's forward draws from: a generator to be seeded, and (seed, step, first row, rows, block)."""
+
+    generator: torch.Generator
+    seed: int
+    step: int
+    first: int
+    rows: int
+    block: int
+
+
+class RowDropout(TorchFunctionMode):
+    """Replaces dropout in one forward of a block. ``drew``: whether there was any."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+        self._calls = 0
+
+    @property
+    def drew(self) -> bool:
+        """Whether anything was dropped so far."""
+        return self._calls > 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        drop = _DROPS.get(func)
+        if drop is not None:
+            found = self._dropped(drop, *args, **(kwargs or {}))
+            if found is not None:
+                return found
+        return func(*args, **(kwargs or {}))
+
+    def _dropped(
+        self,
+        drop: Drop,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        train: bool = True,
+    ) -> Tensor | None:
+        """None where the call is to be left as it is. torch.dropout calls ``training`` ``train``."""
+        if not (training and train and 0 < p < 1):
+            return None
+        self._calls += 1
+        rows = self._draws.rows
+        if input.dim() == 0 or rows == 0 or input.shape[0] % rows or not input.is_floating_point():
+            return None
+        found = drop(self, input, p)
+        return input.copy_(found) if inplace and found is not None else found
+
+    def kept(self, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
+        """A mask over rows: True where a number is kept, which has the probability 1 - p."""
+        draws = self._draws
+        noise = torch.empty(shape, device=draws.generator.device)
+        for place, part in enumerate(noise.tensor_split(draws.rows)):
+            where = draws.step, draws.first + place, draws.block, self._calls
+            draws.generator.manual_seed(block_seed(draws.seed, *where))
+            part.uniform_(generator=draws.generator)
+        return noise >= p
+
+
+def has_dropout(block: nn.Module) -> bool:
+    """Whether a module inside drops anything when it is trained."""
+    return any(isinstance(module, _MODULES) and module.p > 0 for module in block.modules())
+
+
+def _drop(mode: RowDropout, x: Tensor, p: float) -> Tensor:
+    return (x * mode.kept(x.shape, p)).mul_(1 / (1 - p))
+
+
+def _drop_channels(dimensions: int) -> Drop:
+    """Whole channels; ``dimensions`` follow rows and channels."""
+
+    def drop(mode: RowDropout, x: Tensor, p: float) -> Tensor | None:
+        if x.dim() != dimensions + 2:  # one row, without a dimension for it
+            return None
+        return (x * mode.kept(_channels(x), p)).mul_(1 / (1 - p))
+
+    return drop
+
+
+def _drop_alpha(mode: RowDropout, x: Tensor, p: float) -> Tensor:
+    return _to_alpha(x, mode.kept(x.shape, p), p)
+
+
+def _drop_alpha_channels(mode: RowDropout, x: Tensor, p: float) -> Tensor | None:
+    return _to_alpha(x, mode.kept(_channels(x), p), p) if x.dim() > 1 else None
+
+
+def _channels(x: Tensor) -> tuple[int, ...]:
+    return (*x.shape[:2], *(1,) * (x.dim() - 2))
+
+
+def _to_alpha(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """What is not kept becomes -alpha; then mean 0 and variance 1 are restored (Klambauer et al. 2017, section 2)."""
+    scale = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+    return torch.where(kept, x, -_ALPHA) * scale + _ALPHA * scale * p
+
+
+_DROPS: dict[Callable[..., Any], Drop] = {
+    F.dropout: _drop,
+    torch.dropout: _drop,
+    F.dropout1d: _drop_channels(1),
+    F.dropout2d: _drop_channels(2),
+    F.dropout3d: _drop_channels(3),
+    F.alpha_dropout: _drop_alpha,
+    F.feature_alpha_dropout: _drop_alpha_channels,
+}

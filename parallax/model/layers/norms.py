@@ -1,0 +1,323 @@
+"""BatchNorm under a plan: whose rows its statistics are taken over, and that they are counted once.
+
+A BatchNorm computes with the rows that it is given: those of one micro-batch, on one replica. So its result depends on
+how rows are cut, and that is the user's choice (:class:`~parallax.runtime.replicas.config.ReplicasConfig`).
+
+``replica``: every replica takes its own rows. Each keeps running statistics; after a step these are averaged, each with
+the number of micro-batches that it saw, so that it does not matter which replica is saved or evaluates.
+
+``sync``: all replicas' rows of the micro-batch. Count, mean and sum of squares of each replica are added up by Chan's
+formula (one all-reduce forward, one backward). A micro-batch with fewer rows than replicas is a matter of those that
+have some; they alone meet, in a group of their own. Each replica's gradient of weight and bias is the part of its own
+rows, as of all parameters.
+
+``frozen``: as in evaluation, always.
+
+In a recomputed forward, running statistics are copies: the first forward has counted. Collectives are then repeated,
+and as all replicas recompute the same blocks in the same order, they meet again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import noop_context_fn
+
+from parallax.mesh import TIMEOUT, Mesh
+from parallax.plan.rows import replica_rows
+
+BATCHNORM = ("replica", "sync", "frozen")
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Norms:
+    """The BatchNorms of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
+
+    def __init__(self, mode: str = "replica", mesh: Mesh | None = None) -> None:
+        self._mode = mode
+        self._mesh = mesh if mesh is not None and mesh.replicas is not None else None
+        self._found: dict[int, list[nn.Module]] = {}  # by the block's place
+        self._seen: Counter[int] = Counter()  # by the block's place: micro-batches of this step
+        self._participants = _Participants(None, 0, 1)
+        self._meetings: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def adopt(self, place: int, block: nn.Module, *, compiled: bool = False) -> None:
+        """Take charge of the BatchNorms in a block; a ``compiled`` one is left where they communicate."""
+        found: list[nn.Module] = [
+            module for module in block.modules() if isinstance(module, _KINDS)
+        ]
+        if not found:
+            return
+        self._found[place] = found
+        for module in found:
+            # The forward of SyncBatchNorm would wait for ranks of other stages.
+            plain = (
+                nn.BatchNorm2d.forward.__get__(module)
+                if isinstance(module, nn.SyncBatchNorm)
+                else module.forward
+            )
+            module.forward = plain
+            if self._mode == "sync" and self._mesh is not None:
+                module.forward = self._synchronised(module.forward)
+                if compiled:  # otherwise not asked: this loads dynamo, which takes seconds
+                    module.forward = torch.compiler.disable(module.forward)
+        self.freeze()
+
+    def _synchronised(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with _Synchronising(self._participants):
+                return forward(x)
+
+        return run
+
+    def freeze(self) -> None:
+        """To be called when modules were set to training mode."""
+        if self._mode == "frozen":
+            for module in self._modules():
+                module.eval()
+
+    def begin(self, place: int, rows: int) -> None:
+        """A block is about to be trained on its part of a micro-batch of ``rows`` rows."""
+        if place in self._found:
+            self._seen[place] += 1
+            self._participants = self._meet(rows)
+
+    def contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
+        """For torch.utils.checkpoint: the contexts of a block's forward and of its recomputation."""
+        if place not in self._found:
+            return noop_context_fn
+        return lambda: (contextlib.nullcontext(), self._replaying(place, rows))
+
+    @contextlib.contextmanager
+    def _replaying(self, place: int, rows: int) -> Iterator[None]:
+        self._participants = self._meet(rows)
+        # Others in the place of the buffers, not their values back afterwards: graphs have saved the buffers.
+        real = [
+            (m, name, t)
+            for m in self._found[place]
+            for name in _STATISTICS
+            if (t := _statistic(m, name)) is not None
+        ]
+        for module, name, tensor in real:
+            setattr(module, name, tensor.clone())
+        try:
+            yield
+        finally:
+            for module, name, tensor in real:
+                setattr(module, name, tensor)
+
+    def _meet(self, rows: int) -> _Participants:
+        """The replicas that have some of a micro-batch's ``rows``; every one of them asks at the same time."""
+        mesh = self._mesh
+        if self._mode != "sync" or mesh is None:
+            return self._participants
+        present = [
+            k
+            for k in range(mesh.replica_count)
+            if (part := replica_rows(rows, mesh.replica_count, k))[0] < part[1]
+        ]
+        place = present.index(mesh.replica)
+        if len(present) == mesh.replica_count:
+            return _Participants(mesh.statistics, place, len(present))
+        if len(present) == 1:
+            return _Participants(None, 0, 1)
+        ranks = tuple(mesh.plan.ranks(mesh.stage)[k] for k in present)
+        if ranks not in self._meetings:
+            backend = dist.get_backend(mesh.replicas)
+            group = dist.new_group(
+                list(ranks), backend=backend, timeout=TIMEOUT, use_local_synchronization=True
+            )
+            self._meetings[ranks] = group
+        return _Participants(self._meetings[ranks], place, len(present))
+
+    @property
+    def differ(self) -> bool:
+        """Whether replicas' running statistics differ after a step."""
+        tracked = any(_statistic(module, "running_mean") is not None for module in self._modules())
+        return self._mesh is not None and self._mode != "frozen" and tracked
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._seen.clear()
+
+    def average(self) -> None:
+        """Let the replicas' running statistics be the same, those of micro-batches that were seen since the last time.
+        All replicas call it, after the step's last backward."""
+        assert self._mesh is not None
+        last = (
+            self._mesh.replica == self._mesh.replica_count - 1
+        )  # it has rows in every micro-batch
+        moved: list[tuple[Tensor, float]] = []
+        counts: list[Tensor] = []
+        weighed: set[nn.Module] = set()
+        for place, modules in self._found.items():
+            weight = float(self._seen[place]) if self._mode == "replica" else float(last)
+            for module in modules:
+                mean, variance, count = (_statistic(module, name) for name in _STATISTICS)
+                if mean is None or variance is None or module in weighed:
+                    continue
+                weighed.add(module)
+                moved += [(mean, weight), (variance, weight)]
+                counts += [] if count is None else [count]
+        if moved:
+            _average(moved, self._mesh.replicas)
+        if counts:
+            most = torch.stack(counts)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._mesh.replicas)
+            for count, value in zip(counts, most):
+                count.copy_(value)
+        self.forget()
+
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for modules in self._found.values() for module in modules)
+
+
+def _statistic(module: nn.Module, name: str) -> Tensor | None:
+    found: Tensor | None = getattr(module, name)
+    return found
+
+
+def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | None) -> None:
+    """The average over replicas of each tensor, with this replica's weights; where all weights are 0, as it was."""
+    wide = _wide(moved[0][0].dtype)
+    parts = [tensor.to(wide) * weight for tensor, weight in moved]
+    weights = torch.tensor([weight for _, weight in moved], dtype=wide).to(parts[0].device)
+    flat = torch.cat([*parts, weights])
+    dist.all_reduce(flat, group=group)
+    *sums, totals = flat.split([*(part.numel() for part in parts), len(weights)])
+    for (tensor, _), value, total in zip(moved, sums, totals):
+        tensor.copy_(torch.where(total > 0, value / total.clamp(min=1), tensor))
+
+
+class _Participants:
+    """Who has rows of a micro-batch: their group (None: this replica alone), this one's place, how many."""
+
+    def __init__(self, group: dist.ProcessGroup | None, place: int, count: int) -> None:
+        self.group, self.place, self.count = group, place, count
+
+    def sum(self, tensor: Tensor) -> None:
+        """In place, over all of them."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+
+
+class _Synchronising(TorchFunctionMode):
+    """Lets F.batch_norm, which the module calls, take its statistics over all replicas' rows."""
+
+    def __init__(self, participants: _Participants) -> None:
+        super().__init__()
+        self._participants = participants
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.batch_norm:
+            return _batch_norm(self._participants, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    participants: _Participants,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    result, mean, variance, count = _Synchronised.apply(input, weight, bias, eps, participants)
+    if input.numel() == input.shape[1] and int(count) == 1:
+        raise ValueError(
+            f"BatchNorm was given one value for each of {input.shape[1]} channels by all replicas together: a variance "
+            "needs two; use batches of more rows, or replicas.batchnorm=frozen"
+        )
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    found: Tensor = result
+    return found
+
+
+class _Synchronised(torch.autograd.Function):
+    """Batch normalisation over the rows of all participants: the result for those here; mean, variance and count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        participants: _Participants,
+    ) -> tuple[Tensor, ...]:
+        wide, channels = x.to(_wide(x.dtype)), x.shape[1]
+        own = wide.transpose(0, 1).flatten(1)
+        table = wide.new_zeros(participants.count, 2 * channels + 1)
+        mean = own.mean(1)
+        mine = table[participants.place]
+        mine[:channels], mine[channels:-1], mine[-1] = (
+            mean,
+            (own - mean[:, None]).square().sum(1),
+            own.shape[1],
+        )
+        participants.sum(table)
+        means, squares, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / count
+        scale = (variance + eps).rsqrt()
+        ctx.participants, ctx.bias_dtype = participants, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        result = (wide - _across(mean, x)) * _across(scale if weight is None else scale * weight, x)
+        if bias is not None:
+            result += _across(bias, x)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale, count = ctx.saved_tensors
+        normal = (x.to(scale.dtype) - _across(mean, x)) * _across(scale, x)
+        wide = gradient.to(scale.dtype)
+        over = [d for d in range(x.dim()) if d != 1]
+        sums = torch.stack([wide.sum(over), (wide * normal).sum(over)])
+        of_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        of_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            shared = sums.clone()
+            ctx.participants.sum(shared)
+            shared /= count
+            of_x = wide - _across(shared[0], x) - normal * _across(shared[1], x)
+            of_x = (of_x * _across(scale if weight is None else scale * weight, x)).to(x.dtype)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _across(of_channels: Tensor, x: Tensor) -> Tensor:
+    return of_channels.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Statistics are computed in single precision at least."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,1 @@
+"""What the blocks of a model cost: measured, or counted without a device."""

@@ -1,0 +1,55 @@
+"""The clock that a block's seconds are read from, and the state of the caches before it is read.
+
+A profile is the cost on a machine that does nothing else: what ranks do to each other is the planner's business, what
+other users of the machine do is nobody's. So where all work is done by one thread, its own processor time is read,
+which stands still while others run. In a step a block finds its weights and its input where all other blocks have left
+them, so the caches are cleared before each reading.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+EVICTING_BYTES = (
+    16 * 2**20
+)  # more than the private caches of a core; shared ones serve a whole step
+
+
+class Clock:
+    """Reads the seconds of work on one device; ``undisturbed`` by whoever else uses the machine, or not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.undisturbed = device.type == "cpu" and torch.get_num_threads() == 1
+        self._other = torch.zeros(EVICTING_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+
+    def now(self) -> float:
+        """Seconds since some moment, with all work on the device done."""
+        if self.undisturbed:
+            return time.thread_time()  # backward runs on the calling thread too
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def elapsed(self) -> float:
+        """Seconds since some moment, waits for other threads of the process included, those for a core excluded where
+        the system tells them: when threads work together, but whoever else uses the machine should not count."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return time.perf_counter()
+        return time.perf_counter() - _queued_seconds()
+
+    def cool(self) -> None:
+        """Drive what was used before out of a core's own caches."""
+        self._other.add_(1)
+
+
+def _queued_seconds() -> float:
+    """How long this thread could have run and had no core; 0 where the system does not count it."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

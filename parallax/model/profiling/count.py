@@ -1,0 +1,447 @@
+"""Counts what each block of a model asks of a device, without the device and without a single weight.
+
+Each block runs forward and backward on fake tensors, which have shape, type and device but no bytes; autograd, autocast
+and the choice of kernels work on them as on real ones. Every operator that is dispatched is seen on its way: matrix
+products by the formulas of ``torch.utils.flop_counter``, everything else by the bytes it reads and writes. What is
+saved for backward is told apart by the rule that the profiler and the swap manager use, so saved, entering and leaving
+bytes are those that :mod:`parallax.model.profiling.measure` finds on a CPU. What a block needs besides is the peak of
+the tensors that live while it runs: kernels may use scratch of their own, which only a measurement sees.
+
+Each block is counted at two numbers of rows, which gives the fixed and the per-row part of every figure.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from parallax.errors import DescribeError
+from parallax.model.describe import Chain, as_tuple, block_by_block, tie_costs
+from parallax.model.precision import PrecisionConfig
+from parallax.model.saved import Saved, address
+from parallax.plan.analytic.recipe import recipe
+from parallax.plan.profile import Affine
+from parallax.plan.work import BlockWork, ModelWork, Work
+
+Loss = Callable[[Any, Tensor], Tensor]
+Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
+
+COUNTED_ROWS = (2, 4)
+
+
+def count(
+    chain: Chain,
+    loss: Loss,
+    sample: Sample,
+    *,
+    precision: PrecisionConfig,
+    minimum_bytes: int,
+    rows: tuple[int, int] = COUNTED_ROWS,
+    name: str = "model",
+    progress: Callable[[str], None] = lambda text: None,
+) -> ModelWork:
+    """What ``chain`` asks; ``sample(n)`` gives inputs and targets of n rows, of which only shape and type are used.
+
+    The optimizer is AdamW under the recipe of that precision. Raises :class:`DescribeError` where blocks do not fit
+    together, or compute with values that fake tensors do not have.
+    """
+    counter = _Counter(chain, loss, precision, minimum_bytes, progress)
+    low, high = (counter.run(n, *sample(n)) for n in rows)
+    how = recipe(str(precision))
+    return ModelWork(
+        model=name,
+        fingerprint=chain.fingerprint(),
+        precision=str(precision),
+        dtype=precision.compute,
+        blocks=tuple(_work(chain, index, *pair) for index, pair in enumerate(zip(low, high))),
+        ties=tuple(tie_costs(chain)),
+        optimizer_bytes=how.optimizer / how.weight,
+        gradient_bytes=how.gradient / how.weight,
+        master_bytes=how.master / how.weight,
+    )
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass dispatched: operations of matrix products, bytes moved by everything else, kernels."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+
+    def less(self, other: _Pass) -> _Pass:
+        """What is left of it without another pass."""
+        return _Pass(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.flops, self.bytes, self.kernels
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """One block at one number of rows."""
+
+    rows: int
+    forward: _Pass
+    input_gradient: _Pass
+    weight_gradient: _Pass
+    moved: int
+    stays: int
+    by_loss: int
+    entering: int
+    leaving: int
+    forward_work: int
+    backward_work: int
+    deferred: int
+    outputs: tuple[Tensor, ...]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
+    """Scores, and their product with the values; a causal kernel skips those of later tokens."""
+    _, is_causal = (
+        rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
+    )  # dropout, is_causal
+    return float(sdpa_flop_count(query.shape, key.shape, value.shape)) / (2 if is_causal else 1)
+
+
+def _attention_backward(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
+) -> float:
+    """Four products for the gradients, and the scores once more (Dao 2023, section 4.1)."""
+    return 2.5 * _attention(query, key, value, *rest[2:], **named)  # without output and log-sum-exp
+
+
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION: dict[str, Callable[..., float]] = {
+    _FLASH: _attention,
+    f"{_FLASH}_backward": _attention_backward,
+}
+"""Formulas that torch's counter lacks: those of the kernels that fake tensors choose."""
+
+
+class _Meter(TorchDispatchMode):
+    """Sees every operator below autograd, and every storage until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._level = self._base = self._peak = 0
+        self._found = _Pass()
+
+    @contextmanager
+    def watch(self) -> Iterator[Callable[[], tuple[_Pass, int]]]:
+        """What runs inside: its :class:`_Pass`, and the most bytes that lived beyond those at its begin."""
+        self._base = self._peak = self._level
+        self._found = _Pass()
+        with self:
+            yield lambda: (self._found, self._peak - self._base)
+
+    def know(self, tensors: Sequence[Tensor]) -> None:
+        """Storages that were there before."""
+        for tensor in tensors:
+            self._remember(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
+        read = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
+        fresh = [tensor for tensor in written if self._remember(tensor.untyped_storage())]
+        formula = _ATTENTION.get(func.name()) or flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._add(_Pass(float(formula(*args, **kwargs, out_val=out)), 0.0, 1.0))
+        elif fresh or func._schema.is_mutable:  # views and questions about shapes run no kernel
+            self._add(_Pass(0.0, float(_traffic_bytes([*read, *written])), 1.0))
+        return out
+
+    def _add(self, more: _Pass) -> None:
+        self._found = _Pass(*(mine + theirs for mine, theirs in zip(self._found.parts, more.parts)))
+
+    def _remember(self, storage: UntypedStorage) -> bool:
+        """Whether the storage is new; it counts until its last user lets go."""
+        key, size = address(storage), storage.nbytes()
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self._level += size
+        self._peak = max(self._peak, self._level)
+        weakref.finalize(storage, self._forget, key, size)
+        return True
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._level -= size
+
+
+def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes read and written; a tensor that is both, in place, is there twice."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Deferring(TorchFunctionMode):
+    """Sees what weight gradients are made of that :mod:`parallax.model.split_backward` puts off: the inputs of products
+    with parameters, each storage once, the gradients of their outputs, and autocast's copies of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs: dict[int, int] = {}
+        self._outputs = 0
+
+    @property
+    def bytes(self) -> int:
+        """All of them together."""
+        return sum(self._inputs.values()) + self._outputs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [part for part in (*args, *(kwargs or {}).values()) if isinstance(part, Tensor)]
+        weights = [
+            t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad and t.dim() > 1
+        ]
+        if getattr(func, "__name__", "") in PRODUCTS and weights and isinstance(out, Tensor):
+            for tensor in tensors:
+                if not isinstance(tensor, nn.Parameter):
+                    # Autocast hands a product a copy in the type of its output.
+                    storage = tensor.untyped_storage()
+                    size = storage.nbytes() // tensor.element_size() * out.element_size()
+                    self._inputs[address(storage)] = size
+            cast = (
+                sum(weight.numel() for weight in weights if weight.dtype is not out.dtype)
+                * out.element_size()
+            )
+            self._outputs += out.nbytes + cast
+        return out
+
+
+PRODUCTS = ("linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d", "conv3d")
+
+
+class _Counter:
+    """Counts block after block; remembers those that look the same."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        loss: Loss,
+        precision: PrecisionConfig,
+        minimum_bytes: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._chain, self._loss, self._precision = chain, loss, precision
+        self._minimum, self._progress = minimum_bytes, progress
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Tensor) -> list[_Counted]:
+        """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
+        with self._mode:
+            entering, aims = tuple(_fake(tensor) for tensor in inputs), _fake(targets)
+
+        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Counted:
+            block, count = self._chain.blocks[index], len(self._chain.blocks)
+            self._progress(f"counting block {index + 1} of {count} ({block.name}), {rows} row(s)")
+            copied = copy.deepcopy(block.module)
+            with self._mode:
+                return self._count(index, copied, rows, entering, aims if last else None)
+
+        return block_by_block(self._chain, entering, find)
+
+    def _count(
+        self,
+        index: int,
+        block: nn.Module,
+        rows: int,
+        inputs: tuple[Tensor, ...],
+        targets: Tensor | None,
+    ) -> _Counted:
+        _fill(block, self._chain.dtype)
+        anchor = torch.zeros((), requires_grad=True)
+        leaves = tuple(
+            tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point())
+            for tensor in inputs
+        )
+        # As in a stage, what enters is no leaf: it comes from a node with two parents.
+        entering = tuple(
+            leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves
+        )
+        meter = _Meter()
+        meter.know(
+            [
+                *block.parameters(),
+                *block.buffers(),
+                *entering,
+                *leaves,
+                *([] if targets is None else [targets]),
+            ]
+        )
+        outputs = self._forward(block, entering, None)
+        moved, stays, by_loss, new = self._saved(block, entering, targets)
+        with meter.watch() as seen:
+            results = self._forward(block, entering, targets)
+        forward, forward_peak = seen()
+        total, backward_peak = self._backward(meter, results, block, leaves, targets)
+        with _Deferring() as deferring:
+            self._forward(block, entering, None)
+        partial = _Pass()
+        if any(leaf.requires_grad for leaf in leaves):
+            results = self._forward(block, entering, targets)
+            partial, _ = self._backward(meter, results, None, leaves, targets)
+        return _Counted(
+            rows=rows,
+            forward=forward,
+            input_gradient=partial,
+            weight_gradient=total.less(partial),
+            moved=moved,
+            stays=stays,
+            by_loss=by_loss,
+            entering=sum(tensor.nbytes for tensor in inputs),
+            leaving=sum(tensor.nbytes for tensor in outputs),
+            forward_work=max(0, forward_peak - new),
+            backward_work=backward_peak,
+            deferred=deferring.bytes,
+            outputs=tuple(tensor.detach() for tensor in outputs),
+        )
+
+    def _forward(
+        self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The block's outputs, or the loss of them where there are targets."""
+        try:
+            with self._precision.autocast("cpu"):
+                outputs = as_tuple(block(*inputs))
+            return outputs if targets is None else self._add_loss(outputs, targets)
+        except (TypeError, RuntimeError) as error:
+            shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
+            raise DescribeError(
+                f"block {type(block).__name__} cannot be counted on {shapes}: {str(error).splitlines()[0]}; a block "
+                "takes what the one before it returns, and asks for no values of tensors (measure it instead)"
+            ) from error
+
+    def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+        with self._precision.autocast("cpu"):
+            return (self._loss(self._chain.results(outputs), targets),)
+
+    def _backward(
+        self,
+        meter: _Meter,
+        results: tuple[Tensor, ...],
+        block: nn.Module | None,
+        leaves: tuple[Tensor, ...],
+        targets: Tensor | None,
+    ) -> tuple[_Pass, int]:
+        """A backward into the parameters of ``block`` and the leaves, or without a block into the leaves alone."""
+        roots = [tensor for tensor in results if tensor.requires_grad]
+        if not roots:
+            return _Pass(), 0
+        gradients = [torch.ones_like(root) for root in roots] if targets is None else None
+        del results
+        if block is None:
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            with meter.watch() as seen:
+                torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+            return seen()
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        meter.know(
+            [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
+        )
+        with meter.watch() as seen:
+            torch.autograd.backward(roots, gradients)
+        for leaf in leaves:
+            leaf.grad = None
+        return seen()
+
+    def _saved(
+        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
+    ) -> tuple[int, int, int, int]:
+        """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
+        behind; as the profiler counts them."""
+        held = [*block.parameters(), *block.buffers()]
+        saved = Saved(held, self._minimum, plain=FakeTensor)
+        with saved.by_block():
+            results = self._forward(block, entering, None)
+        if targets is not None:
+            with saved.by_loss():
+                results = self._add_loss(results, targets)
+        return saved.sums(entering, results)
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """A fake tensor on the CPU, in a storage as large as that of ``tensor``: a slice of a batch stays one."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.empty(count, dtype=tensor.dtype, device="cpu")
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _fill(block: nn.Module, dtype: torch.dtype) -> None:
+    """Put fake parameters and buffers on the CPU in place of those on the meta device."""
+    made: dict[int, Tensor] = {}
+
+    def replaced(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(
+                tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype
+            )
+            shared = (
+                nn.Parameter(empty, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
+            made[id(tensor)] = shared
+        return made[id(tensor)]
+
+    for owner in block.modules():
+        parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *buffers]:
+            setattr(owner, name, replaced(tensor))
+
+
+def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
+    module = chain.blocks[index].module
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+
+    def line(of: Callable[[_Counted], float]) -> Affine:
+        return Affine.through((low.rows, of(low)), (high.rows, of(high)))
+
+    def work(of: Callable[[_Counted], _Pass]) -> Work:
+        return Work(
+            flops=line(lambda c: of(c).flops),
+            bytes=line(lambda c: of(c).bytes),
+            kernels=max(of(low).kernels, of(high).kernels),
+        )
+
+    return BlockWork(
+        name=chain.blocks[index].name,
+        parameters=parameters,
+        parameter_bytes=parameters * chain.dtype.itemsize,
+        largest_bytes=max((parameter.numel() for parameter in module.parameters()), default=0)
+        * chain.dtype.itemsize,
+        buffer_bytes=sum(
+            buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
+            for buffer in module.buffers()
+        ),
+        forward=work(lambda c: c.forward),
+        input_gradient=work(lambda c: c.input_gradient),
+        weight_gradient=work(lambda c: c.weight_gradient),
+        moved=line(lambda c: c.moved),
+        stays=line(lambda c: c.stays),
+        by_loss=line(lambda c: c.by_loss),
+        input=line(lambda c: c.entering),
+        output=line(lambda c: c.leaving),
+        forward_work=line(lambda c: c.forward_work),
+        backward_work=line(lambda c: c.backward_work),
+        deferred=line(lambda c: c.deferred),
+    )

@@ -1,0 +1,499 @@
+"""Measures what each block costs on the real device: seconds, saved bytes by storage, working memory.
+
+Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at two numbers
+of rows or more. Their backward is measured whole and in halves (:mod:`parallax.model.split_backward`), for schedules
+that run these apart. The result is cached by model, device and library versions, so only the first run of a model pays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.common.files import cache_directory, replacing, temporary_folder
+from parallax.errors import DescribeError, PlanError, SwapError
+from parallax.machine.host import cpu_model
+from parallax.model.describe import Chain, as_tuple, block_by_block, materialise, tie_costs
+from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.clock import Clock
+from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
+from parallax.model.saved import Saved
+from parallax.model.split_backward import Halves
+from parallax.plan.analytic.recipe import recipe
+from parallax.plan.profile import Affine, BlockCost, ModelProfile
+
+EDITION = 3  # of what is measured: profiles of another one are measured again
+SECONDS_PER_BLOCK = 0.4
+_REPEATS = (3, 15)
+_CHEAP_SECONDS = (
+    0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
+)
+_GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
+_OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
+Tensors = tuple[Tensor, ...]
+Sample = Callable[[int], tuple[Tensors, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One block at one number of rows."""
+
+    rows: int
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float
+    split_seconds: float
+    offload_seconds: float
+    moved: int
+    stays: int
+    by_loss: int
+    entering: int
+    leaving: int
+    forward_work: int
+    backward_work: int
+    deferred: int
+    split_work: int
+    outputs: tuple[Tensor, ...]
+
+
+def measure(
+    chain: Chain,
+    loss: Callable[[Any, Tensor], Tensor],
+    sample: Sample,
+    rows: Sequence[int],
+    *,
+    device: torch.device,
+    precision: PrecisionConfig,
+    minimum_bytes: int,
+    name: str = "model",
+    allocator: str = "default",
+    offloader: Offloader | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> ModelProfile:
+    """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The two
+    smallest are measured, and larger ones as long as the whole chain takes no time worth speaking of, or hardly more
+    than for fewer rows: the last two give the fixed and the per-row part of every cost.
+
+    The loss is measured with the last block. ``allocator`` names the setting under which tensors are allocated: times
+    under one say nothing about another; ``offloader`` is how a run would offload, if it may. Raises
+    :class:`DescribeError` where blocks do not fit together.
+    """
+    path = profile_path(
+        chain,
+        loss,
+        sample,
+        rows,
+        device=device,
+        precision=precision,
+        minimum_bytes=minimum_bytes,
+        allocator=allocator,
+        offloader=offloader,
+    )
+    if path.is_file():
+        with contextlib.suppress(PlanError):  # a damaged file is measured again
+            profile = replace(ModelProfile.load(path), model=name)
+            progress(f"profile of {name} from {path}")
+            return profile
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        bench = _Bench(chain, loss, device, precision, minimum_bytes, offloader, progress)
+        low = high = bench.run(min(rows), *sample(min(rows)))
+        for count, n in enumerate(sorted(set(rows))[1:]):
+            before, now = (
+                sum(b.forward_seconds + b.backward_seconds for b in blocks)
+                for blocks in (low, high)
+            )
+            if count and now > max(_CHEAP_SECONDS, _GROWN * before):
+                break
+            low, high = high, bench.run(n, *sample(n))
+    how = recipe(str(precision))
+    profile = ModelProfile(
+        model=name,
+        fingerprint=chain.fingerprint(),
+        device=f"{_device_name(device)}, {torch.get_num_threads()} thread(s)",
+        precision=str(precision),
+        blocks=tuple(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks))),
+        ties=tuple(tie_costs(chain)),
+        optimizer_bytes=how.optimizer / how.weight,
+        optimizer_seconds=_optimizer_seconds(device, chain.dtype),
+        gradient_bytes=how.gradient / how.weight,
+        master_bytes=how.master / how.weight,
+    )
+    remember(profile, path)
+    return profile
+
+
+def profile_path(
+    chain: Chain,
+    loss: Callable[[Any, Tensor], Tensor],
+    sample: Sample,
+    rows: Sequence[int],
+    *,
+    device: torch.device,
+    precision: PrecisionConfig,
+    minimum_bytes: int,
+    allocator: str = "default",
+    offloader: Offloader | None = None,
+) -> Path:
+    """Where :func:`measure`, called with the same arguments, looks for the profile before it measures."""
+    inputs, _ = sample(1)
+    shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
+    what = [
+        EDITION,
+        chain.fingerprint(),
+        _device_name(device),
+        torch.__version__,
+        str(precision),
+        minimum_bytes,
+        torch.get_num_threads(),
+        allocator,
+        offloader.tier if offloader else "none",
+        _loss_name(loss),
+    ]
+    key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
+    return cache_directory() / f"profile-{key}.json"
+
+
+def remember(profile: ModelProfile, path: Path) -> None:
+    """Write ``profile`` where it is found again."""
+    with replacing(path) as temporary:
+        temporary.write(profile.to_json().encode())
+
+
+class _Bench:
+    """Measures block after block; remembers those that look the same."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        loss: Callable[[Any, Tensor], Tensor],
+        device: torch.device,
+        precision: PrecisionConfig,
+        minimum_bytes: int,
+        offloader: Offloader | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._chain, self._loss, self._device, self._offloader = chain, loss, device, offloader
+        self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
+        self._clock = Clock(device)
+
+    def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Tensor) -> list[_Measured]:
+        """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
+
+        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
+            name, count = self._chain.blocks[index].name, len(self._chain.blocks)
+            self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
+            return self._measure(index, rows, entering, targets.to(self._device) if last else None)
+
+        return block_by_block(
+            self._chain, tuple(tensor.to(self._device) for tensor in inputs), find
+        )
+
+    def _measure(
+        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None
+    ) -> _Measured:
+        (block,) = materialise(self._chain, index, index + 1, self._device)
+        leaves = tuple(
+            tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point())
+            for tensor in inputs
+        )
+        # As in a stage, what enters is no leaf: it comes from a node with two parents.
+        anchor = torch.zeros((), device=self._device, requires_grad=True)
+
+        def enter() -> tuple[Tensor, ...]:
+            return tuple(
+                leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves
+            )
+
+        entering = enter()
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        outputs = self._forward(block, entering, None)
+        moved, stays, by_loss, new = self._saved(block, entering, targets)
+
+        def forward(_: object) -> tuple[Tensor, ...]:
+            return self._forward(block, entering, targets)
+
+        def backward(results: tuple[Tensor, ...]) -> None:
+            roots = [tensor for tensor in results if tensor.requires_grad]
+            if roots:
+                torch.autograd.backward(
+                    roots, [torch.ones_like(t) for t in roots] if targets is None else None
+                )
+            for leaf in (*leaves, anchor):
+                leaf.grad = None
+
+        def offloaded(saving: Saving) -> Tensors:
+            with saving:
+                results = self._forward(block, entering, None)
+            return results if targets is None else self._add_loss(results, targets)
+
+        def split(_: object) -> tuple[Tensors, Halves]:
+            halves = Halves(self._device)
+            with halves.splitting():
+                return self._forward(block, enter(), targets), halves
+
+        def input_half(found: tuple[Tensors, Halves]) -> Halves:
+            backward(found[0])
+            return found[1]
+
+        def weight_half(halves: Halves) -> None:
+            halves.finish()
+
+        forward_seconds, backward_seconds = self._time(forward, backward)
+        (forward_peak, _), (backward_peak, _) = self._allocations(forward, backward)
+        arriving = (
+            0
+            if targets is not None
+            else sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
+        )
+        whole = forward_seconds + backward_seconds
+        *halved, weight_seconds = self._time(split, input_half, weight_half)
+        (_, made), (first_peak, given), (second_peak, _) = self._allocations(
+            split, input_half, weight_half
+        )
+        apart = self._splits(block, leaves, targets)
+        return _Measured(
+            rows=rows,
+            forward_seconds=forward_seconds,
+            backward_seconds=backward_seconds,
+            weight_seconds=min(weight_seconds, backward_seconds) if apart else 0.0,
+            split_seconds=max(0.0, sum(halved) + weight_seconds - whole),
+            offload_seconds=self._offload_seconds(block, moved, offloaded, backward),
+            moved=moved,
+            stays=stays,
+            by_loss=by_loss,
+            entering=sum(tensor.nbytes for tensor in inputs),
+            leaving=sum(tensor.nbytes for tensor in outputs),
+            forward_work=max(0, forward_peak - new),
+            backward_work=max(0, backward_peak - arriving),
+            deferred=max(0, made + given),
+            split_work=max(0, first_peak - arriving, second_peak),
+            outputs=tuple(tensor.detach() for tensor in outputs),
+        )
+
+    def _offload_seconds(
+        self,
+        block: nn.Module,
+        moved: int,
+        forward: Callable[[Saving], Tensors],
+        backward: Callable[[Tensors], None],
+    ) -> float:
+        """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""
+        try:
+            if moved and self._offloader is not None:
+                with self._offloader.of(block, moved, self._device) as offloads:
+                    return slowdown_seconds(
+                        offloads, forward, backward, self._clock, 3 * SECONDS_PER_BLOCK
+                    )
+        except SwapError as error:
+            self._progress(f"what offloading takes was not measured: {error}")
+        return 0.0
+
+    def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
+        """Whether any gradient of a parameter is put off."""
+        halves = Halves(self._device)
+        with halves.splitting():
+            results = [
+                tensor for tensor in self._forward(block, inputs, targets) if tensor.requires_grad
+            ]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
+        for leaf in inputs:
+            leaf.grad = None
+        return bool(halves.owes())
+
+    def _forward(
+        self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        with self._precision.autocast(self._device.type):
+            try:
+                outputs = as_tuple(block(*inputs))
+            except (TypeError, RuntimeError) as error:
+                shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
+                raise DescribeError(
+                    f"block {type(block).__name__} does not take what the block before it returns ({shapes}): "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            return outputs if targets is None else self._add_loss(outputs, targets)
+
+    def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+        with self._precision.autocast(self._device.type):
+            return (self._loss(self._chain.results(outputs), targets),)
+
+    def _saved(
+        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
+    ) -> tuple[int, int, int, int]:
+        """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
+        behind."""
+        saved = Saved([*block.parameters(), *block.buffers()], self._minimum)
+        with saved.by_block():
+            results = self._forward(block, entering, None)
+        if targets is not None:
+            with saved.by_loss():
+                results = self._add_loss(results, targets)
+        return saved.sums(entering, results)
+
+    def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
+        """Seconds of each pass, which is given what the one before it returned: medians of processor time. What
+        disturbs a wall clock only ever adds to it: there lower quartiles count. The first run warms up."""
+        clock = self._clock
+        times: list[list[float]] = []
+        begun = time.perf_counter()
+        while len(times) <= _REPEATS[0] or (
+            len(times) <= _REPEATS[1] and time.perf_counter() - begun < SECONDS_PER_BLOCK
+        ):
+            found, seconds = None, []
+            for each in passes:
+                clock.cool()
+                start = clock.now()
+                found = each(found)
+                seconds.append(clock.now() - start)
+            times.append(seconds)
+        typical = statistics.median if clock.undisturbed else _quartile
+        return [typical(list(column)) for column in zip(*times[1:])]
+
+    def _allocations(self, *passes: Callable[[Any], Any]) -> list[tuple[int, int]]:
+        """Of each pass the most that it allocates beyond what was there when it began, and what it leaves."""
+        results: list[Any] = [None]
+
+        def run(each: Callable[[Any], Any]) -> None:
+            results.append(each(results.pop()))
+
+        return [_allocations(self._device, partial(run, each)) for each in passes]
+
+
+def _quartile(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
+
+
+def _allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, int]:
+    """The most bytes that ``call`` allocates beyond those before it, and how many more there are after it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return int(most) - before, int(after) - before
+    with (
+        _quiet_stderr(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile,
+    ):
+        call()
+    with temporary_folder() as folder:
+        path = folder / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    steps = [
+        event
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
+    level = peak = 0
+    for event in sorted(steps, key=lambda event: float(event["ts"])):
+        level += int(event["args"]["Bytes"])
+        peak = max(peak, level)
+    return peak, level
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """torch's profiler writes two lines to file descriptor 2 each time it runs, whatever its log level."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCost:
+    module = chain.blocks[index].module
+
+    def line(field: str) -> Affine:
+        return Affine.through((low.rows, getattr(low, field)), (high.rows, getattr(high, field)))
+
+    return BlockCost(
+        name=chain.blocks[index].name,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        parameter_bytes=sum(parameter.numel() for parameter in module.parameters())
+        * chain.dtype.itemsize,
+        buffer_bytes=sum(
+            buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
+            for buffer in module.buffers()
+        ),
+        largest_bytes=max((parameter.numel() for parameter in module.parameters()), default=0)
+        * chain.dtype.itemsize,
+        forward_seconds=line("forward_seconds"),
+        backward_seconds=line("backward_seconds"),
+        weight_seconds=line("weight_seconds"),
+        split_seconds=line("split_seconds"),
+        offload_seconds=line("offload_seconds"),
+        moved=line("moved"),
+        stays=line("stays"),
+        by_loss=line("by_loss"),
+        input=line("entering"),
+        output=line("leaving"),
+        forward_work=line("forward_work"),
+        backward_work=line("backward_work"),
+        deferred=line("deferred"),
+        split_work=line("split_work"),
+    )
+
+
+def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
+    """Equal for the same function, also in another process."""
+    code = getattr(loss, "__code__", None)
+    body = (code.co_code.hex(), code.co_names) if code is not None else ()
+    return repr(
+        (
+            getattr(loss, "__module__", ""),
+            getattr(loss, "__qualname__", type(loss).__qualname__),
+            body,
+        )
+    )
+
+
+def _optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds per byte of parameters that a step costs whatever its rows: gradients are cleared, their norm is taken,
+    they are clipped, and fused AdamW steps."""
+    parameters = [
+        nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    one = torch.ones((), device=device, dtype=dtype)
+    clock, seconds = Clock(device), []
+    for _ in range(1 + _REPEATS[0]):
+        start = clock.now()
+        optimizer.zero_grad(set_to_none=False)
+        torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, one)
+        optimizer.step()
+        seconds.append(clock.now() - start)
+    return min(seconds[1:]) / sum(parameter.nbytes for parameter in parameters)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()

@@ -1,0 +1,1 @@
+"""A model's own forward, recorded and cut into a chain of blocks."""

@@ -1,0 +1,363 @@
+"""A backward in two halves: the gradient of the input at once, that of the parameters when there is time for it.
+
+Zero-bubble schedules send a micro-batch's input gradient to the stage before and fill what would be bubble with the
+weight gradients. Cutting autograd's graph in two breaks where a stage returns a view, uses a weight twice or holds a
+custom function (:mod:`torch.distributed.pipelining` does so). Here the graph stays whole. While a block runs forward,
+its products with parameters (linear layers, matrix products, convolutions) are replaced by functions that compute the
+same, and whose backward returns the input's gradient and remembers what the weight's is made of. Everything else
+(norms, embeddings, custom functions) gives the gradients of its parameters in the first half, once, as ever.
+
+Source of the idea: the weight gradient store of Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+Ready = Callable[[nn.Parameter], None]
+
+
+class Halves:
+    """What one micro-batch puts off. Its forward runs inside :meth:`splitting`; after its backward, :meth:`finish`
+    computes the rest. Until then it holds, of each product, the input and the gradient of the output."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        # What the products hang on in the graph: parameters must not be there, or whoever waits for their gradients
+        # would be told in the first half.
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._deferred: list[tuple[_Product, Tensor, Tensor]] = []
+        self._forward = False
+
+    @contextlib.contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Products with parameters put their weight gradients off."""
+        self._forward = True
+        try:
+            with _Splitting(self):
+                yield
+        finally:
+            self._forward = False
+
+    def apply(self, product: _Product, x: Tensor) -> Tensor:
+        """Run ``product`` on ``x``."""
+        result: Tensor = _Apart.apply(self._anchor, x, product, self)
+        return result
+
+    def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
+        """The weight's half of ``product`` is owed; not where a forward takes a derivative, which is of its inputs."""
+        if not self._forward:
+            self._deferred.append((product, x, gradient))
+
+    def part(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward has ended. A gradient that autograd took over as it was may lie in the memory of what is owed,
+        and the next micro-batch will add to it: give it memory of its own."""
+        held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in held:
+                parameter.grad = parameter.grad.clone()
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes held for the second half; a storage that is held twice counts once."""
+        storages = [
+            tensor.untyped_storage()
+            for _, x, gradient in self._deferred
+            for tensor in (x, gradient)
+        ]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def owes(self) -> set[nn.Parameter]:
+        """Parameters whose gradients are not complete."""
+        return {parameter for product, _, _ in self._deferred for parameter in product.parameters}
+
+    def finish(self, ready: Ready | None = None) -> None:
+        """Add what is owed to the parameters' gradients, last layer first; ``ready`` is told of each that is final."""
+        left = Counter(
+            parameter for product, _, _ in self._deferred for parameter in product.parameters
+        )
+        self._deferred.reverse()  # given back one by one, in the order of the backward
+        with torch.no_grad():
+            while self._deferred:
+                product, x, gradient = self._deferred.pop()
+                product.add_gradients(x, gradient)
+                for parameter in product.parameters:
+                    left[parameter] -= 1
+                    if ready is not None and not left[parameter]:
+                        ready(parameter)
+
+
+class _Apart(torch.autograd.Function):
+    """A product whose backward is the input's alone."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, product: _Product, halves: Halves) -> Tensor:
+        del anchor
+        ctx.product, ctx.halves = product, halves
+        ctx.save_for_backward(x)
+        return product.forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        ctx.halves.defer(ctx.product, x, gradient)
+        return (
+            None,
+            ctx.product.input_gradient(x, gradient) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Product(ABC):
+    """One use of a weight. ``used`` is the weight in the type that the product is computed in."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    used: Tensor
+    used_bias: Tensor | None
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those that get a gradient."""
+        found = [self.weight] if self.weight.requires_grad else []
+        if self.bias is not None and self.bias.requires_grad:
+            found.append(self.bias)
+        return tuple(found)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """The product."""
+
+    @abstractmethod
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of ``x``."""
+
+    @abstractmethod
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
+        """Add those of the parameters to ``.grad``."""
+
+
+class _Linear(_Product):
+    """``x @ weight.T + bias``: torch.nn.functional.linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.used_bias is None or x.dim() == 2:
+            return F.linear(x, self.used, self.used_bias)
+        # torch returns a view here, and what a function returns as a view could not be changed in place.
+        result = x.new_empty((*x.shape[:-1], len(self.used)))
+        torch.addmm(self.used_bias, _matrix(x), self.used.t(), out=result.view(-1, len(self.used)))
+        return result
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        del x
+        return gradient @ self.used
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
+        flat = _matrix(gradient)
+        if self.weight.requires_grad:
+            _add_product(self.weight, flat.t(), _matrix(x))
+        _add_bias(self.bias, flat)
+
+
+class _Matrix(_Product):
+    """``x @ weight + bias``: matrix products, torch.addmm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.used_bias is not None:
+            return torch.addmm(self.used_bias, x, self.used)
+        return torch.matmul(x, self.used)
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        del x
+        return gradient @ self.used.t()
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
+        flat = _matrix(gradient)
+        if self.weight.requires_grad:
+            _add_product(self.weight, _matrix(x).t(), flat)
+        _add_bias(self.bias, flat)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Convolution(_Product):
+    """A convolution over 1 to 3 dimensions; ``options`` are torch.convolution's from ``stride`` on."""
+
+    options: tuple[Any, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.convolution(x, self.used, self.used_bias, *self.options)
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        return self._backward(x, gradient, (True, False, False))[0]
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
+        wanted = [
+            parameter is not None and parameter.requires_grad
+            for parameter in (self.weight, self.bias)
+        ]
+        found = self._backward(x, gradient, (False, *wanted))[1:]
+        for parameter, value in zip((self.weight, self.bias), found):
+            if parameter is not None and parameter.requires_grad:
+                _add(parameter, value)
+
+    def _backward(self, x: Tensor, gradient: Tensor, mask: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        sizes = None if self.bias is None else [len(self.bias)]
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            gradient, x, self.used, sizes, *self.options, mask
+        )
+        return found
+
+
+class _Splitting(TorchFunctionMode):
+    """Replaces products with parameters."""
+
+    def __init__(self, halves: Halves) -> None:
+        super().__init__()
+        self._halves = halves
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _MAKERS and torch.is_grad_enabled():
+            found = _make(func, *args, **(kwargs or {}))
+            if found is not None:
+                return self._halves.apply(*found)
+        return func(*args, **(kwargs or {}))
+
+
+def _make(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[_Product, Tensor] | None:
+    """The product that stands for a call, and its input; None where the call is left as it is."""
+    try:
+        return _MAKERS[func](*args, **kwargs)
+    except TypeError:  # called in another way than these know
+        return None
+
+
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[_Product, Tensor] | None:
+    if not _splits(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
+        return None
+    return _Linear(*_as_computed(weight, bias)), _cast(input)
+
+
+def _matmul(input: Tensor, other: Tensor) -> tuple[_Product, Tensor] | None:
+    if not _splits(input, other, None) or other.dim() != 2 or input.dim() < 2:
+        return None
+    return _Matrix(*_as_computed(other, None)), _cast(input)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> tuple[_Product, Tensor] | None:
+    if not _splits(mat1, mat2, input) or input.dim() != 1:
+        return None
+    return _Matrix(*_as_computed(mat2, input)), _cast(mat1)
+
+
+def _convolution(
+    dimensions: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[_Product, Tensor] | None:
+    if (
+        not _splits(input, weight, bias)
+        or isinstance(padding, str)
+        or input.dim() != dimensions + 2
+    ):
+        return None
+
+    def each(value: Any) -> list[int]:
+        values = [value] if isinstance(value, int) else list(value)
+        return values * dimensions if len(values) == 1 else values
+
+    options = (each(stride), each(padding), each(dilation), False, [0] * dimensions, groups)
+    return _Convolution(*_as_computed(weight, bias), options), _cast(input)
+
+
+_MAKERS: dict[Callable[..., Any], Callable[..., tuple[_Product, Tensor] | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    torch.conv1d: partial(_convolution, 1),
+    torch.conv2d: partial(_convolution, 2),
+    torch.conv3d: partial(_convolution, 3),
+}
+
+
+def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product's parameters are just that: leaves that collect gradients, one of them at least."""
+    parameters = [weight] if bias is None else [weight, bias]
+    plain = (
+        all(isinstance(p, nn.Parameter) and type(p.data) is Tensor for p in parameters)
+        and type(x) is Tensor
+    )
+    return plain and any(p.requires_grad for p in parameters)
+
+
+def _as_computed(
+    weight: Any, bias: Any
+) -> tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor | None]:
+    """A product's parameters, and them as the product uses them."""
+    with torch.no_grad():
+        return weight, bias, _cast(weight.detach()), None if bias is None else _cast(bias.detach())
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast would."""
+    kind = tensor.device.type
+    if (
+        not torch.is_autocast_enabled(kind)
+        or tensor.dtype is torch.float64
+        or not tensor.is_floating_point()
+    ):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """Rows and everything before them as one dimension."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _add_bias(bias: nn.Parameter | None, gradient: Tensor) -> None:
+    if bias is not None and bias.requires_grad:
+        _add(bias, gradient.sum(0))
+
+
+def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to a gradient; where it has the same type, without a copy in between."""
+    if parameter.grad is not None and parameter.grad.dtype is a.dtype:
+        parameter.grad.addmm_(a, b)
+    else:
+        _add(parameter, a @ b)
+
+
+def _add(parameter: nn.Parameter, value: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter).copy_(
+            value.view_as(parameter)
+        )  # lies as the parameter does
+    else:
+        parameter.grad.add_(value.view_as(parameter))

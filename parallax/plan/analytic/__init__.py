@@ -1,0 +1,1 @@
+"""Profiles and clusters from numbers, for what is not at hand."""

@@ -1,0 +1,221 @@
+"""Clusters that are not at hand, put together from the kinds in :mod:`parallax.plan.analytic.hardware`, to plan for.
+
+A catalog cluster has one or more sorts of nodes; each sort has one kind of device. What a plan needs to know beyond
+data sheets is asked for here: how many, which links, what the hosts hold, and what a device costs per hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallax.common.units import format_bytes, parse_bytes
+from parallax.errors import ConfigError, check_choice, check_count, check_positive
+from parallax.plan.analytic.hardware import (
+    DEVICE_KINDS,
+    LINK_KINDS,
+    DeviceKind,
+    device_kind,
+    link_kind,
+)
+from parallax.plan.cluster import Cluster, Device, Link, Node
+
+AUTO = "auto"
+UPDATE_BYTES = 28
+"""Bytes that AdamW in fp32 on the host moves for one parameter: it reads weight, gradient and two moments, and writes
+all but the gradient."""
+ALLOCATOR_BYTES = 256 * 2**20
+"""What PyTorch's caching allocator reserves whatever the model: small segments and workspaces of libraries."""
+GAP_TENSORS = 113.0
+"""What it reserves beyond its tensors, in tensors of the size of those between layers; a transformer's layer saves
+sixteen of that size. Holes are that large because a request larger than a hole gets new memory and a smaller one splits
+it; they do not grow with the micro-batches in flight, because what one leaves behind the next one uses. Replaying a
+step's tensors by the allocator's rules leaves 7 to 55 of them; published runs of another engine reserved 62 to 92 more
+than the planner's tensors, most of it gradients that this engine widens module by module (``benchmarks/validation``).
+This one widens them in buckets; as what it leaves was never measured on such devices, the number covers those runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatalogClusterConfig:
+    """Machines to plan for without having them. Lists describe several sorts of nodes, one entry each.
+
+    ``device``: a kind such as a100-80. ``nodes`` with ``devices_per_node`` each; ``devices``: how many in all, which
+    asks for as many nodes as they need, or spreads them evenly over the ``nodes`` given. ``device_memory``: the budget
+    of each device, of which context and libraries take their part (auto: all that the kind has); ``host_memory`` and
+    ``disk`` of each node are the tiers below. ``local`` links devices of a node and ``remote`` nodes, per device;
+    ``host`` links a device to its host (auto: what the kind of device has). ``host_bandwidth``: bytes per second of a
+    node's memory, which the host's optimizer works in. ``gap_share`` and ``gap_tensors``: what the allocator loses, as
+    a share of what comes and goes, and in tensors of the size of those between blocks; ``overlap_loss``: the share
+    that computing loses while links carry bytes. ``price_per_hour`` of a device, in any currency.
+    """
+
+    name: str = "catalog"
+    device: str | list[str] = "a100-80"
+    nodes: int | str | list[int] = AUTO
+    devices_per_node: int | list[int] = 8
+    devices: int | str = AUTO
+    device_memory: int | str = AUTO
+    host_memory: int | str = "1TiB"
+    disk: int | str = "1TiB"
+    local: str = AUTO
+    remote: str = "infiniband-hdr"
+    host: str = AUTO
+    host_bandwidth: float = 200e9
+    gap_share: float = 0.0
+    gap_tensors: float = GAP_TENSORS
+    overlap_loss: float = 0.0
+    price_per_hour: float | list[float] = 0.0
+
+    def __post_init__(self) -> None:
+        for kind in _listed(self.device):
+            check_choice("cluster.device", kind, DEVICE_KINDS)
+        for key in ("local", "remote", "host"):
+            check_choice(f"cluster.{key}", getattr(self, key), [AUTO, *LINK_KINDS])
+        for key in ("nodes", "devices"):
+            for count in _listed(getattr(self, key)):
+                check_count(f"cluster.{key}", count)
+        for count in _listed(self.devices_per_node):
+            check_positive("cluster.devices_per_node", count)
+        for key in ("host_memory", "disk"):
+            parse_bytes(getattr(self, key), f"cluster.{key}")
+        for kind in _listed(self.device):
+            self._memory(device_kind(kind))
+        for price in _listed(self.price_per_hour):
+            check_positive("cluster.price_per_hour", price, zero=True)
+        check_positive("cluster.host_bandwidth", self.host_bandwidth)
+        check_positive("cluster.gap_tensors", self.gap_tensors, zero=True)
+        for key in ("gap_share", "overlap_loss"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ConfigError(
+                    f"cluster.{key}={getattr(self, key)}: accepted are shares from 0 to below 1"
+                )
+        for key in ("nodes", "devices_per_node", "price_per_hour"):
+            if len(_listed(getattr(self, key))) not in (1, self.sorts):
+                raise ConfigError(
+                    f"cluster.{key}={getattr(self, key)}: one value, or one for each of {self.sorts} kinds of device"
+                )
+        self._counts()
+
+    @property
+    def sorts(self) -> int:
+        """How many sorts of nodes there are."""
+        return len(_listed(self.device))
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The first kind of device: the one that profiles are for."""
+        return device_kind(_listed(self.device)[0])
+
+    def build(self, *, dtype: str = "bf16", tier: str = AUTO, weight_bytes: int = 4) -> Cluster:
+        """The cluster. ``dtype`` is the one of matrix products, in which kinds of devices are compared; ``tier`` is
+        where offloaded data goes (auto, host, disk or none); a parameter takes ``weight_bytes``."""
+        check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
+        nodes: list[Node] = []
+        kinds = [device_kind(name) for name in _listed(self.device)]
+        for sort, (kind, counts) in enumerate(zip(kinds, self._counts())):
+            speed = kind.peak(dtype) / self.kind.peak(dtype)
+            for count in counts:
+                price = _entry(self.price_per_hour, sort)
+                device = replace(
+                    self._device(kind, count, tier, weight_bytes), speed=speed, price_per_hour=price
+                )
+                nodes.append(
+                    Node(name=f"node{len(nodes)}", devices=(device,) * count, concurrent=count)
+                )
+        links = [self._link("local", kind.device_link) for kind in kinds]
+        return Cluster(
+            nodes=tuple(nodes),
+            local=min(links, key=lambda link: link.bytes_per_second),
+            remote=link_kind(self.remote).link(),
+            local_over_host=any(
+                self._link_name("local", kind.device_link)
+                == self._link_name("host", kind.host_link)
+                for kind in kinds
+            ),
+        )
+
+    def _counts(self) -> list[list[int]]:
+        """Devices of every node, sort by sort."""
+        if self.devices == AUTO:
+            nodes = [_entry(self.nodes, sort) for sort in range(self.sorts)]
+            return [
+                [_entry(self.devices_per_node, sort)] * (1 if count == AUTO else count)
+                for sort, count in enumerate(nodes)
+            ]
+        if self.sorts > 1:
+            raise ConfigError(
+                f"cluster.devices={self.devices}: {self.sorts} kinds of device are counted by cluster.nodes and "
+                "cluster.devices_per_node"
+            )
+        devices, most, nodes = (
+            int(self.devices),
+            _entry(self.devices_per_node, 0),
+            _entry(self.nodes, 0),
+        )
+        if nodes == AUTO:
+            return [[min(most, devices - first) for first in range(0, devices, most)]]
+        if devices % nodes or devices > nodes * most:
+            raise ConfigError(
+                f"cluster.devices={devices}: must be spread evenly over cluster.nodes={nodes}, with up to "
+                f"cluster.devices_per_node={most} on each"
+            )
+        return [[devices // nodes] * nodes]
+
+    def _device(self, kind: DeviceKind, count: int, tier: str, weight_bytes: int) -> Device:
+        """One of ``count`` devices of a node, with its share of the host. A CPU's memory has no caching allocator."""
+        caching = kind.host_link != "disk"
+        below = tier if tier != AUTO else "disk" if kind.host_link == "disk" else "host"
+        link = link_kind("disk").link() if below == "disk" else self._link("host", kind.host_link)
+        below_bytes = (
+            0
+            if below == "none"
+            else parse_bytes(getattr(self, _TIERS[below]), f"cluster.{_TIERS[below]}")
+        )
+        return Device(
+            kind=kind.name,
+            memory_bytes=self._memory(kind),
+            tier=below,
+            tier_bytes=below_bytes // count,
+            write=link,
+            read=link,
+            reserve_bytes=kind.context_bytes + caching * ALLOCATOR_BYTES,
+            gap_share=self.gap_share,
+            gap_tensors=caching * self.gap_tensors,
+            overlap_loss=self.overlap_loss,
+            host_update_seconds=UPDATE_BYTES / weight_bytes * count / self.host_bandwidth
+            if below == "host"
+            else 0.0,
+        )
+
+    def _memory(self, kind: DeviceKind) -> int:
+        """The budget of one device."""
+        if self.device_memory == AUTO:
+            return kind.memory_bytes
+        asked = parse_bytes(self.device_memory, "cluster.device_memory")
+        if asked <= kind.context_bytes:
+            raise ConfigError(
+                f"cluster.device_memory={self.device_memory}: context and libraries alone take "
+                f"{format_bytes(kind.context_bytes)} of {kind.name}, which has {format_bytes(kind.memory_bytes)}"
+            )
+        return asked
+
+    def _link(self, key: str, usual: str) -> Link:
+        return link_kind(self._link_name(key, usual)).link()
+
+    def _link_name(self, key: str, usual: str) -> str:
+        name: str = getattr(self, key)
+        return usual if name == AUTO else name
+
+
+_TIERS = {"host": "host_memory", "disk": "disk"}
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _entry(value: Any, sort: int) -> Any:
+    """The value for one sort of nodes; a single value is for all."""
+    listed = _listed(value)
+    return listed[sort if len(listed) > 1 else 0]

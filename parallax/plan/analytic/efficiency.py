@@ -1,0 +1,368 @@
+"""From what a model asks to the seconds a kind of device takes, with few numbers that measurements correct.
+
+A device reaches a share of its peaks: ``matmul`` of its operations per second in matrix products and ``bandwidth`` of
+its memory's bytes per second in everything else. Small kernels reach less. A kernel that starts and ends in
+``kernel_seconds`` reaches e(w) = w / (w + w₀) of what large ones do, w being its work and w₀ what the device does in
+those seconds; since w / e(w) = w + w₀, its time is affine in w (Hockney's half-performance length, 1988). And however
+small kernels are, the host needs ``launch_seconds`` to issue each of them, which is the floor of a block's time.
+So a block's seconds are exactly an :class:`~parallax.plan.profile.Affine` of its rows::
+
+    seconds(rows) = max(kernels · launch_seconds,
+                        kernels · kernel_seconds + flops(rows) / (matmul · peak) + bytes(rows) / (bandwidth · peak))
+
+:func:`calibrate` fits these numbers to any measurements that they predict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.errors import ConfigError, check_choice, printable
+from parallax.plan.analytic.hardware import DeviceKind
+from parallax.plan.profile import Affine, BlockCost, ModelProfile
+from parallax.plan.work import BlockWork, ModelWork, Work
+
+
+def _share(default: float, *, spread: float, most: float = 1.0) -> float:
+    """A share of a peak. Before anything is measured, its logarithm is known to within ``spread`` (a standard
+    deviation), and software is known to reach ``most``."""
+    return field(default=default, metadata={"spread": spread, "most": most, "share": True})
+
+
+def _seconds(default: float) -> float:
+    """Seconds that software takes, of which the order of magnitude is known."""
+    return field(default=default, metadata={"spread": 1.0, "most": math.inf, "share": False})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What software reaches of a device.
+
+    ``matmul``            share of peak operations per second in large matrix products
+    ``logits``            share of ``matmul`` in the model's last block, where the vocabulary is a matrix's width, which
+                          suits tensor cores only when it is padded
+    ``bandwidth``         share of peak memory bytes per second in everything else that a block does
+    ``kernel_seconds``    seconds of starting and ending a kernel on the device
+    ``launch_seconds``    seconds of the host to issue a kernel
+    ``update``            share of peak memory bytes per second in the optimizer's step
+    ``network``           share of a link's bytes per second in all-reduces
+    ``exchange_seconds``  seconds of a transfer between stages besides its bytes: launches and waits on both sides
+    ``step_seconds``      seconds of a step besides its blocks, transfers, reductions and update
+
+    The defaults are those of eager PyTorch on a server: an operation that :class:`~parallax.plan.work.Work` counts as
+    one kernel is two or three, of 10 µs each on the host; optimizers are fused; all-reduces reach what nccl-tests does.
+    """
+
+    matmul: float = _share(0.7, spread=0.1, most=0.9)
+    logits: float = _share(0.8, spread=0.7)
+    bandwidth: float = _share(0.8, spread=0.7, most=0.95)
+    kernel_seconds: float = _seconds(4e-6)
+    launch_seconds: float = _seconds(25e-6)
+    update: float = _share(0.7, spread=0.5, most=0.95)
+    network: float = _share(0.85, spread=0.3)
+    exchange_seconds: float = _seconds(100e-6)
+    step_seconds: float = _seconds(3e-3)
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            value = getattr(self, known.name)
+            text = f"efficiency: {known.name}={printable(str(value))}"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{text}: a number is wanted")
+            if known.metadata["share"] and not 0 < value <= 1:
+                raise ConfigError(f"{text}: accepted are shares above 0, up to 1")
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{text}: accepted are finite seconds from 0")
+
+    def to_json(self) -> str:
+        """The numbers as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Efficiency:
+        """The numbers of :meth:`to_json`; those left out keep their defaults. Raises :class:`ConfigError`."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"not an efficiency file: {printable(str(error))}; write one with Efficiency.to_json"
+            ) from error
+        if not isinstance(data, dict):
+            raise ConfigError(
+                f"not an efficiency file: an object of numbers is wanted, not {type(data).__name__}"
+            )
+        for name in data:
+            check_choice("efficiency", name, FIELDS)
+        return cls(**data)
+
+
+FIELDS = tuple(known.name for known in fields(Efficiency))
+_KNOWN = {known.name: known.metadata for known in fields(Efficiency)}
+
+DEFAULTS: dict[str, Efficiency] = {
+    # 90 of 125 TFLOP/s in large fp16 products; 780 of 900 GB/s in streaming kernels (Jia et al. 2018, Volta by
+    # microbenchmarks).
+    "v100": Efficiency(matmul=0.70, bandwidth=0.80),
+    # 220 of 312 TFLOP/s over a layer's products. Megatron's 44–52 % of peak for whole models (Narayanan et al. 2021,
+    # table 1) are what these shares give together with full attention, recomputation and the optimizer's step.
+    "a100-40": Efficiency(matmul=0.70, bandwidth=0.80),
+    "a100-80": Efficiency(matmul=0.70, bandwidth=0.80),
+    # 600–700 of 989 TFLOP/s: the power limit lowers the clock under full tensor load (Shah et al. 2024,
+    # FlashAttention-3, figure 5, cuBLAS).
+    "h100": Efficiency(matmul=0.62, bandwidth=0.80, kernel_seconds=3e-6),
+    "h200": Efficiency(matmul=0.62, bandwidth=0.80, kernel_seconds=3e-6),
+    # 72 W hold the clock at about half of its maximum under tensor load.
+    "l4": Efficiency(matmul=0.50, bandwidth=0.80),
+    # 450 W hold the clock near its maximum; a 72 MB cache helps what streams.
+    "rtx4090": Efficiency(matmul=0.80, bandwidth=0.85),
+    # Derived: the share of h100, whose power limit grew as its peak did.
+    "b200": Efficiency(matmul=0.62, bandwidth=0.80, kernel_seconds=3e-6),
+    # 105 of 160 GFLOP/s in fp32 products, 12 of 20 GB/s in copies; operators run as they are issued, so what they
+    # cost is counted once, in kernel_seconds.
+    "cpu-core": Efficiency(
+        matmul=0.65,
+        logits=1.0,
+        bandwidth=0.60,
+        kernel_seconds=10e-6,
+        launch_seconds=0.0,
+        step_seconds=1e-3,
+    ),
+}
+"""What to expect of a kind of device before anything was measured on it."""
+
+
+def default_efficiency(kind: DeviceKind) -> Efficiency:
+    """What a kind usually reaches; kinds that are not in :data:`DEFAULTS` get the class's defaults."""
+    return DEFAULTS.get(kind.name, Efficiency())
+
+
+def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = None) -> ModelProfile:
+    """The profile of a model on a kind of device, for which nothing needs to be run."""
+    reached = efficiency or default_efficiency(kind)
+    rate = _Rate(
+        kind.peak(work.dtype) * reached.matmul, kind.bytes_per_second * reached.bandwidth, reached
+    )
+    last = replace(rate, flops=rate.flops * reached.logits)
+    return ModelProfile(
+        model=work.model,
+        fingerprint=work.fingerprint,
+        device=kind.name,
+        precision=work.precision,
+        blocks=(*(_cost(block, rate) for block in work.blocks[:-1]), _cost(work.blocks[-1], last)),
+        ties=work.ties,
+        optimizer_bytes=work.optimizer_bytes,
+        gradient_bytes=work.gradient_bytes,
+        master_bytes=work.master_bytes,
+        optimizer_seconds=_update_traffic(work) / (kind.bytes_per_second * reached.update),
+        source="analytic",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """Operations and bytes per second that are reached, and what a kernel costs besides."""
+
+    flops: float
+    bytes: float
+    reached: Efficiency
+
+    def seconds(self, *works: Work) -> Affine:
+        """Seconds of works that run one after the other."""
+        kernels = sum(work.kernels for work in works)
+        return Affine(
+            fixed=kernels * self.reached.kernel_seconds
+            + sum(work.flops.fixed / self.flops + work.bytes.fixed / self.bytes for work in works),
+            per_row=sum(
+                work.flops.per_row / self.flops + work.bytes.per_row / self.bytes for work in works
+            ),
+            floor=kernels * self.reached.launch_seconds,
+        )
+
+
+def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
+    return BlockCost(
+        name=block.name,
+        parameters=block.parameters,
+        parameter_bytes=block.parameter_bytes,
+        largest_bytes=block.largest_bytes,
+        buffer_bytes=block.buffer_bytes,
+        forward_seconds=rate.seconds(block.forward),
+        backward_seconds=rate.seconds(block.input_gradient, block.weight_gradient),
+        weight_seconds=rate.seconds(block.weight_gradient),
+        moved=block.moved,
+        stays=block.stays,
+        by_loss=block.by_loss,
+        input=block.input,
+        output=block.output,
+        forward_work=block.forward_work,
+        backward_work=block.backward_work,
+        deferred=block.deferred,
+    )
+
+
+def _update_traffic(work: ModelWork) -> float:
+    """Bytes that an optimizer moves for one byte of parameters: it reads and writes its states and the copies it
+    steps, reads the gradients and writes the parameters, which it reads too where there are no copies."""
+    parameters = 1.0 if work.master_bytes > 0 else 2.0
+    return 2 * (work.optimizer_bytes + work.master_bytes) + work.gradient_bytes + parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A measurement and the way to predict it, in seconds above zero."""
+
+    predict: Callable[[Efficiency], float]
+    seconds: float
+
+
+NOISE = 0.03
+"""Standard deviation of the logarithm of a measurement around the best prediction of it."""
+OUTLIER = 2.0
+"""Standard deviations beyond which a measurement pulls no harder (Huber 1964)."""
+LAUNCHES = (1.0, 5.0)
+"""Multiples of ``launch_seconds`` to start from: where launching is not what takes the time, nothing tells how long it
+takes, so an optimum on one side of that floor cannot be seen from the other."""
+STEP = 1e-4
+"""Change of a logarithm by which derivatives are taken."""
+LONGEST = 1.0
+"""The most by which a logarithm changes at once."""
+ITERATIONS = 40
+ENOUGH = 1e-7
+"""Relative improvement below which the search ends."""
+
+
+def calibrate(
+    start: Efficiency, observations: Sequence[Observation], fields: Sequence[str] | None = None
+) -> Efficiency:
+    """The numbers that predict ``observations`` best, without leaving ``start`` for no reason.
+
+    Minimises Σ huber(log(predicted / measured) / noise) + Σ (log(number / start) / spread)² over the logarithms of
+    ``fields`` (all that are above zero) by Levenberg's and Marquardt's damped Gauss–Newton steps (Marquardt 1963) with
+    Huber's weights. Logarithms, because errors of times and of rates are relative; the second sum, a log-normal prior,
+    keeps what the observations do not tell, so one measurement is as welcome as a hundred.
+
+    Raises :class:`ConfigError` for measurements or predictions that are not above zero and for numbers that cannot be
+    fitted.
+    """
+    chosen = (
+        tuple(fields)
+        if fields is not None
+        else tuple(name for name in FIELDS if getattr(start, name) > 0)
+    )
+    for name in chosen:
+        check_choice("efficiency", name, FIELDS)
+        if getattr(start, name) <= 0:
+            raise ConfigError(
+                f"efficiency: {name}=0 cannot be fitted: start from a small number above zero"
+            )
+    for observation in observations:
+        if not 0 < observation.seconds < math.inf:
+            raise ConfigError(
+                f"calibration: a measurement of {observation.seconds} s must be above zero and finite"
+            )
+    if not observations or not chosen:
+        return start
+    return _Fit(start, observations, chosen).solve()
+
+
+Vector = NDArray[np.float64]
+
+
+class _Fit:
+    """One calibration. A point is the logarithm of each number relative to its start."""
+
+    def __init__(
+        self, start: Efficiency, observations: Sequence[Observation], names: tuple[str, ...]
+    ) -> None:
+        self.start, self.observations, self.names = start, observations, names
+        self.origin = np.array([math.log(getattr(start, name)) for name in names])
+        self.most = np.array([max(_KNOWN[name]["most"], getattr(start, name)) for name in names])
+        self.highest = np.log(self.most) - self.origin
+        self.precision = np.array([_KNOWN[name]["spread"] ** -2 for name in names])
+        self.measured = np.log([observation.seconds for observation in observations])
+
+    def at(self, point: Vector) -> Efficiency:
+        """The numbers at a point."""
+        values = np.minimum(np.exp(self.origin + point), self.most)
+        return replace(
+            self.start, **{name: float(value) for name, value in zip(self.names, values)}
+        )
+
+    def residuals(self, point: Vector) -> Vector:
+        """Errors of all observations in standard deviations."""
+        efficiency = self.at(point)
+        predicted = np.array([observation.predict(efficiency) for observation in self.observations])
+        if not np.all((predicted > 0) & np.isfinite(predicted)):
+            raise ConfigError(
+                f"calibration: a prediction of {predicted.min()} s must be above zero and finite"
+            )
+        return np.asarray((np.log(predicted) - self.measured) / NOISE)
+
+    def jacobian(self, point: Vector) -> Vector:
+        """Derivatives of the residuals, shape (observations, numbers); one-sided where a share is at its bound."""
+        columns = []
+        for index in range(len(point)):
+            step = np.zeros_like(point)
+            step[index] = STEP
+            ahead, behind = np.minimum(point + step, self.highest), point - step
+            columns.append(
+                (self.residuals(ahead) - self.residuals(behind)) / (ahead - behind)[index]
+            )
+        return np.stack(columns, axis=1)
+
+    def loss(self, point: Vector, residuals: Vector) -> float:
+        """What is minimised."""
+        size = np.abs(residuals)
+        huber = np.where(size <= OUTLIER, residuals**2, OUTLIER * (2 * size - OUTLIER))
+        return float(huber.sum() + (self.precision * point**2).sum())
+
+    def solve(self) -> Efficiency:
+        """The best of the descents from every start."""
+        launch = np.array([float(name == "launch_seconds") for name in self.names])
+        starts = [
+            math.log(multiple) * launch for multiple in (LAUNCHES if launch.any() else LAUNCHES[:1])
+        ]
+        ends = [self.descend(start) for start in starts]
+        return self.at(min(ends, key=lambda end: end[0])[1])
+
+    def descend(self, point: Vector) -> tuple[float, Vector]:
+        """Step until nothing improves; a step that does not improve is shortened by more damping."""
+        residuals, damping = self.residuals(point), 1e-2
+        loss = self.loss(point, residuals)
+        for _ in range(ITERATIONS):
+            curvature, gradient = self.slope(point, residuals)
+            while damping < 1e8:
+                trial = self.step(point, curvature, gradient, damping)
+                trial_residuals = self.residuals(trial)
+                trial_loss = self.loss(trial, trial_residuals)
+                if trial_loss < loss:
+                    break
+                damping *= 4.0
+            else:
+                break
+            gain, damping = loss - trial_loss, damping * 0.3
+            point, residuals, loss = trial, trial_residuals, trial_loss
+            if gain < ENOUGH * loss:
+                break
+        return loss, point
+
+    def slope(self, point: Vector, residuals: Vector) -> tuple[Vector, Vector]:
+        """Half of the loss's curvature, by Gauss and Newton, and half of its gradient."""
+        slopes = self.jacobian(point)
+        weights = OUTLIER / np.maximum(OUTLIER, np.abs(residuals))
+        curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(self.precision)
+        return curvature, slopes.T @ (weights * residuals) + self.precision * point
+
+    def step(self, point: Vector, curvature: Vector, gradient: Vector, damping: float) -> Vector:
+        """The damped step; a share that would leave its bound outwards stays there."""
+        free = (point < self.highest) | (gradient > 0)
+        system = (curvature + damping * np.diag(np.diag(curvature)))[np.ix_(free, free)]
+        step = np.zeros_like(point)
+        step[free] = np.linalg.solve(system, -gradient[free])
+        return np.minimum(point + np.clip(step, -LONGEST, LONGEST), self.highest)

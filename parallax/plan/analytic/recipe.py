@@ -1,0 +1,72 @@
+"""How numbers are stored: what a parameter and an activation take under a recipe for training.
+
+Mixed precision is done in two ways. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters and
+gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients in
+full precision and casts each weight once per micro-batch. Both run as they are planned here:
+``parallax/model/precision.py`` names its formats as recipes are named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallax.errors import check_choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Bytes of one number. ``dtype`` is the one of matrix products, ``compute`` its bytes; ``residual`` those of the
+    stream between blocks, which autocast leaves in full precision because norms do. Per parameter: ``weight``,
+    ``gradient``, ``master`` (full-precision copy), ``optimizer`` (AdamW: two moments), and ``cast``, the copy that
+    autocast keeps of the weight of a matrix product between forward and backward."""
+
+    dtype: str
+    compute: int
+    residual: int
+    weight: int
+    gradient: int
+    master: int
+    optimizer: int
+    cast: int = 0
+
+
+def _full(dtype: str, size: int) -> Recipe:
+    return Recipe(
+        dtype=dtype,
+        compute=size,
+        residual=size,
+        weight=size,
+        gradient=size,
+        master=0,
+        optimizer=2 * size,
+    )
+
+
+def _mixed(dtype: str) -> Recipe:
+    return Recipe(dtype=dtype, compute=2, residual=2, weight=2, gradient=2, master=4, optimizer=8)
+
+
+def _cast(dtype: str) -> Recipe:
+    return Recipe(
+        dtype=dtype, compute=2, residual=4, weight=4, gradient=4, master=0, optimizer=8, cast=2
+    )
+
+
+AUTOCAST = "fp32+bf16 autocast"
+
+RECIPES: dict[str, Recipe] = {
+    "fp32": _full("fp32", 4),
+    "tf32": _full("tf32", 4),
+    "fp64": _full("fp64", 8),
+    "fp16": _mixed("fp16"),
+    "bf16": _mixed("bf16"),
+    AUTOCAST: _cast("bf16"),
+    "fp32+fp16 autocast": _cast("fp16"),
+}
+"""By name. fp16 and bf16 alone are mixed precision in Megatron's way."""
+
+
+def recipe(precision: str) -> Recipe:
+    """The recipe of that name; raises :class:`~parallax.errors.ConfigError` naming the nearest."""
+    check_choice("precision", precision, RECIPES)
+    return RECIPES[precision]

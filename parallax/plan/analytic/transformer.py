@@ -1,0 +1,328 @@
+"""What a decoder of a given size asks of a device, from its shapes alone.
+
+A block is a list of operations, each of which says what it computes, what memory it reads and writes and what it saves;
+everything else is a sum. All figures are for one row, that is one sequence of ``sequence`` tokens.
+
+* Operations: a matrix product takes two per weight and token forward, two for the gradient of its input and two for
+  that of its weight (Narayanan et al. 2021, section 5.1). Attention computes every score when ``full`` and, because it
+  is causal, half of them when ``flash``, which computes them again backward: 2.5 times the operations (Dao 2023,
+  section 4.1).
+* Traffic, of everything but matrix products: each operator reads its inputs and writes its outputs once; scale, mask
+  and softmax are one operator, as are bias and GELU, and dropout and addition to the stream (Megatron's fusions).
+* Kernels: one per matrix product and operator. Norms and biases need one more for gradients of their parameters.
+* Saved activations: those of Korthikanti et al. 2022, section 4.1. With full attention, a plain MLP and dropout a layer
+  saves ``sequence · hidden · (34 + 5 · heads · sequence / hidden)`` bytes; without dropout two masks less, with flash
+  attention no scores.
+* Working memory: what a caching allocator holds for a block while it runs. It gives each size a place of its own, so
+  every saved tensor's gradient counts, not only those that are alive together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from parallax.errors import ConfigError, check_choice, check_positive
+from parallax.plan.analytic.recipe import Recipe, recipe
+from parallax.plan.profile import Affine
+from parallax.plan.work import BlockWork, ModelWork, Work
+
+STATISTIC = 4
+"""Bytes of a number that reductions keep in full precision: a mean, a sum of exponentials."""
+TOKEN = 8
+"""Bytes of a token's number (int64)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes of a decoder; the defaults are GPT-2 XL's (Radford et al. 2019).
+
+    ``ffn``: width of the MLP; 0 is four times ``hidden``, or, when ``gated``, 8/3 of it rounded up to a multiple of 256
+    (Touvron et al. 2023), because a gated MLP has three matrices instead of two. ``kv_heads``: heads of keys and values
+    (Ainslie et al. 2023); 0 is ``heads``. ``attention``: ``flash`` saves no scores, ``full`` does. ``positions``:
+    ``learned`` vectors or ``rotary`` turns. ``bias``: on matrices and norms. ``tied``: the head uses the embedding.
+    """
+
+    name: str = "transformer"
+    layers: int = 48
+    hidden: int = 1600
+    heads: int = 25
+    kv_heads: int = 0
+    ffn: int = 0
+    vocabulary: int = 50257
+    sequence: int = 1024
+    attention: str = "flash"
+    gated: bool = False
+    positions: str = "learned"
+    bias: bool = True
+    tied: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            check_positive(f"model.{key}", getattr(self, key))
+        for key in ("kv_heads", "ffn"):
+            check_positive(f"model.{key}", getattr(self, key), zero=True)
+        check_choice("model.attention", self.attention, ["flash", "full"])
+        check_choice("model.positions", self.positions, ["learned", "rotary"])
+        if self.hidden % self.heads:
+            raise ConfigError(f"model.heads={self.heads}: must divide model.hidden={self.hidden}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"model.dropout={self.dropout}: accepted are shares from 0 to below 1"
+            )
+
+    @property
+    def width(self) -> int:
+        """Width of the MLP."""
+        usual = 256 * math.ceil(8 * self.hidden / 3 / 256) if self.gated else 4 * self.hidden
+        return self.ffn or usual
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.hidden // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model; a tied matrix counts once."""
+        work = self.work("fp32")
+        return sum(block.parameters for block in work.blocks) - sum(
+            size // 4 for size, _ in work.ties
+        )
+
+    def work(self, precision: str = "bf16") -> ModelWork:
+        """Embedding, layers and head under the recipe named ``precision``
+        (:data:`~parallax.plan.analytic.recipe.RECIPES`)."""
+        how = recipe(precision)
+        shape = _Shape(self, how)
+        layer = shape.layer()
+        layers = [replace(layer, name=f"layer {i}") for i in range(self.layers)]
+        token_bytes = self.vocabulary * self.hidden * how.weight
+        text = json.dumps({**asdict(self), "precision": precision}, sort_keys=True)
+        return ModelWork(
+            model=self.name,
+            fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+            precision=precision,
+            dtype=how.dtype,
+            blocks=(shape.embedding(), *layers, shape.head(layer)),
+            ties=((token_bytes, (0, self.layers + 1)),) if self.tied else (),
+            optimizer_bytes=how.optimizer / how.weight,
+            gradient_bytes=how.gradient / how.weight,
+            master_bytes=how.master / how.weight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Op:
+    """One operation on one row. FLOPs, bytes of traffic and kernels are those of forward, input gradient and weight
+    gradient. ``weights`` are the parameters that enter a matrix product, ``others`` the rest. ``saved`` bytes may move,
+    ``stays`` are small; ``scratch`` is there only while it runs, gradients of what it saved aside; ``deferred`` is what
+    the gradient of its weights is made of."""
+
+    flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    traffic: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    kernels: tuple[int, int, int] = (1, 1, 0)
+    weights: int = 0
+    others: int = 0
+    saved: float = 0.0
+    stays: float = 0.0
+    scratch: float = 0.0
+    deferred: float = 0.0
+
+
+class _Shape:
+    """The blocks of one model under one recipe: first the operations, then the lists of them."""
+
+    def __init__(self, config: TransformerConfig, how: Recipe) -> None:
+        self.c, self.how = config, how
+        self.tokens = config.sequence
+        self.stream = float(how.residual * config.hidden * self.tokens)
+        self.mask = float(config.hidden * self.tokens) if config.dropout else 0.0
+
+    def numbers(self, per_token: int) -> float:
+        """Bytes of so many numbers for every token, in the type of matrix products."""
+        return float(self.how.compute * per_token * self.tokens)
+
+    def linear(self, inner: int, outer: int, *, saves: bool = True, bias: bool = True) -> _Op:
+        """A matrix product of ``inner`` numbers per token into ``outer``. Its input is saved unless another operation
+        has saved it. The bias is added by the product; its gradient is a sum over what comes back."""
+        flops = 2.0 * self.tokens * inner * outer
+        biased = bias and self.c.bias
+        return _Op(
+            flops=(flops, flops, flops),
+            traffic=(0.0, 0.0, self.numbers(outer) if biased else 0.0),
+            kernels=(1, 1, 2 if biased else 1),
+            weights=inner * outer,
+            others=outer if biased else 0,
+            saved=self.numbers(inner) if saves else 0.0,
+            deferred=self.numbers(inner * saves + outer),
+        )
+
+    def norm(self) -> _Op:
+        """A norm of the stream into the type of matrix products; its input is saved, two statistics per token stay."""
+        out = self.numbers(self.c.hidden)
+        return _Op(
+            traffic=(self.stream + out, 2 * self.stream + out, self.stream + out),
+            kernels=(1, 1, 1),
+            others=self.c.hidden * (2 if self.c.bias else 1),
+            saved=self.stream,
+            stays=2.0 * STATISTIC * self.tokens,
+        )
+
+    def residual(self) -> _Op:
+        """Dropout and addition to the stream; the mask of one byte per number is saved."""
+        out = self.numbers(self.c.hidden)
+        return _Op(
+            traffic=(2 * self.stream + out + self.mask, self.stream + out + self.mask, 0.0),
+            saved=self.mask,
+        )
+
+    def attention(self) -> _Op:
+        """Scores, softmax and the weighted sum of values: in one kernel, or one by one with all scores in memory.
+
+        Beside its saved softmax, ``full`` attention needs room for the scores that enter it and for their gradients.
+        """
+        c = self.c
+        flops = 4.0 * self.tokens * self.tokens * c.hidden
+        inputs, out = self.numbers(c.hidden + 2 * c.kv_width), self.numbers(c.hidden)
+        if c.attention == "flash":
+            return _Op(
+                flops=(flops / 2, 2.5 * flops / 2, 0.0),
+                traffic=(inputs + out, 2 * (inputs + out), 0.0),
+                kernels=(1, 3, 0),
+                saved=inputs,
+                stays=float(STATISTIC * self.tokens * c.heads),
+                scratch=float(
+                    STATISTIC * self.tokens * c.hidden
+                ),  # gradients of queries are summed in fp32
+            )
+        scores = self.numbers(self.tokens * c.heads)
+        dropped = scores + self.tokens * self.tokens * c.heads if c.dropout else 0.0
+        return _Op(
+            flops=(flops, 2 * flops, 0.0),
+            traffic=(2 * scores + 2 * dropped, 3 * scores + 2 * dropped, 0.0),
+            kernels=(3 + bool(c.dropout), 5 + bool(c.dropout), 0),
+            saved=inputs + scores + dropped,
+            scratch=2 * scores,
+        )
+
+    def rotation(self) -> _Op:
+        """Rotary turns of queries and keys (Su et al. 2021); nothing but the angles is saved."""
+        moved = 2 * self.numbers(self.c.hidden + self.c.kv_width)
+        return _Op(traffic=(moved, moved, 0.0), kernels=(2, 2, 0))
+
+    def activation(self) -> _Op:
+        """GELU of the wide numbers, or SiLU of the gate times them, in one kernel; its inputs are saved."""
+        wide, inputs = self.numbers(self.c.width), 2 if self.c.gated else 1
+        return _Op(traffic=((inputs + 1) * wide, (2 * inputs + 1) * wide, 0.0), saved=inputs * wide)
+
+    def loss(self) -> _Op:
+        """Cross-entropy: largest logit, sum and softmax, which is kept in full precision; backward its difference from
+        the targets, in the type of the logits."""
+        logits, softmax = self.numbers(self.c.vocabulary), self.softmax()
+        return _Op(
+            traffic=(2 * logits + softmax, softmax + logits, 0.0), kernels=(3, 2, 0), scratch=logits
+        )
+
+    def softmax(self) -> float:
+        """Bytes of what the loss keeps."""
+        return float(max(STATISTIC, self.how.compute) * self.tokens * self.c.vocabulary)
+
+    def embedding(self) -> BlockWork:
+        """Token vectors, and learned positions."""
+        c = self.c
+        tables = 2 if c.positions == "learned" else 1
+        op = _Op(
+            traffic=((tables + 1) * self.stream + self.mask, 0.0, 2 * self.stream + self.mask),
+            kernels=(tables, 0, tables),
+            others=c.hidden * (c.vocabulary + (c.sequence if tables > 1 else 0)),
+            saved=self.mask,
+            stays=float(TOKEN * self.tokens),
+        )
+        return self.block(
+            "embedding", [op], entering=float(TOKEN * self.tokens), leaving=self.stream
+        )
+
+    def layer(self) -> BlockWork:
+        """Pre-norm attention and MLP."""
+        c = self.c
+        gate = [self.linear(c.hidden, c.width, saves=False)] if c.gated else []
+        turn = [self.rotation()] if c.positions == "rotary" else []
+        ops = [
+            self.norm(),
+            self.linear(c.hidden, c.hidden + 2 * c.kv_width),
+            *turn,
+            self.attention(),
+            self.linear(c.hidden, c.hidden),
+            self.residual(),
+            self.norm(),
+            self.linear(c.hidden, c.width),
+            *gate,
+            self.activation(),
+            self.linear(c.width, c.hidden),
+            self.residual(),
+        ]
+        return self.block("layer", ops, entering=self.stream, leaving=self.stream)
+
+    def head(self, layer: BlockWork) -> BlockWork:
+        """Final norm, logits and loss. An allocator that keeps what it has given out by size finds no place for logits
+        where the tensors of a layer were: what a layer works with is still held while the head runs."""
+        c = self.c
+        ops = [self.norm(), self.linear(c.hidden, c.vocabulary, bias=False), self.loss()]
+        alone = self.block("head", ops, entering=self.stream, leaving=self.numbers(c.vocabulary))
+        return replace(
+            alone,
+            by_loss=Affine(per_row=self.softmax()),
+            forward_work=_sum(alone.forward_work, layer.forward_work),
+            backward_work=_sum(alone.backward_work, layer.backward_work),
+        )
+
+    def block(self, name: str, ops: Sequence[_Op], *, entering: float, leaving: float) -> BlockWork:
+        """The sum of operations. Backward, every saved tensor gets a gradient of its size and every parameter one that
+        is then added to the others of the step (three times its bytes of traffic). Autocast casts weights forward,
+        keeps the casts, and casts their gradients back."""
+        how = self.how
+        weights, parameters = (
+            sum(op.weights for op in ops),
+            sum(op.weights + op.others for op in ops),
+        )
+        saved, scratch = sum(op.saved for op in ops), sum(op.scratch for op in ops)
+        casts = float(how.cast * weights)
+        casting = float((how.weight + how.cast) * weights) if how.cast else 0.0
+        fixed_traffic = (casting, 0.0, casting + 3.0 * how.gradient * parameters)
+        forward, backward, weight = (
+            Work(
+                flops=Affine(per_row=sum(op.flops[i] for op in ops)),
+                bytes=Affine(fixed=fixed, per_row=sum(op.traffic[i] for op in ops)),
+                kernels=float(sum(op.kernels[i] for op in ops)),
+            )
+            for i, fixed in enumerate(fixed_traffic)
+        )
+        return BlockWork(
+            name=name,
+            parameters=parameters,
+            parameter_bytes=parameters * how.weight,
+            largest_bytes=max(max(op.weights, op.others) for op in ops) * how.weight,
+            forward=forward,
+            input_gradient=backward,
+            weight_gradient=weight,
+            moved=Affine(per_row=saved),
+            stays=Affine(fixed=casts, per_row=sum(op.stays for op in ops)),
+            input=Affine(per_row=entering),
+            output=Affine(per_row=leaving),
+            forward_work=Affine(per_row=scratch),
+            backward_work=Affine(fixed=how.gradient * parameters + casts, per_row=saved + scratch),
+            deferred=Affine(fixed=casts, per_row=sum(op.deferred for op in ops)),
+        )
+
+
+def _sum(a: Affine, b: Affine) -> Affine:
+    return Affine(fixed=a.fixed + b.fixed, per_row=a.per_row + b.per_row)

@@ -1,0 +1,89 @@
+"""What the planner is told: the group ``plan`` of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallax.errors import ConfigError, check_choice, check_count
+from parallax.plan.plan import Directive
+from parallax.plan.schedule import BUILT_IN, ORDERS, load_schedule, splits
+
+AUTO = "auto"
+INTERLEAVES = (2, 4)  # stages per position that are tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What the planner is told; ``auto`` leaves the choice to it.
+
+    ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
+    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, or one of your own as ``package.module:function``
+    (:func:`parallax.register_schedule`). ``interleave``: stages per device of the interleaved
+    schedule. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
+    the optimizer's states, and the parameters with their gradients, live: ``device``, or ``host``, the tier below it.
+    ``shard``: whether the replicas of a stage share the states on their devices, each with a part (``optimizer``), or
+    each have them all (``none``). ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps
+    differ from the prediction by more than a fifth.
+    """
+
+    stages: int | str = AUTO
+    replicas: int | str | list[int] = AUTO
+    schedule: str = AUTO
+    interleave: int | str = AUTO
+    activations: str = AUTO
+    optimizer: str = AUTO
+    parameters: str = AUTO
+    shard: str = AUTO
+    replan: str = "off"
+
+    def __post_init__(self) -> None:
+        if ":" in self.schedule:
+            load_schedule(self.schedule)
+        check_choice("plan.schedule", self.schedule, [AUTO, *ORDERS])
+        check_choice("plan.activations", self.activations, [AUTO, *Directive])
+        check_choice("plan.optimizer", self.optimizer, [AUTO, "device", "host"])
+        check_choice("plan.parameters", self.parameters, [AUTO, "device", "host"])
+        if self.parameters == "host" and self.optimizer == "device":
+            raise ConfigError(
+                "plan.parameters=host: the optimizer steps where parameters live; use plan.optimizer=host"
+            )
+        check_choice("plan.shard", self.shard, [AUTO, "none", "optimizer"])
+        if self.shard == "optimizer" and "host" in (self.optimizer, self.parameters):
+            raise ConfigError(
+                "plan.shard=optimizer: replicas share what is below the device in any case, and only that on it can be "
+                "sharded; use plan.optimizer=device, or plan.shard=none"
+            )
+        check_choice("plan.replan", self.replan, ["off", AUTO])
+        check_count("plan.stages", self.stages)
+        check_count("plan.interleave", self.interleave)
+        for count in self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]:
+            check_count("plan.replicas", count)
+        if self.interleave not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
+            raise ConfigError(
+                f"plan.interleave={self.interleave}: plan.schedule={self.schedule} has 1 stage per device"
+            )
+
+    @property
+    def schedules(self) -> list[str]:
+        """Schedules to try."""
+        if self.interleave not in (AUTO, 1):
+            return ["interleaved"]
+        if self.schedule != AUTO:
+            return [self.schedule]
+        return [name for name in BUILT_IN if name != "interleaved" or self.interleave == AUTO]
+
+    def check_streaming(self, model: str, *, tied: bool) -> None:
+        """Raise :class:`ConfigError` where the runtime cannot have all parameters below the device, as is asked for."""
+        if self.parameters == "host" and tied:
+            raise ConfigError(
+                f"plan.parameters=host: blocks of {model} share parameters, which must stay on the device: use "
+                "plan.parameters=device, or a model without shared parameters"
+            )
+        if self.parameters == "host" and all(
+            name == "interleaved" or splits(name) for name in self.schedules
+        ):
+            raise ConfigError(
+                f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "
+                f"plan.schedule={self.schedules[0]} does not have; use plan.schedule=1f1b or gpipe, or "
+                "plan.parameters=device"
+            )

@@ -1,0 +1,1 @@
+"""What a stage costs: seconds and bytes of one rank, by term."""

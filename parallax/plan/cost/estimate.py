@@ -1,0 +1,202 @@
+"""How much memory a model needs in training, before there is any machine to ask.
+
+On one device the answer is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with every
+activation kept and once with every one recomputed. For a pipeline of n stages it is what the fullest stage needs when
+the blocks are cut so that it needs the least: under 1F1B stage s holds up to n − s micro-batches, so early stages get
+fewer blocks. The least is found by bisection: whether a limit can be kept shows when every stage, from the first on,
+takes as many blocks as fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallax.plan.cluster import Device, Link
+from parallax.plan.cost.stage import load_block, load_stage
+from parallax.plan.plan import Directive
+from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
+from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import in_flight
+from parallax.plan.work import ModelWork
+
+SCHEDULE = "1f1b"
+ENOUGH = 1.005  # bisection ends when its limits are this close
+DIRECTIVES = (Directive.KEEP, Directive.RECOMPUTE)
+
+_NOWHERE = Link(bytes_per_second=1.0)
+ANY_DEVICE = Device(
+    kind="any", memory_bytes=1, tier="none", tier_bytes=0, write=_NOWHERE, read=_NOWHERE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNeed:
+    """A pipeline of ``stages``: bytes of its fullest stage with everything kept, and with everything recomputed."""
+
+    stages: int
+    keep_bytes: int
+    recompute_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Device bytes by term on one device, ``keep`` and ``recompute``, and what pipelines need. The device's own
+    reserve and its allocator's gaps are not in it."""
+
+    model: str
+    precision: str
+    parameters: int
+    rows: int
+    micro_batches: int
+    keep: dict[str, int]
+    recompute: dict[str, int]
+    pipelines: tuple[StageNeed, ...]
+
+
+def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "auto") -> Estimate:
+    """The memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows; auto is
+    one micro-batch."""
+    rows = global_batch if microbatch == "auto" else min(global_batch, int(microbatch))
+    micro_batches = micro_batch_count(global_batch, rows)
+    profile = without_seconds(work)
+    keep, recompute = (_terms(profile, directive, rows) for directive in DIRECTIVES)
+    return Estimate(
+        model=work.model,
+        precision=work.precision,
+        parameters=_unique_parameters(profile),
+        rows=rows,
+        micro_batches=micro_batches,
+        keep=keep,
+        recompute=recompute,
+        pipelines=tuple(
+            StageNeed(
+                stages=stages,
+                keep_bytes=_fullest(profile, Directive.KEEP, rows, micro_batches, stages),
+                recompute_bytes=_fullest(profile, Directive.RECOMPUTE, rows, micro_batches, stages),
+            )
+            for stages in stage_counts(len(profile.blocks))
+        ),
+    )
+
+
+def stage_counts(blocks: int) -> list[int]:
+    """1, 2, 4, … and as many as there are blocks."""
+    return [2**power for power in range(blocks.bit_length()) if 2**power < blocks] + [blocks]
+
+
+def without_seconds(work: ModelWork) -> ModelProfile:
+    """The bytes of a profile, without a device to say what takes how long."""
+    blocks = tuple(
+        BlockCost(
+            forward_seconds=NOTHING,
+            backward_seconds=NOTHING,
+            **{name: getattr(block, name) for name in _SIZES},
+        )
+        for block in work.blocks
+    )
+    return ModelProfile(
+        model=work.model,
+        fingerprint=work.fingerprint,
+        device="any",
+        precision=work.precision,
+        blocks=blocks,
+        ties=work.ties,
+        optimizer_bytes=work.optimizer_bytes,
+        gradient_bytes=work.gradient_bytes,
+        master_bytes=work.master_bytes,
+        source="analytic",
+    )
+
+
+_SIZES = (
+    *(
+        "name",
+        "parameters",
+        "parameter_bytes",
+        "largest_bytes",
+        "buffer_bytes",
+        "moved",
+        "stays",
+        "by_loss",
+    ),
+    *("input", "output", "forward_work", "backward_work", "deferred"),
+)
+
+
+def _unique_parameters(profile: ModelProfile) -> int:
+    """Parameters of the model; a shared one counts once."""
+    total = sum(block.parameters for block in profile.blocks)
+    total_bytes = sum(block.parameter_bytes for block in profile.blocks)
+    unique = profile.unique_parameter_bytes(range(len(profile.blocks)))
+    return round(total * unique / total_bytes) if total_bytes else 0
+
+
+def _terms(profile: ModelProfile, directive: Directive, rows: int) -> dict[str, int]:
+    load = load_stage(profile, 0, [directive] * len(profile.blocks), rows, device=ANY_DEVICE)
+    return {
+        term: size
+        for term, size in load.memory(1, 0).items()
+        if term not in ("swap", "allocator", "reserve")
+    }
+
+
+def _fullest(
+    profile: ModelProfile, directive: Directive, rows: int, micro_batches: int, stages: int
+) -> int:
+    """Bytes of the fullest stage of the best cut."""
+    flights = [in_flight(SCHEDULE, stages, stage, micro_batches) for stage in range(stages)]
+    cutter = _Cutter(profile, directive, rows)
+    low, high = 0.0, 1.0
+    while cutter.cut(high, flights) is None:
+        low, high = high, high * 2
+    while high > low * ENOUGH and high - low > 1:
+        middle = (low + high) / 2 if low == 0 else math.sqrt(low * high)
+        low, high = (middle, high) if cutter.cut(middle, flights) is None else (low, middle)
+    cuts = cutter.cut(high, flights)
+    assert cuts is not None
+    return max(
+        load_stage(
+            profile, start, [directive] * (stop - start), rows, device=ANY_DEVICE
+        ).peak_bytes(flight, 0)
+        for (start, stop), flight in zip(cuts, flights)
+    )
+
+
+class _Cutter:
+    """Cuts a model so that no stage needs more than a limit, if that can be."""
+
+    def __init__(self, profile: ModelProfile, directive: Directive, rows: int) -> None:
+        costs, loads = (
+            profile.blocks,
+            [load_block(cost, directive, rows) for cost in profile.blocks],
+        )
+        per_byte = 1 + profile.gradient_bytes + profile.optimizer_bytes + profile.master_bytes
+        self._static = [cost.parameter_bytes * per_byte + cost.buffer_bytes for cost in costs]
+        self._kept = [load.kept_bytes for load in loads]
+        self._work = [max(load.forward_work, load.backward_work) for load in loads]
+        self._enters = [0.0, *(2 * cost.input.at(rows) for cost in costs[1:])]
+        self._leaves = [*(2 * cost.output.at(rows) for cost in costs[:-1]), 0.0]
+
+    def cut(self, limit: float, flights: Sequence[int]) -> list[tuple[int, int]] | None:
+        """First and last + 1 of each stage's blocks, or None. Every stage gets at least one block."""
+        cuts, start, blocks = [], 0, len(self._static)
+        for stage, flight in enumerate(flights):
+            most = blocks - (len(flights) - stage - 1)
+            stop = self._reach(start, most, limit, flight)
+            if stop == start:
+                return None
+            cuts.append((start, stop))
+            start = stop
+        return cuts if start == blocks else None
+
+    def _reach(self, start: int, most: int, limit: float, flight: int) -> int:
+        """The block after the last that fits a stage from ``start`` on."""
+        stop, total, work = start, self._enters[start], 0.0
+        for index in range(start, most):
+            total += self._static[index] + flight * self._kept[index]
+            work = max(work, self._work[index])
+            if total + work + self._leaves[index] <= limit:
+                stop = index + 1
+        return stop

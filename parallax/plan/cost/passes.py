@@ -1,0 +1,138 @@
+"""What one pass of a micro-batch through a stage does to its rank: seconds, run by run, and bytes.
+
+A pass is a forward, a backward, or the weight half of a backward that the schedule splits. Only blocks that keep their
+activations run their weight half later: what was recomputed or brought back for the input half is not held until then,
+so those blocks run both halves at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from parallax.plan.cost.stage import BlockLoad, StageLoad
+from parallax.plan.plan import Directive
+from parallax.plan.schedule import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks that compute without a stop; ``moved`` are the bytes that block ``block`` offloads after it, or needs back
+    before it."""
+
+    seconds: float
+    block: int = -1
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Saved activations, the part of them that the loss saved, and what a running block needs for itself."""
+
+    kept: int = 0
+    loss: int = 0
+    work: int = 0
+
+    @property
+    def total(self) -> int:
+        """What they take together."""
+        return self.kept + self.work
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """What a pass does to the bytes of its rank: the most above what was there before, and what it leaves."""
+
+    most: Bytes
+    left: Bytes
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes through one stage of ``load``, with one directive per block; ``split`` says whether the schedule runs
+    weight halves apart."""
+
+    load: StageLoad
+    directives: Sequence[Directive]
+    split: bool
+
+    @cached_property
+    def weight_seconds(self) -> float:
+        """Seconds of the weight half; 0 where it is not apart."""
+        return sum(
+            block.weight_seconds
+            for index, block in enumerate(self.load.blocks)
+            if self._later(index)
+        )
+
+    @cached_property
+    def recomputed(self) -> float:
+        """The share of the backward that runs the forward again."""
+        again = sum(block.recompute_seconds for block in self.load.blocks)
+        whole = sum(block.backward_seconds for block in self.load.blocks) - self.weight_seconds
+        return again / whole if whole > 0 else 0.0
+
+    @cached_property
+    def forward(self) -> tuple[Run, ...]:
+        """Each run but the last ends with a block that offloads."""
+        runs, seconds = [], 0.0
+        for index, block in enumerate(self.load.blocks):
+            seconds += block.forward_seconds
+            if block.moved_bytes > 0:
+                runs.append(Run(seconds, index, block.moved_bytes))
+                seconds = 0.0
+        return (*runs, Run(seconds))
+
+    @cached_property
+    def backward(self) -> tuple[Run, ...]:
+        """A block that offloaded is a run of its own."""
+        runs, seconds = [], 0.0
+        for index, block in reversed(list(enumerate(self.load.blocks))):
+            if block.moved_bytes > 0:
+                runs += [Run(seconds), Run(block.backward_seconds, index, block.moved_bytes)]
+                seconds = 0.0
+            else:
+                seconds += block.backward_seconds - (
+                    block.weight_seconds if self._later(index) else 0.0
+                )
+        return (*runs, Run(seconds))
+
+    @cached_property
+    def rises(self) -> dict[Kind, Rise]:
+        """By pass, what it does to the bytes of the rank."""
+        return {
+            kind: self._rise(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        }
+
+    def _rise(self, kind: Kind) -> Rise:
+        most = now = Bytes()
+        for index, block in self._visited(kind):
+            kept, loss = self._change(kind, index, block)
+            after = Bytes(now.kept + kept, now.loss + loss)
+            held, work = (
+                (after, block.forward_work) if kind is Kind.FORWARD else (now, block.backward_work)
+            )
+            most = max(most, Bytes(held.kept, held.loss, work), key=lambda found: found.total)
+            now = after
+        return Rise(most, now)
+
+    def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
+        """What a block's pass adds to what is kept, and to the loss's part of it."""
+        if kind is Kind.FORWARD:
+            return block.kept_bytes, block.loss_bytes
+        if kind is Kind.BACKWARD_WEIGHT:
+            return -block.deferred_bytes, 0
+        return (
+            block.deferred_bytes if self._later(index) else 0
+        ) - block.kept_bytes, -block.loss_bytes
+
+    def _visited(self, kind: Kind) -> list[tuple[int, BlockLoad]]:
+        blocks = list(enumerate(self.load.blocks))
+        if kind is Kind.FORWARD:
+            return blocks
+        return [pair for pair in reversed(blocks) if kind is Kind.BACKWARD or self._later(pair[0])]
+
+    def _later(self, index: int) -> bool:
+        """Whether a block runs its weight half apart."""
+        return self.split and self.directives[index] is Directive.KEEP

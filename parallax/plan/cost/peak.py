@@ -1,0 +1,45 @@
+"""The most device bytes that a rank holds in one step, term by term.
+
+What is saved and freed follows from the order of the rank's list alone, whatever the seconds are, so this walks the
+list once, without a clock. Swapped activations may fill their limit whenever copies are a little slower than predicted:
+a proof counts the whole limit, not what some timeline happens to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from parallax.plan.cost.passes import Bytes, Passes
+from parallax.plan.cost.stage import StageLoad
+from parallax.plan.schedule import COMPUTE, Action
+
+
+def peak_memory(
+    listed: Sequence[Action],
+    passes: Callable[[Action], Passes],
+    stages: Sequence[tuple[StageLoad, int]],
+) -> dict[str, int]:
+    """Device bytes by term at the fullest moment of a rank's list; their sum is the peak.
+
+    ``passes(action)`` is what a micro-batch costs; ``stages`` are the rank's stages at their largest micro-batch
+    with their swap limits. What the device reserves counts once.
+    """
+    kept = loss = 0
+    most = Bytes()
+    for action in listed:
+        if action.kind in COMPUTE:
+            rise = passes(action).rises[action.kind]
+            if kept + rise.most.total > most.total:
+                most = Bytes(kept + rise.most.kept, loss + rise.most.loss, rise.most.work)
+            kept, loss = kept + rise.left.kept, loss + rise.left.loss
+    terms: dict[str, int] = {}
+    for largest, limit in stages:
+        for term, size in largest.memory(0, limit).items():
+            terms[term] = (
+                max(terms.get(term, 0), size) if term == "reserve" else terms.get(term, 0) + size
+            )
+    terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
+    passing = sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))
+    terms["allocator"] = math.ceil(stages[0][0].gap_share * passing)
+    return terms

@@ -1,0 +1,369 @@
+"""What one replica of one stage costs: seconds and bytes from a profile, for given rows and directives.
+
+Bytes are whole: what a line through two measurements gives is rounded up. Device bytes of a rank at any time::
+
+    static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve
+  + boundary                    received and sent tensors under way
+  + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward; where
+                                backwards are split, what is held until the weight half counts like them
+  + offloaded and resident      bounded by the stage's swap limit
+  + work                        what the running block needs for itself, recomputed activations included
+  + staging                     the blocks whose parameters visit the device at one time
+  + gaps                        what the allocator loses of all that comes and goes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallax.plan.cluster import Device
+from parallax.plan.plan import STATE_BUCKET_BYTES, Directive, StagePlan
+from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """One block for one micro-batch on one rank. ``recompute_seconds`` is the part of ``backward_seconds`` that runs
+    the forward again, ``weight_seconds`` the part that computes gradients of parameters; ``loss_bytes`` is the part
+    of ``kept_bytes`` that the loss saves. Where the weight half runs apart, ``deferred_bytes`` take the place of
+    ``kept_bytes`` between the halves."""
+
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    weight_seconds: float
+    kept_bytes: int
+    loss_bytes: int
+    moved_bytes: int
+    forward_work: int
+    backward_work: int
+    deferred_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that a micro-batch in flight holds."""
+        return max(self.kept_bytes, self.deferred_bytes)
+
+
+class Below(NamedTuple):
+    """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below.
+    ``sharded``: of the states that are on the device each replica holds and steps its part, and sends what is new to
+    the others."""
+
+    optimizer: float = 0.0
+    parameters: float = 0.0
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> Below:
+        """Those of a planned stage."""
+        return cls(stage.optimizer_offload, stage.parameter_offload, stage.shard_optimizer)
+
+
+ALL_ON_DEVICE = Below()
+SHARDED = Below(sharded=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLoad:
+    """Parameters and what training adds to them, on the device; ``host_bytes`` are in the tier below, ``staging_bytes``
+    hold the blocks that visit. Of each micro-batch ``read_bytes`` come up and ``written_bytes`` go down again, which
+    takes ``streaming_seconds`` of the way to the tier."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    master_bytes: int
+    staging_bytes: int
+    host_bytes: int
+    read_bytes: int
+    written_bytes: int
+    streaming_seconds: float
+    update_seconds: float
+
+    @property
+    def device_bytes(self) -> int:
+        """All that is on the device."""
+        states = self.optimizer_bytes + self.master_bytes
+        return self.parameter_bytes + self.gradient_bytes + states + self.staging_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes`` counts those in
+    the tier below, too."""
+
+    parameter_bytes: int
+    states: StateLoad
+    buffer_bytes: int
+    reserve_bytes: int
+    boundary_bytes: int
+    gap_share: float
+    input_bytes: float
+    output_bytes: float
+    blocks: tuple[BlockLoad, ...]
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Optimizer states, master copies, parameters and gradients in the tier below."""
+        return self.states.host_bytes
+
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's step."""
+        return self.states.update_seconds
+
+    @property
+    def static_bytes(self) -> int:
+        """What is there for the whole step."""
+        return self.states.device_bytes + self.buffer_bytes + self.reserve_bytes
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward of one micro-batch, recomputation included."""
+        return sum(block.forward_seconds + block.backward_seconds for block in self.blocks)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What one micro-batch in flight holds on the device at most."""
+        return sum(block.held_bytes for block in self.blocks)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Saved activations of one micro-batch that are offloaded."""
+        return sum(block.moved_bytes for block in self.blocks)
+
+    @property
+    def smallest_swap_limit(self) -> int:
+        """What must fit at once for the backward of the largest offloaded block."""
+        return max((block.moved_bytes for block in self.blocks), default=0)
+
+    @property
+    def work_bytes(self) -> int:
+        """The most that a running block needs for itself."""
+        return max(max(block.forward_work, block.backward_work) for block in self.blocks)
+
+    def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:
+        """Device bytes of the rank by term, with ``in_flight`` micro-batches between forward and backward."""
+        loss = in_flight * sum(block.loss_bytes for block in self.blocks)
+        passing = {
+            "activations": in_flight * self.kept_bytes - loss,
+            "loss": loss,
+            "swap": swap_limit,
+            "boundary": self.boundary_bytes,
+            "workspace": self.work_bytes,
+        }
+        return {
+            "parameters": self.states.parameter_bytes,
+            "gradients": self.states.gradient_bytes,
+            "optimizer": self.states.optimizer_bytes,
+            "master": self.states.master_bytes,
+            "staging": self.states.staging_bytes,
+            "buffers": self.buffer_bytes,
+            **passing,
+            "allocator": math.ceil(self.gap_share * sum(passing.values())),
+            "reserve": self.reserve_bytes,
+        }
+
+    def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
+        """An upper bound on the device bytes of the rank: the sum of :meth:`memory`."""
+        passing = self.boundary_bytes + self.work_bytes + in_flight * self.kept_bytes + swap_limit
+        return self.static_bytes + passing + math.ceil(self.gap_share * passing)
+
+
+def load_block(
+    cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0, split: bool = False
+) -> BlockLoad:
+    """One block under one directive, on a device of a ``speed`` relative to the profile's. Where backwards are
+    ``split``, a block that keeps its activations runs its weight half apart."""
+    saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
+    forward, backward = (
+        cost.forward_seconds.at(rows) / speed,
+        cost.backward_seconds.at(rows) / speed,
+    )
+    kept, moved, again = saved + stays, 0, 0.0
+    forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
+    backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
+    if directive is Directive.OFFLOAD:
+        # What has been written is free only when the block's own variables let go of it, at the block's end.
+        kept, moved = stays, saved
+        forward_work += saved
+        slower = cost.offload_seconds.at(rows) / speed / 2
+        forward, backward = forward + slower, backward + slower
+    elif directive is Directive.RECOMPUTE:
+        kept = math.ceil(cost.input.at(rows))
+        forward_work += saved + stays
+        backward_work += saved + stays
+        again = forward
+    deferred = 0
+    if split:  # under every directive: nothing is offloaded to save what splitting costs
+        backward += cost.split_seconds.at(rows) / speed
+    if split and directive is Directive.KEEP:
+        unknown = cost.deferred == NOTHING and cost.weight_seconds != NOTHING
+        deferred = saved + stays if unknown else math.ceil(cost.deferred.at(rows))
+        backward_work = max(
+            backward_work, math.ceil(cost.split_work.at(rows) + cost.output.at(rows))
+        )
+    loss = math.ceil(cost.by_loss.at(rows))
+    return BlockLoad(
+        forward_seconds=forward,
+        backward_seconds=backward + again,
+        recompute_seconds=again,
+        weight_seconds=min(backward, cost.weight_seconds.at(rows) / speed),
+        kept_bytes=kept + loss,
+        loss_bytes=loss,
+        moved_bytes=moved,
+        forward_work=forward_work,
+        backward_work=backward_work,
+        deferred_bytes=deferred,
+    )
+
+
+def load_stage(
+    profile: ModelProfile,
+    start: int,
+    directives: Sequence[Directive],
+    rows: float,
+    *,
+    device: Device,
+    below: Below = ALL_ON_DEVICE,
+    replicas: int = 1,
+    split: bool = False,
+) -> StageLoad:
+    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
+    ``device``, which is that of one of ``replicas``. ``below`` is where its states live; ``split`` says whether the
+    schedule runs weight halves apart."""
+    stop = start + len(directives)
+    costs = profile.blocks[start:stop]
+    entering = costs[0].input.at(rows) if start > 0 else 0.0
+    leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
+    parameters = profile.unique_parameter_bytes(range(start, stop))
+    sizes = Sizes(
+        parameters,
+        max(cost.parameter_bytes for cost in costs),
+        max(cost.largest_parameter_bytes for cost in costs),
+    )
+    return StageLoad(
+        parameter_bytes=parameters,
+        states=load_states(profile, sizes, device, below, replicas),
+        buffer_bytes=sum(cost.buffer_bytes for cost in costs),
+        reserve_bytes=device.reserve_bytes
+        + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
+        boundary_bytes=math.ceil(2 * entering + 2 * leaving),
+        gap_share=device.gap_share,
+        input_bytes=entering,
+        output_bytes=leaving,
+        blocks=tuple(
+            load_block(cost, directive, rows, speed=device.speed, split=split)
+            for cost, directive in zip(costs, directives)
+        ),
+    )
+
+
+def load_planned(
+    profile: ModelProfile, stage: StagePlan, rows: float, *, device: Device, split: bool
+) -> StageLoad:
+    """A stage of a plan."""
+    return load_stage(
+        profile,
+        stage.start,
+        stage.directives,
+        rows,
+        device=device,
+        below=Below.of(stage),
+        replicas=stage.replicas,
+        split=split,
+    )
+
+
+class Sizes(NamedTuple):
+    """Bytes of a stage's parameters, of those of its largest block, and of its largest parameter."""
+
+    parameters: int
+    block: int
+    parameter: int
+
+
+def load_states(
+    profile: ModelProfile,
+    sizes: Sizes,
+    device: Device,
+    below: Below = ALL_ON_DEVICE,
+    replicas: int = 1,
+) -> StateLoad:
+    """Parameters of these ``sizes`` in training, on one of ``replicas``.
+
+    Optimizer states below are stepped there: their gradients go down and their parameters come up again. On the disk
+    they come up to be stepped, those of three buckets at a time. A share is rounded up to whole parameters. Parameters
+    below come up for each forward and each backward, two blocks at a time, the one that runs and the next; the
+    gradients of a block go down, where those of all micro-batches are summed: what is there comes up to be added to.
+    What is new is written before the old is given up. Replicas hold one copy of the states below together, unless their
+    parameters stream, and one copy of those on the device where they are sharded.
+    """
+    parameter_bytes, largest = sizes.parameters, sizes.block
+    per_byte = profile.optimizer_bytes + profile.master_bytes
+    states = math.ceil(parameter_bytes * per_byte)
+    lower = math.floor(states * below.optimizer)
+    upper = _dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
+    optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
+    streamed = math.floor(parameter_bytes * below.parameters)
+    gone = math.floor(streamed * profile.gradient_bytes)
+    visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
+    window = visiting
+    if device.tier == "disk":
+        window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
+    rounding = min(states - lower, math.ceil(largest * per_byte)) if lower else 0
+    if streamed:
+        whole = math.ceil(parameter_bytes * (1 + profile.gradient_bytes))
+        rounding += min(whole - streamed - gone, math.ceil(largest * (1 + profile.gradient_bytes)))
+    stepped = below.optimizer * parameter_bytes
+    moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
+    passing = 0.0
+    if (
+        device.tier == "host"
+    ):  # weights and gradients pass through a place there; the weights that are stepped are copies
+        copies = 1 if profile.master_bytes else 2
+        passing = copies * min(parameter_bytes, moving + (largest if moving else 0))
+    dealt = lower if streamed else _dealt(lower, sizes.parameter * per_byte, replicas)
+    pages = (dealt + streamed + gone) // 128  # every place in a store begins at one
+    on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))
+    update = (
+        on_device * profile.optimizer_seconds / device.speed + stepped * device.host_update_seconds
+    )
+    return StateLoad(
+        parameter_bytes=parameter_bytes - streamed,
+        gradient_bytes=math.ceil(parameter_bytes * profile.gradient_bytes) - gone,
+        optimizer_bytes=optimizer,
+        master_bytes=upper - optimizer,
+        staging_bytes=window,
+        host_bytes=dealt + rounding + streamed + gone + visiting + pages + math.ceil(passing),
+        read_bytes=2 * streamed + gone,
+        written_bytes=gone,
+        streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
+        update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
+    )
+
+
+def _dealt(states: int, largest: float, replicas: int) -> int:
+    """The most of ``states`` that one of ``replicas`` gets: parameters are dealt out to whoever has least."""
+    return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
+
+
+def _step_share(profile: ModelProfile, share: float) -> float:
+    """How much of a step is left where only a ``share`` of the parameters is stepped: gradients are cleared, measured
+    and clipped all the same, which takes as long as moving four times their bytes. A step moves weight, gradient and
+    states, and all but the gradient back."""
+    stepping = 3 + 2 * profile.optimizer_bytes
+    return (4 + stepping * share) / (4 + stepping)
+
+
+def gap_bytes(device: Device, tensor_bytes: float) -> int:
+    """What the allocator holds and nobody uses where tensors of ``tensor_bytes`` go from block to block."""
+    return math.ceil(device.gap_tensors * tensor_bytes)
+
+
+def _share(part: float, other: float) -> float:
+    return part / (part + other) if part > 0 else 0.0

@@ -1,0 +1,258 @@
+"""Settings that no plan can follow, found from a few numbers before anything is measured.
+
+How many stages, replicas, devices, blocks and rows there are decides whether a pipeline has a shape at all. Nothing of
+that needs a profile of the model or the speed of the machine, which take a minute to measure, so it is looked at first.
+Each contradiction is named with its numbers and with changes that were checked to take it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from parallax.errors import ConfigError, InfeasiblePlan
+from parallax.plan.config import AUTO, INTERLEAVES, PlanConfig
+from parallax.plan.plan import Directive
+from parallax.plan.rows import micro_batch_count
+from parallax.plan.search.microbatches import dealt, sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of the planner, in numbers. ``chosen``: whether the user said how many devices there are; ``tied``:
+    whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not only planned."""
+
+    config: PlanConfig
+    blocks: int
+    devices: int
+    rows: int
+    microbatch: int | str = AUTO
+    swap: bool = True
+    chosen: bool = True
+    model: str = "the model"
+    tied: bool = False
+    runnable: bool = True
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Numbers of positions that use every device, where stages and replicas do not contradict each other."""
+        stages, replicas, listed = self.config.stages, self.config.replicas, self.replicas
+        if stages != AUTO or listed is not None:
+            return [len(listed) if listed is not None else int(stages)]
+        if replicas != AUTO:
+            return [self.devices // int(str(replicas))]
+        return range(1, min(self.blocks, self.devices) + 1)
+
+    @property
+    def replicas(self) -> list[int] | None:
+        """The number of each stage, where the user listed them."""
+        asked = self.config.replicas
+        return list(asked) if isinstance(asked, list | tuple) else None
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether several stages to a device are asked for."""
+        return self.config.interleave not in (AUTO, 1) or self.config.schedule == "interleaved"
+
+
+def check_question(question: Question) -> None:
+    """Raise where the settings contradict each other: :class:`InfeasiblePlan` for a shape that does not exist,
+    :class:`ConfigError` for settings that exclude one another on any machine."""
+    _check_settings(question)
+    if reason := _contradiction(question):
+        remedies = list(dict.fromkeys(_remedies(question)))
+        raise InfeasiblePlan(f"{reason}; use {', or '.join(remedies)}")
+
+
+def check_rows(rows: int, microbatch: int | str) -> None:
+    """Raise :class:`ConfigError` where a micro-batch would have more rows than a batch."""
+    if microbatch != AUTO and int(microbatch) > rows:
+        raise ConfigError(
+            f"trainer.microbatch={microbatch}: it is more than the {rows} row(s) of a batch; use "
+            f"trainer.microbatch={rows} or less, or trainer.global_batch={microbatch}"
+        )
+
+
+def _check_settings(question: Question) -> None:
+    """What excludes each other whatever the model and the devices are."""
+    config = question.config
+    check_rows(question.rows, question.microbatch)
+    if config.activations == Directive.OFFLOAD and not question.swap:
+        raise ConfigError(
+            "plan.activations=offload needs a tier: swap.tier is none; use swap.tier=auto, or plan.activations=auto"
+        )
+    if not question.swap and "host" in (config.optimizer, config.parameters):
+        key = "optimizer" if config.optimizer == "host" else "parameters"
+        raise ConfigError(
+            f"plan.{key}=host needs a host that can step, and a place there: swap.tier is none; use swap.tier=auto, or "
+            f"plan.{key}=device"
+        )
+    if question.runnable:
+        config.check_streaming(question.model, tied=question.tied)
+    if config.activations == Directive.OFFLOAD and question.interleaves:
+        raise ConfigError(
+            "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
+            "use plan.schedule=1f1b, or plan.activations=auto"
+        )
+
+
+def _contradiction(question: Question) -> str:
+    """The first thing that does not go together; empty where all does."""
+    reasons = (_of_stages, _of_replicas, _of_rows, _of_interleaving)
+    return next((reason for find in reasons if (reason := find(question))), "")
+
+
+def _of_stages(question: Question) -> str:
+    stages, listed = question.config.stages, question.replicas
+    if listed is not None and stages not in (AUTO, len(listed)):
+        return f"plan.stages={stages} with plan.replicas={_list(listed)}: the list must have one number for each stage"
+    count = len(listed) if listed is not None else stages
+    if count != AUTO and int(count) > question.blocks:
+        asked = f"plan.stages={stages}" if listed is None else f"plan.replicas={_list(listed)}"
+        return f"{asked}: {count} stages for {question.blocks} block(s) of the model, and every stage needs one"
+    if count != AUTO and listed is None and int(count) > question.devices:
+        return f"plan.stages={stages} with {question.devices} device(s): every stage needs one"
+    return ""
+
+
+def _of_replicas(question: Question) -> str:
+    config, devices, listed = question.config, question.devices, question.replicas
+    if listed is not None and sum(listed) != devices:
+        return f"plan.replicas={_list(listed)} does not use {devices} device(s) but {sum(listed)}"
+    if listed is not None or config.replicas == AUTO:
+        return ""
+    count = int(str(config.replicas))
+    if config.stages != AUTO and int(config.stages) * count != devices:
+        used = int(config.stages) * count
+        return f"plan.stages={config.stages} with plan.replicas={count} does not use {devices} device(s) but {used}"
+    if devices % count or devices // count > question.blocks:
+        most = f"and at most {question.blocks} stage(s), one for each block of the model"
+        return f"plan.replicas={count} does not use {devices} device(s): every stage has {count} of them, {most}"
+    return ""
+
+
+def _of_rows(question: Question) -> str:
+    """A replica has a row of a batch, or nothing to do."""
+    config, listed, rows = question.config, question.replicas, question.rows
+    most = (
+        max(listed)
+        if listed is not None
+        else 1
+        if config.replicas == AUTO
+        else int(str(config.replicas))
+    )
+    if most > rows:
+        return f"plan.replicas={_asked(config)}: {most} replicas share the {rows} row(s) of a batch, and each needs one"
+    if (
+        question.chosen
+        and config.replicas == AUTO
+        and question.devices > rows * max(question.positions)
+    ):
+        return (
+            f"cluster.devices={question.devices} with trainer.global_batch={rows}: up to {max(question.positions)} "
+            f"stage(s), each with a replica for each row of a batch, are fewer"
+        )
+    return ""
+
+
+def _of_interleaving(question: Question) -> str:
+    """Interleaving wants two positions or more, a block for each stage of each, as many devices to each position, and
+    micro-batches that the positions divide (Narayanan et al. 2021, section 2.2)."""
+    if not question.interleaves:
+        return ""
+    config, blocks, devices = question.config, question.blocks, question.devices
+    name = (
+        "plan.schedule=interleaved"
+        if config.interleave == AUTO
+        else f"plan.interleave={config.interleave}"
+    )
+    asked = INTERLEAVES if config.interleave == AUTO else (int(config.interleave),)
+    several = [count for count in question.positions if count > 1]
+    if not several:
+        return f"{name} with {_stages(question)}: several stages to a device need two devices in a row or more"
+    thick = [count for count in several if count * min(asked) <= blocks]
+    if not thick:
+        needed = f"{min(asked)} to each of {min(several)} makes {min(asked) * min(several)} stages"
+        return f"{name} with {_stages(question)}: {needed}, more than the {blocks} block(s) of the model"
+    even = [
+        count
+        for count in thick
+        if min(asked) == 1 or question.replicas is not None or devices % count == 0
+    ]
+    if not even:
+        counts = " or ".join(map(str, thick))
+        return f"{name} gives every position the same number of devices, and {devices} cannot be dealt to {counts}"
+    batches = [
+        micro_batch_count(question.rows, size) for size in sizes(question.rows, question.microbatch)
+    ]
+    free = question.microbatch == AUTO and any(
+        dealt(question.rows, devices // count, count) for count in even
+    )
+    if (
+        min(asked) > 1
+        and not free
+        and not any(batch % count == 0 for batch in batches for count in even)
+    ):
+        found = " or ".join(map(str, sorted(set(batches))))
+        return f"{name}: {' or '.join(map(str, even))} positions do not divide the {found} micro-batch(es) of a batch"
+    return ""
+
+
+def _remedies(question: Question) -> Iterator[str]:
+    """Changes, from the smallest on, after which nothing is left to object to: at most two."""
+    found = 0
+    for changed, text in _changes(question):
+        if text and not _contradiction(changed):
+            yield text
+            found += 1
+            if found == 2:
+                return
+
+
+def _changes(question: Question) -> Iterator[tuple[Question, str]]:
+    config, listed = question.config, question.replicas
+    if listed is not None:
+        asked = replace(config, stages=len(listed))
+        text = f"plan.stages={len(listed)} " if config.stages not in (AUTO, len(listed)) else ""
+        text += f"cluster.devices={sum(listed)}" if sum(listed) != question.devices else ""
+        yield replace(question, config=asked, devices=sum(listed)), text.strip()
+    elif config.stages != AUTO and config.replicas != AUTO:
+        devices = int(config.stages) * int(str(config.replicas))
+        yield replace(question, devices=devices), f"cluster.devices={devices}"
+    if config.replicas != AUTO:
+        yield replace(question, config=replace(config, replicas=AUTO)), "plan.replicas=auto"
+    if config.stages != AUTO:
+        most = min(question.blocks, question.devices)
+        for stages in range(most, 0, -1):
+            yield replace(question, config=replace(config, stages=stages)), f"plan.stages={stages}"
+            if config.replicas != AUTO:
+                freed = replace(config, stages=stages, replicas=AUTO)
+                yield replace(question, config=freed), f"plan.stages={stages} plan.replicas=auto"
+        yield replace(question, devices=int(config.stages)), f"cluster.devices={config.stages}"
+    if question.microbatch != AUTO:
+        for size in sizes(question.rows, AUTO):
+            yield replace(question, microbatch=size), f"trainer.microbatch={size}"
+    for fewer in range(question.devices - 1, max(0, question.devices - 64), -1):
+        yield replace(question, devices=fewer), f"cluster.devices={fewer}"
+    yield replace(question, rows=question.devices), f"trainer.global_batch={question.devices}"
+    if question.interleaves:
+        plain = replace(config, schedule=AUTO, interleave=AUTO)
+        yield replace(question, config=plain), "plan.schedule=auto plan.interleave=auto"
+    useful = min(question.devices, question.blocks * question.rows)
+    yield (
+        replace(question, config=PlanConfig(), devices=useful),
+        f"plan=auto cluster.devices={useful}",
+    )
+
+
+def _list(counts: Sequence[int]) -> str:
+    return f"[{','.join(map(str, counts))}]"
+
+
+def _asked(config: PlanConfig) -> str:
+    asked = config.replicas
+    return _list(list(asked)) if isinstance(asked, list | tuple) else str(asked)
+
+
+def _stages(question: Question) -> str:
+    return f"plan.stages={question.config.stages} and {question.devices} device(s)"

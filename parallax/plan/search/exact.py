@@ -1,0 +1,212 @@
+"""Every pipeline of one shape that may be the best, built from the last stage to the first.
+
+From the last, because under 1F1B the micro-batches in flight depend on how many stages follow. Partial pipelines are
+dropped only when another is no worse in slowest stage, sum, tail and work, or when even their ideal completion is no
+better than what is already at hand: exact for the formula of :mod:`parallax.plan.search.request`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallax.plan.cluster import Device
+from parallax.plan.cost.collective import all_reduce_seconds
+from parallax.plan.plan import Directive
+from parallax.plan.schedule import in_flight
+from parallax.plan.search.exact_stage import StageChoice, StageFitter
+from parallax.plan.search.request import WORST, Candidate, Request, Score, Shape
+
+EFFORT = 400_000  # looks at partial pipelines, and choices kept, after which a search ends: about ten seconds
+ROW_EFFORT = 5  # what a choice kept costs in looks
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """The last stages of a pipeline: what the formula needs to know of them."""
+
+    slowest: float
+    total: float
+    tail: float
+    work: float
+    stages: tuple[StageChoice, ...]
+
+    def no_worse(self, other: _Partial) -> bool:
+        return (
+            self.slowest <= other.slowest
+            and self.total <= other.total
+            and self.tail <= other.tail
+            and self.work <= other.work
+        )
+
+
+class PipelineSearch:
+    """All shapes of one request. ``compared`` counts whole pipelines, ``exact`` turns false once there was too much to
+    look at."""
+
+    def __init__(self, request: Request, effort: float = EFFORT) -> None:
+        self.request, self._effort = request, effort
+        self.compared = self._looks = 0
+        self._fitters: dict[tuple[Device, bool, bool], StageFitter] = {}
+        self._reduce = lru_cache(maxsize=None)(self._find_reduce)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every choice was looked at."""
+        return not self._exhausted and all(fitter.exact for fitter in self._fitters.values())
+
+    @property
+    def _exhausted(self) -> bool:
+        return (
+            self._looks + ROW_EFFORT * sum(fitter.effort for fitter in self._fitters.values())
+            > self._effort
+        )
+
+    def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
+        """The ``most`` best pipelines of ``shapes`` below ``limit`` by the formula, best first. A first look at
+        pipelines that keep everything is cheap, and says how good the others must be."""
+        if Directive.KEEP in self.request.allowed:
+            limit = min(limit, worst(self._best(shapes, most, limit, plain=True), most))
+        self.compared = 0
+        return self._best(shapes, most, limit, plain=False)
+
+    def _best(
+        self, shapes: Sequence[Shape], most: int, limit: Score, *, plain: bool
+    ) -> list[Candidate]:
+        best: list[Candidate] = []
+        for shape in sorted(shapes, key=lambda shape: shape.bound):
+            limit = min(limit, worst(best, most))
+            if shape.bound >= limit or self._exhausted:
+                break
+            for partial in self._pipelines(shape, limit, plain):
+                plans = tuple(choice.plan for choice in partial.stages)
+                score = self.request.score(
+                    shape, partial.slowest, partial.total, partial.tail, partial.work
+                )
+                candidate = Candidate(score, shape, plans, self.request.order)
+                insort(best, candidate, key=lambda candidate: candidate.score)
+                self.compared += 1
+        return best[:most]
+
+    def least_memory(self, shapes: Sequence[Shape]) -> float:
+        """The smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
+        least = math.inf
+        for shape in sorted(
+            shapes, key=lambda shape: (shape.microbatch, -shape.positions)
+        ):  # the leanest first
+            least = min(least, self._least_peak(shape, least))
+        return least
+
+    def _least_peak(self, shape: Shape, limit: float) -> float:
+        """The smallest budget for one shape; infinite where it is ``limit`` or more."""
+        request = self.request
+        best = {(len(request.profile.blocks), len(request.devices)): 0.0}
+        for stage in reversed(range(shape.positions)):
+            flight = self._flight(shape, stage)
+            grown: dict[tuple[int, int], float] = {}
+            for (stop, left), peak in best.items():
+                for replicas in request.replica_choices(shape, stage, left):
+                    where = request.flight(shape, left - replicas, left, flight)
+                    fitter = self._fitter(shape, left - replicas, left, False)
+                    for start in [0] if stage == 0 else range(stage, stop):
+                        needed = max(peak, fitter.least_bytes(start, stop, where))
+                        place = start, left - replicas
+                        if needed < min(limit, grown.get(place, math.inf)):
+                            grown[place] = needed
+            best = grown
+        return best.get((0, 0), math.inf)
+
+    def _pipelines(self, shape: Shape, limit: Score, plain: bool) -> list[_Partial]:
+        """Undominated pipelines over all devices that may score below ``limit``."""
+        request = self.request
+        fronts = {
+            (len(request.profile.blocks), len(request.devices)): [_Partial(0.0, 0.0, 0.0, 0.0, ())]
+        }
+        for stage in reversed(range(shape.positions)):
+            flight = self._flight(shape, stage)
+            grown: dict[tuple[int, int], list[_Partial]] = {}
+            for (stop, left), partials in fronts.items():
+                for replicas in request.replica_choices(shape, stage, left):
+                    if self._exhausted:
+                        return []
+                    where = request.flight(shape, left - replicas, left, flight)
+                    fitter = self._fitter(shape, left - replicas, left, plain)
+                    speed = request.device(left - replicas, left).speed
+                    for start in [0] if stage == 0 else range(stage, stop):
+                        place = start, left - replicas
+                        least = request.seconds(where.rows, start, stop) / speed
+                        self._looks += len(partials)
+                        hopeful = [
+                            p
+                            for p in partials
+                            if self._hope(shape, stage, place, p, least, replicas) < limit
+                        ]
+                        for choice in fitter.fit(start, stop, where) if hopeful else ():
+                            front = grown.setdefault(place, [])
+                            for partial in hopeful:
+                                if (
+                                    self._hope(
+                                        shape, stage, place, partial, choice.seconds, replicas
+                                    )
+                                    < limit
+                                ):
+                                    _insert(front, self._prepend(choice, partial, left))
+            fronts = grown
+        return fronts.get((0, 0), [])
+
+    def _flight(self, shape: Shape, stage: int) -> int:
+        return in_flight(shape.schedule, shape.positions, stage, self.request.count(shape))
+
+    def _hope(
+        self,
+        shape: Shape,
+        stage: int,
+        place: tuple[int, int],
+        after: _Partial,
+        seconds: float,
+        replicas: int,
+    ) -> Score:
+        """The best score with a stage of ``seconds`` before the stages of ``after``."""
+        slowest, work = max(seconds, after.slowest), seconds * replicas + after.work
+        return self.request.bound(
+            shape, stage, *place, slowest, seconds + after.total, after.tail, work
+        )
+
+    def _prepend(self, choice: StageChoice, partial: _Partial, left: int) -> _Partial:
+        replicas = choice.plan.replicas
+        reduce = self._reduce(choice.parameter_bytes, left - replicas, left)
+        return _Partial(
+            max(choice.seconds, partial.slowest),
+            choice.seconds + partial.total,
+            max(choice.tail_seconds + reduce, partial.tail),
+            choice.seconds * replicas + partial.work,
+            (choice, *partial.stages),
+        )
+
+    def _find_reduce(self, parameter_bytes: int, first: int, stop: int) -> float:
+        gradients = parameter_bytes * self.request.profile.gradient_bytes
+        return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
+
+    def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> StageFitter:
+        """For stages on devices ``first`` to ``stop``; ``plain`` ones keep everything."""
+        key = self.request.device(first, stop), plain, shape.split
+        if key not in self._fitters:
+            allowed = [Directive.KEEP] if plain else self.request.allowed
+            states = self.request.states_below(shape)
+            self._fitters[key] = StageFitter(
+                self.request.profile, key[0], allowed=allowed, host_states=states
+            )
+        return self._fitters[key]
+
+
+def _insert(front: list[_Partial], new: _Partial) -> None:
+    if not any(old.no_worse(new) for old in front):
+        front[:] = [old for old in front if not new.no_worse(old)] + [new]
+
+
+def worst(best: Sequence[Candidate], most: int) -> Score:
+    """What a candidate must beat to be among the ``most`` best."""
+    return best[most - 1].score if len(best) >= most else WORST

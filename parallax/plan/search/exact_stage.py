@@ -1,0 +1,418 @@
+"""The best way to fit one stage: keep, recompute or offload each of its blocks.
+
+Least seconds per micro-batch subject to the device budget and the tier's room, exact by Pareto fronts: choices for
+the first blocks are dropped only when another is no worse in every quantity that the later blocks or the final
+comparison can see. Fronts are shared by stages that hold equal blocks in the same order, wherever those stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.plan.cluster import Device, Link
+from parallax.plan.cost.collective import broadcast_seconds
+from parallax.plan.cost.stage import ALL_ON_DEVICE, Below, BlockLoad, load_block, load_stage
+from parallax.plan.cost.traffic import (
+    TIER_FLOOR,
+    TIER_SLACK,
+    buffer_bytes,
+    copying_seconds,
+    leaving_bytes,
+    tier_places,
+)
+from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.profile import BlockCost, ModelProfile
+
+FRONT = 480_000  # choices kept, times blocks squared; beyond it the search is no longer exact and says so
+MOST_BOUNDS = 40  # bounds on a block's workspace, and on what it moves, that are tried
+LEAST_FRONT = 100  # choices kept at any rate
+
+Kinds = tuple[int, ...]  # equal blocks have equal numbers
+Floats = NDArray[np.float64]
+TIE = 1 + 1e-9  # sums in another order
+OFFERED = (Directive.OFFLOAD, Directive.RECOMPUTE, Directive.KEEP)
+# Of equal choices the first stays. Offload comes first: early activations wait longest.
+_SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Where a stage runs: on ``replicas`` ranks with ``link`` between them (None: nothing is sent), the fullest with
+    ``rows`` rows of each micro-batch, ``in_flight`` micro-batches between forward and backward. ``split``: the schedule
+    runs weight halves apart."""
+
+    replicas: int
+    rows: int
+    in_flight: int
+    link: Link | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """A stage that fits: seconds per micro-batch (stalls included), seconds after the last one without the reduction,
+    peak bytes, and bytes offloaded per micro-batch (of equally fast choices the one that moves least is taken)."""
+
+    plan: StagePlan
+    seconds: float
+    tail_seconds: float
+    peak_bytes: int
+    moved_bytes: int
+    parameter_bytes: int
+
+
+def judge_stage(
+    profile: ModelProfile,
+    device: Device,
+    start: int,
+    directives: tuple[Directive, ...],
+    where: Flight,
+    below: Below,
+) -> StageChoice | None:
+    """The stage under these directives with ``below`` of its states in the tier; None where it does not fit."""
+    load = load_stage(
+        profile,
+        start,
+        directives,
+        where.rows,
+        device=device,
+        below=below,
+        replicas=where.replicas,
+        split=where.split,
+    )
+    budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
+    places = tier_places(where.in_flight * moved) if moved else 0
+    if (
+        load.peak_bytes(where.in_flight, least) > budget
+        or places + load.host_state_bytes > device.tier_bytes
+    ):
+        return None
+    spare = budget - load.peak_bytes(where.in_flight, least)
+    room = least + spare / (1 + load.gap_share)
+    limit = min(math.floor(room), where.in_flight * moved)
+    while limit > least and load.peak_bytes(where.in_flight, limit) > budget:  # gaps are rounded up
+        limit -= 1
+    while limit < where.in_flight * moved and load.peak_bytes(where.in_flight, limit + 1) <= budget:
+        limit += 1
+    stage = StagePlan(
+        start=start,
+        stop=start + len(directives),
+        replicas=where.replicas,
+        directives=directives,
+        swap_limit_bytes=limit,
+        tier_bytes=places,
+        optimizer_offload=below.optimizer,
+        parameter_offload=below.parameters,
+        shard_optimizer=below.sharded,
+    )
+    leaving = leaving_bytes(moved, where.in_flight, room)
+    copying = float(copying_seconds(device, leaving)) + load.states.streaming_seconds
+    buffered = limit >= buffer_bytes(least, where.in_flight * moved)
+    waiting = 0.0 if buffered else device.read.seconds(moved)
+    spreading = 0.0
+    if below.sharded and where.link is not None:
+        spreading = broadcast_seconds(load.parameter_bytes, where.replicas, where.link)
+    return StageChoice(
+        plan=stage,
+        seconds=max(load.compute_seconds + waiting, copying),
+        tail_seconds=load.update_seconds + spreading,
+        peak_bytes=load.peak_bytes(where.in_flight, limit),
+        moved_bytes=moved,
+        parameter_bytes=load.parameter_bytes,
+    )
+
+
+def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
+    """A number for each block, the same for those that cost the same, and the cost behind each number."""
+    numbers: dict[BlockCost, int] = {}
+    nameless = [
+        replace(block, name="", parameters=0, parameter_bytes=0, largest_bytes=0, buffer_bytes=0)
+        for block in profile.blocks
+    ]
+    kinds = tuple(numbers.setdefault(cost, len(numbers)) for cost in nameless)
+    return kinds, list(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """Choices for a run of blocks: one row each of (seconds, kept, moved, largest moved, work) and of directives."""
+
+    columns: Floats
+    directives: NDArray[np.int8]
+    exact: bool
+
+    def pick(self, rows: NDArray[np.intp]) -> _Front:
+        return replace(self, columns=self.columns[rows], directives=self.directives[rows])
+
+
+class StageFitter:
+    """Fits stages of one profile on one kind of device; remembers what it was asked. ``exact`` turns false once it
+    could not look at every choice. ``host_states`` are the shares of states below the device to try, least first."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        device: Device,
+        *,
+        allowed: Sequence[Directive],
+        host_states: Sequence[Below] = (ALL_ON_DEVICE,),
+    ) -> None:
+        self._profile, self._device, self._host_states = profile, device, host_states
+        self._allowed = [directive for directive in OFFERED if directive in allowed]
+        self._kinds, self._costs = block_kinds(profile)
+        self.exact = True
+        self._most = max(LEAST_FRONT, FRONT // len(self._kinds) ** 2)
+        self.effort = 0
+        self.fit = lru_cache(maxsize=None)(self._fit)
+        self._base = lru_cache(maxsize=None)(self._find_base)
+        self._options = lru_cache(maxsize=None)(self._find_options)
+        self._front = lru_cache(maxsize=None)(self._find_front)
+        self._leanest = lru_cache(maxsize=None)(self._find_leanest)
+
+    def _fit(self, start: int, stop: int, where: Flight) -> tuple[StageChoice, ...]:
+        """The choices for blocks ``start`` to ``stop`` that no other beats both per micro-batch and at the end of the
+        step; none where nothing fits."""
+        found: list[StageChoice] = []
+        for below in self._host_states:
+            if below.sharded and where.replicas == 1 and found:
+                continue  # there is nobody to share with
+            choice = self._fastest(start, stop, where, below)
+            if (
+                below.sharded
+                and choice is not None
+                and any(other.seconds <= choice.seconds * TIE for other in found)
+            ):
+                continue  # what is sharded must be sent after each step: it is done for memory alone
+            if choice is not None and not any(_no_worse(other, choice) for other in found):
+                found = [other for other in found if not _no_worse(choice, other)] + [choice]
+                if (
+                    below == ALL_ON_DEVICE
+                    and set(choice.plan.directives) == {Directive.KEEP}
+                    and not self._host_is_fast
+                ):
+                    break  # nothing is faster
+        return tuple(found)
+
+    @property
+    def _host_is_fast(self) -> bool:
+        """Whether the host steps faster than the device."""
+        return (
+            self._profile.optimizer_seconds > self._device.host_update_seconds * self._device.speed
+        )
+
+    def _fastest(self, start: int, stop: int, where: Flight, below: Below) -> StageChoice | None:
+        """The fewest seconds per micro-batch."""
+        if Directive.KEEP in self._allowed:
+            choice = self._judge(start, (Directive.KEEP,) * (stop - start), where, below)
+            if choice is not None:
+                return choice
+        kinds = self._kinds[start:stop]
+        lean = self._leanest(kinds, where.rows, where.split)
+        if not self._fits(lean, start, stop, where, below).any():
+            return None
+        front = self._front(kinds, where.rows, where.split)
+        self.exact &= front.exact
+        for choices in (
+            front,
+            lean,
+        ):  # a front that was cut may have lost the only choice that fits
+            fitting = self._fits(choices, start, stop, where, below) & self._has_room(
+                choices, start, stop, where, below
+            )
+            if fitting.any():
+                found = choices.pick(np.flatnonzero(fitting))
+                moved = found.columns[:, _MOVED]
+                spare = self._device.memory_bytes - self._needed(found, start, stop, where, below)
+                room = found.columns[:, _LARGEST] + spare / (1 + self._device.gap_share)
+                leaving = leaving_bytes(moved, where.in_flight, room)
+                copying = (
+                    copying_seconds(self._device, leaving)
+                    + self._base(start, stop, where, below)[3]
+                )
+                waiting = self._waiting(found, start, stop, where, below)
+                seconds = np.maximum(found.columns[:, _SECONDS] + waiting, copying)
+                best = int(np.lexsort((moved, seconds))[0])
+                return self._judge(start, self._named(found.directives[best]), where, below)
+        return None
+
+    def least_bytes(self, start: int, stop: int, where: Flight) -> float:
+        """The smallest device memory in which the stage runs at all, with the tier below as it is; infinite where
+        the tier has too little room."""
+        return min(self._least(start, stop, where, below) for below in self._host_states)
+
+    def _least(self, start: int, stop: int, where: Flight, below: Below) -> float:
+        kinds = self._kinds[start:stop]
+        lean = self._leanest(kinds, where.rows, where.split)
+        smallest = self._needed(lean, start, stop, where, below).argmin()
+        if not self._has_room(lean, start, stop, where, below)[smallest]:
+            front = self._front(kinds, where.rows, where.split)
+            lean = replace(lean, columns=np.vstack([lean.columns, front.columns]))
+        room = self._has_room(lean, start, stop, where, below)
+        needed = np.where(room, self._needed(lean, start, stop, where, below), np.inf)
+        return float(needed.min())
+
+    def _judge(
+        self, start: int, directives: tuple[Directive, ...], where: Flight, below: Below
+    ) -> StageChoice | None:
+        return judge_stage(self._profile, self._device, start, directives, where, below)
+
+    def _fits(
+        self, front: _Front, start: int, stop: int, where: Flight, below: Below
+    ) -> NDArray[np.bool_]:
+        fits: NDArray[np.bool_] = (
+            self._needed(front, start, stop, where, below) <= self._device.memory_bytes
+        )
+        return fits
+
+    def _waiting(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> Floats:
+        """Seconds per micro-batch for which a backward waits, where there is no room to read ahead."""
+        moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
+        room = buffer_bytes(largest, where.in_flight * moved)
+        buffered = self._needed(front, start, stop, where, below, room) <= self._device.memory_bytes
+        read = self._device.read
+        seconds = np.where(moved > 0, read.latency_seconds + moved / read.bytes_per_second, 0.0)
+        waiting: Floats = np.where(buffered, 0.0, seconds)
+        return waiting
+
+    def _needed(
+        self,
+        front: _Front,
+        start: int,
+        stop: int,
+        where: Flight,
+        below: Below,
+        limit: Floats | None = None,
+    ) -> Floats:
+        """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if no other
+        is given."""
+        static, boundary, _, _ = self._base(start, stop, where, below)
+        columns = front.columns
+        limit = columns[:, _LARGEST] if limit is None else limit
+        passing = boundary + where.in_flight * columns[:, _KEPT] + limit + columns[:, _WORK]
+        needed: Floats = static + passing + np.ceil(self._device.gap_share * passing)
+        return needed
+
+    def _has_room(
+        self, front: _Front, start: int, stop: int, where: Flight, below: Below
+    ) -> NDArray[np.bool_]:
+        moved = front.columns[:, _MOVED]
+        places = np.where(moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
+        room: NDArray[np.bool_] = (
+            places + self._base(start, stop, where, below)[2] <= self._device.tier_bytes
+        )
+        return room
+
+    def _named(self, directives: NDArray[np.int8]) -> tuple[Directive, ...]:
+        return tuple(self._allowed[d] for d in directives)
+
+    def _find_base(
+        self, start: int, stop: int, where: Flight, below: Below
+    ) -> tuple[int, int, int, float]:
+        """What does not depend on a stage's directives: bytes that are static, at its boundary, and in the tier, and
+        the seconds that streaming parameters occupies the way there for."""
+        load = load_stage(
+            self._profile,
+            start,
+            (Directive.KEEP,) * (stop - start),
+            where.rows,
+            device=self._device,
+            below=below,
+            replicas=where.replicas,
+        )
+        return (
+            load.static_bytes,
+            load.boundary_bytes,
+            load.host_state_bytes,
+            load.states.streaming_seconds,
+        )
+
+    def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
+        """One row per allowed directive of a block."""
+        cost, speed = self._costs[kind], self._device.speed
+        return np.array(
+            [_columns(load_block(cost, d, rows, speed=speed, split=split)) for d in self._allowed]
+        )
+
+    def _find_front(self, kinds: Kinds, rows: int, split: bool) -> _Front:
+        """Pareto-optimal directives of a run of blocks."""
+        if not kinds:
+            return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
+        before = self._front(kinds[:-1], rows, split)
+        grown = []
+        for option in self._options(kinds[-1], rows, split):
+            sums = before.columns[:, : _MOVED + 1] + option[: _MOVED + 1]
+            grown.append(
+                np.hstack([sums, np.maximum(before.columns[:, _LARGEST:], option[_LARGEST:])])
+            )
+        size = len(before.columns)
+        directives = np.hstack(
+            [
+                np.tile(before.directives, (len(grown), 1)),
+                np.repeat(np.arange(len(grown), dtype=np.int8), size)[:, None],
+            ]
+        )
+        front = _Front(np.vstack(grown), directives, before.exact)
+        front = front.pick(_undominated(front.columns))
+        self.effort += len(front.columns)
+        if len(front.columns) > self._most:  # keep some of all sizes
+            spread = np.argsort(front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable")
+            chosen = spread[np.linspace(0, len(spread) - 1, self._most).astype(np.intp)]
+            front = replace(front.pick(np.sort(chosen)), exact=False)
+        return front
+
+    def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
+        """For each bound on what one block may need for itself and on what it may move, the directives that keep
+        least: among them is the smallest choice for any number of micro-batches in flight."""
+        options = np.array([self._options(kind, rows, split) for kind in kinds])
+        found: dict[tuple[int, ...], Floats] = {}
+        for work in self._bounds(options[:, :, _WORK]):
+            for largest in self._bounds(options[:, :, _LARGEST]):
+                allowed = (options[:, :, _WORK] <= work) & (options[:, :, _LARGEST] <= largest)
+                if allowed.any(axis=1).all():
+                    best = np.where(allowed, options[:, :, _KEPT], np.inf).argmin(axis=1)
+                    chosen = options[np.arange(len(kinds)), best]
+                    found[tuple(best)] = np.hstack(
+                        [chosen[:, : _MOVED + 1].sum(0), chosen[:, _LARGEST:].max(0)]
+                    )
+        return _Front(np.array(list(found.values())), np.array(list(found), np.int8), True)
+
+    def _bounds(self, values: Floats) -> Floats:
+        """The bounds to try: all values, or, where they are too many, some of all sizes and the largest."""
+        found = np.unique(values)
+        if len(found) > MOST_BOUNDS:
+            self.exact = False
+            found = found[np.linspace(0, len(found) - 1, MOST_BOUNDS).astype(np.intp)]
+        return found
+
+
+def _columns(load: BlockLoad) -> tuple[float, ...]:
+    work = max(load.forward_work, load.backward_work)
+    return (
+        load.forward_seconds + load.backward_seconds,
+        load.held_bytes,
+        load.moved_bytes,
+        load.moved_bytes,
+        work,
+    )
+
+
+def _no_worse(one: StageChoice, other: StageChoice) -> bool:
+    return one.seconds <= other.seconds and one.tail_seconds <= other.tail_seconds
+
+
+def _undominated(columns: Floats) -> NDArray[np.intp]:
+    """Rows that no other is at least as good as in everything; the first of equal ones."""
+    left = np.lexsort(columns.T[::-1])
+    others = np.ascontiguousarray(columns[left].T)
+    front = []
+    while len(left):  # in lexical order nothing later is as good as the first
+        front.append(left[0])
+        better = (others[1:] < others[1:, :1]).any(axis=0)  # the first column is sorted
+        left, others = left[better], others[:, better]
+    return np.array(front, dtype=np.intp)

@@ -1,0 +1,429 @@
+"""How fast a position of the pipeline can be with thousands of blocks: keep, recompute and offload by a greedy rule.
+
+Blocks are ordered by the seconds that recomputing them costs per byte it frees. Recomputation takes from the cheap end,
+offloading from the dear end, as many of each as the budget needs; for equal blocks that is the best there is. Sums over
+prefixes make one answer a matter of microseconds, and answers are kept by content: stages of equal blocks ask once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.plan.cluster import Device, Link
+from parallax.plan.cost.collective import broadcast_seconds
+from parallax.plan.cost.stage import (
+    Below,
+    BlockLoad,
+    Sizes,
+    StateLoad,
+    gap_bytes,
+    load_block,
+    load_states,
+)
+from parallax.plan.cost.traffic import (
+    TIER_FLOOR,
+    TIER_SLACK,
+    buffer_bytes,
+    copying_seconds,
+    leaving_bytes,
+)
+from parallax.plan.plan import Directive
+from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.plan.search.exact_stage import OFFERED, block_kinds
+from parallax.plan.search.request import ROUNDING
+
+Floats = NDArray[np.float64]
+Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
+Content = tuple[object, ...]
+_States = tuple[
+    Below, StateLoad, float
+]  # a share below, what it leaves where, and seconds after the last micro-batch
+_Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The greedy answer: seconds per micro-batch, the same with its part of what comes after the last one, and which
+    blocks of the parts, counted through, are recomputed and offloaded. ``below`` are the shares of its states in the
+    tier."""
+
+    seconds: float
+    cost: float
+    below: Below
+    recomputed: tuple[int, ...]
+    offloaded: tuple[int, ...]
+
+    def directives(
+        self, parts: Sequence[Part], allowed: Sequence[Directive]
+    ) -> list[tuple[Directive, ...]]:
+        """One tuple for each part."""
+        plain = Directive.KEEP if Directive.KEEP in allowed else allowed[0]
+        flat = [plain] * sum(stop - start for start, stop, _ in parts)
+        for index in self.recomputed:
+            flat[index] = Directive.RECOMPUTE
+        for index in self.offloaded:
+            flat[index] = Directive.OFFLOAD
+        found, first = [], 0
+        for start, stop, _ in parts:
+            found.append(tuple(flat[first : first + stop - start]))
+            first += stop - start
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of one position's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation. Arrays
+    by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the seconds, the
+    bytes ``moved`` per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what is
+    needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``).
+    ``buffers`` are swap limits for each number of offloaded blocks, and what a backward then waits for: with room for
+    two blocks reading overlaps, with room for one it does not."""
+
+    flight: int
+    order: NDArray[np.int64]
+    offloaded: NDArray[np.int64]
+    compute: float
+    recompute_freed: Floats
+    recompute_seconds: Floats
+    offload_seconds: Floats
+    moved: Floats
+    gone: Floats
+    largest: Floats
+    places: Floats
+    base: Floats
+    plain: Floats
+    both: Floats
+    buffers: tuple[tuple[Floats, Floats], ...]
+
+
+@dataclass(frozen=True)
+class BlockChain:
+    """What does not depend on rows or devices: the number of each block's kind and the cost behind it, as in
+    :func:`~parallax.plan.search.exact_stage.block_kinds`, bytes of parameters and of the largest, and sums of the first
+    0, 1, … blocks' parameters and buffers."""
+
+    kinds: NDArray[np.int32]
+    costs: Sequence[BlockCost]
+    block_bytes: NDArray[np.int64]
+    largest_bytes: NDArray[np.int64]
+    parameter_sums: NDArray[np.int64]
+    buffer_sums: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, profile: ModelProfile) -> BlockChain:
+        """That of a model."""
+        numbers, costs = block_kinds(profile)
+        blocks = profile.blocks
+        parameters = np.array([block.parameter_bytes for block in blocks], dtype=np.int64)
+        return cls(
+            kinds=np.array(numbers, dtype=np.int32),
+            costs=costs,
+            block_bytes=parameters,
+            largest_bytes=np.array(
+                [block.largest_parameter_bytes for block in blocks], dtype=np.int64
+            ),
+            parameter_sums=np.concatenate([[0], np.cumsum(parameters)]),
+            buffer_sums=np.cumsum([0, *(block.buffer_bytes for block in blocks)]),
+        )
+
+
+class Lanes:
+    """All positions of one kind of device with so many ``replicas`` and ``link`` between them, whose ranks have
+    ``rows`` rows of each of ``micro_batches``, under schedules that do or do not ``split`` backwards.
+    ``stated`` remembers what does not depend on rows."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        chain: BlockChain,
+        device: Device,
+        rows: int,
+        *,
+        allowed: Sequence[Directive],
+        host_states: Sequence[Below],
+        replicas: int,
+        link: Link,
+        micro_batches: int,
+        split: bool,
+        small: bool,
+        stated: dict[Sizes, list[_States]],
+    ) -> None:
+        self._profile, self._device, self._rows, self._replicas = profile, device, rows, replicas
+        self._link, self._micro_batches, self._stated, self._small = (
+            link,
+            micro_batches,
+            stated,
+            small,
+        )
+        self._allowed = [d for d in OFFERED if d in allowed]
+        self._host_states = [b for b in host_states if replicas > 1 or not b.sharded] or list(
+            host_states
+        )
+        costs, self._kinds = chain.costs, chain.kinds
+        self._loads = {
+            directive: [
+                load_block(cost, directive, rows, speed=device.speed, split=split) for cost in costs
+            ]
+            for directive in OFFERED
+        }
+        self.seconds = self._column(
+            Directive.KEEP, lambda load: load.forward_seconds + load.backward_seconds
+        )
+        self._least_sums = [0.0, *(np.cumsum(self.seconds) * ROUNDING).tolist()]
+        self._again = self._column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
+        offloading = self._column(
+            Directive.OFFLOAD, lambda load: load.forward_seconds + load.backward_seconds
+        )
+        self._slower = offloading - self.seconds
+        self._moved = self._column(Directive.OFFLOAD, lambda load: load.moved_bytes)
+        self._kept = {d: self._column(d, lambda load: load.held_bytes) for d in OFFERED}
+        self._work = {
+            d: self._column(d, lambda load: max(load.forward_work, load.backward_work))
+            for d in OFFERED
+        }
+        self._inputs = np.array([cost.input.at(rows) for cost in costs])[self._kinds]
+        self._entering = np.ceil(2 * self._inputs).astype(np.int64)
+        self._leaving = np.array([math.ceil(2 * cost.output.at(rows)) for cost in costs])[
+            self._kinds
+        ]
+        self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
+        self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
+        self._known: dict[Content, Lane | None] = {}
+        self._found: dict[tuple[Part, ...], Lane | None] = {}
+        self._least: dict[Content, float] = {}
+
+    def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
+        return np.array([of(load) for load in self._loads[directive]], dtype=np.float64)[
+            self._kinds
+        ]
+
+    def find(self, parts: tuple[Part, ...]) -> Lane | None:
+        """The fastest answer for a position that holds ``parts``; None where nothing fits."""
+        if parts not in self._found:
+            content = self._content(parts)
+            if content not in self._known:
+                self._known[content] = self._fastest(parts)
+            self._found[parts] = self._known[content]
+        return self._found[parts]
+
+    def least_seconds(self, start: int, stop: int) -> float:
+        """No answer for blocks ``start`` to ``stop`` costs less."""
+        return self._least_sums[stop] - self._least_sums[start]
+
+    def least_bytes(self, parts: tuple[Part, ...]) -> float:
+        """The smallest memory in which a position that holds ``parts`` runs at all; infinite where the tier has too
+        little room."""
+        content = self._content(parts)
+        if content not in self._least:
+            self._least[content] = self._fewest(parts)
+        return self._least[content]
+
+    def _content(self, parts: tuple[Part, ...]) -> Content:
+        """Equal for parts that cost the same."""
+        blocks = tuple((self._kinds[start:stop].tobytes(), flight) for start, stop, flight in parts)
+        ends = tuple((start == 0, stop == len(self._kinds)) for start, stop, _ in parts)
+        return blocks, ends, self._sizes(parts), self._buffer_bytes(parts)
+
+    def _fastest(self, parts: tuple[Part, ...]) -> Lane | None:
+        """Of all shares of states below that let anything fit, the one that costs least, its step after the last
+        micro-batch included; of equal ones the first, which is the least. In small questions replicas share states
+        only where more activations then stay, as in the exact search."""
+        sums, best, rest = self._sums(parts), None, self._rest(parts)
+        for below, states, after in self._states(parts):
+            tail = after / self._micro_batches
+            if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
+                continue
+            free = self._device.memory_bytes - states.device_bytes - rest
+            room = free / (1 + self._device.gap_share) - self._boundary(parts)
+            tier = self._device.tier_bytes - states.host_bytes
+            found = (
+                self._fill(sums, room, tier, states.streaming_seconds)
+                if room > 0 and tier >= 0
+                else None
+            )
+            if (
+                found is not None
+                and best is not None
+                and not below.sharded
+                and found[0] + tail >= best.cost
+            ):
+                break  # more of the states below would not pay either
+            if found is None or (
+                self._small and best is not None and below.sharded and found[0] >= best.seconds
+            ):
+                continue
+            if best is None or found[0] + tail < best.cost:
+                best = Lane(found[0], found[0] + tail, below, found[1], found[2])
+        return best
+
+    def _fewest(self, parts: tuple[Part, ...]) -> float:
+        sums, least, static = self._sums(parts), math.inf, self._rest(parts)
+        rest = sums.offloaded[::-1]  # all that is not offloaded is recomputed
+        plain = np.where(self._permitted(0 * rest, sums.offloaded), sums.base + sums.plain, np.inf)
+        again = np.where(
+            self._permitted(rest, sums.offloaded),
+            sums.base + sums.both - sums.recompute_freed[rest],
+            np.inf,
+        )
+        passing = np.minimum(plain, again) + sums.largest + self._boundary(parts)
+        for _, states, _ in self._states(parts):
+            able = passing[sums.places <= self._device.tier_bytes - states.host_bytes].min(
+                initial=np.inf
+            )
+            if able < math.inf:
+                least = min(
+                    least,
+                    static + states.device_bytes + able + math.ceil(able * self._device.gap_share),
+                )
+        return least
+
+    def _states(self, parts: tuple[Part, ...]) -> list[_States]:
+        """Parameters and what training adds to them, for every share below."""
+        sizes = self._sizes(parts)
+        if sizes not in self._stated:
+            self._stated[sizes] = [self._load(sizes, below) for below in self._host_states]
+        return self._stated[sizes]
+
+    def _load(self, sizes: Sizes, below: Below) -> _States:
+        states = load_states(self._profile, sizes, self._device, below, self._replicas)
+        sent = (
+            broadcast_seconds(sizes.parameters, self._replicas, self._link)
+            if below.sharded
+            else 0.0
+        )
+        return below, states, states.update_seconds + sent
+
+    def _rest(self, parts: tuple[Part, ...]) -> int:
+        """All other bytes that do not depend on directives."""
+        gaps = gap_bytes(
+            self._device, max(float(self._inputs[start:stop].max()) for start, stop, _ in parts)
+        )
+        return self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
+
+    def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
+        largest = (self._block_parameters, self._largest_parameters)
+        return Sizes(
+            self._parameter_bytes(parts),
+            *(max(int(of[a:b].max()) for a, b, _ in parts) for of in largest),
+        )
+
+    def _parameter_bytes(self, parts: tuple[Part, ...]) -> int:
+        total = 0
+        for start, stop, _ in parts:
+            total += int(self._parameters[stop] - self._parameters[start])
+            for size, users in self._profile.ties:
+                total -= size * max(0, sum(start <= user < stop for user in users) - 1)
+        return total
+
+    def _buffer_bytes(self, parts: tuple[Part, ...]) -> int:
+        return sum(int(self._buffers[stop] - self._buffers[start]) for start, stop, _ in parts)
+
+    def _boundary(self, parts: tuple[Part, ...]) -> int:
+        entering = sum(int(self._entering[start]) for start, _, _ in parts if start > 0)
+        return entering + sum(
+            int(self._leaving[stop - 1]) for _, stop, _ in parts if stop < len(self._kinds)
+        )
+
+    def _sums(self, parts: tuple[Part, ...]) -> _Sums:
+        """Sums over prefixes of the blocks in the order in which they are recomputed, and offloaded from its end."""
+        blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
+        flights = np.concatenate(
+            [np.full(stop - start, flight, dtype=np.float64) for start, stop, flight in parts]
+        )
+        keep, again, moved = (
+            self._kept[Directive.KEEP][blocks],
+            self._again[blocks],
+            self._moved[blocks],
+        )
+        freed = np.maximum(0.0, flights * (keep - self._kept[Directive.RECOMPUTE][blocks]))
+        # Of equal blocks the first are offloaded: their backward comes last, which leaves most time to read them.
+        order = np.lexsort((-np.arange(len(blocks)), again / np.maximum(freed, 1e-9)))
+        offloaded = np.arange(len(blocks) + 1)
+        gone = _prefixes((flights * moved)[order][::-1])
+        work = {directive: float(self._work[directive][blocks].max()) for directive in OFFERED}
+        offloading = max(work[Directive.KEEP], work[Directive.OFFLOAD])
+        plain = np.where(offloaded > 0, offloading, work[Directive.KEEP])
+        moving, largest = _prefixes(moved[order][::-1]), np.where(offloaded > 0, moved.max(), 0.0)
+        return _Sums(
+            flight=max(flight for _, _, flight in parts),
+            order=order,
+            offloaded=offloaded,
+            compute=float(self.seconds[blocks].sum()),
+            recompute_freed=_prefixes(freed[order]),
+            recompute_seconds=_prefixes(again[order]),
+            offload_seconds=_prefixes(self._slower[blocks][order][::-1]),
+            moved=moving,
+            gone=gone,
+            largest=largest,
+            places=np.where(offloaded > 0, np.ceil(gone * TIER_SLACK) + TIER_FLOOR, 0.0),
+            base=float((flights * keep).sum()) - gone,
+            plain=plain,
+            both=np.maximum(plain, work[Directive.RECOMPUTE]),
+            buffers=self._swap_buffers(moving, gone, largest),
+        )
+
+    def _fill(self, sums: _Sums, room: float, tier: int, streaming: float) -> _Answer | None:
+        """Seconds per micro-batch, and the blocks recomputed and offloaded, within ``room`` bytes of the device, while
+        ``streaming`` seconds of the way to the tier are taken."""
+        count = len(sums.order)
+        if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= room:
+            return max(sums.compute, streaming), (), ()
+        best, answer = math.inf, None
+        for limit, waiting in sums.buffers:
+            least = np.maximum(
+                1,
+                np.searchsorted(sums.recompute_freed, sums.base + limit + sums.both - room - 1e-6),
+            )
+            recomputed = np.where(sums.base + limit + sums.plain <= room, 0, least)
+            if Directive.KEEP not in self._allowed:
+                recomputed = np.maximum(recomputed, count - sums.offloaded)
+            possible = (sums.places <= tier) & (recomputed + sums.offloaded <= count)
+            possible &= self._permitted(recomputed, sums.offloaded)
+            first = np.minimum(recomputed, count)
+            work = np.where(recomputed > 0, sums.both, sums.plain)
+            free = room - (sums.base - sums.recompute_freed[first] + work)
+            leaving = leaving_bytes(sums.moved, sums.flight, free)
+            copying = streaming + copying_seconds(self._device, leaving)
+            computing = (
+                sums.compute + sums.recompute_seconds[first] + sums.offload_seconds + waiting
+            )
+            seconds = np.where(possible, np.maximum(computing, copying), np.inf)
+            chosen = int(seconds.argmin())
+            if seconds[chosen] < best:
+                best = float(seconds[chosen])
+                again, last = int(recomputed[chosen]), count - chosen
+                answer = best, tuple(sums.order[:again].tolist()), tuple(sums.order[last:].tolist())
+        return answer
+
+    def _swap_buffers(
+        self, moved: Floats, gone: Floats, largest: Floats
+    ) -> tuple[tuple[Floats, Floats], ...]:
+        nothing = np.zeros_like(moved)
+        if Directive.OFFLOAD not in self._allowed:
+            return ((nothing, nothing),)
+        read = self._device.read
+        waiting = np.where(moved > 0, read.latency_seconds + moved / read.bytes_per_second, 0.0)
+        return (buffer_bytes(largest, gone), nothing), (largest, waiting)
+
+    def _permitted(
+        self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Which numbers of recomputed and offloaded blocks the allowed directives permit."""
+        permitted = np.ones(len(offloaded), dtype=np.bool_)
+        if Directive.RECOMPUTE not in self._allowed:
+            permitted &= recomputed == 0
+        if Directive.OFFLOAD not in self._allowed:
+            permitted &= offloaded == 0
+        if Directive.KEEP not in self._allowed:
+            permitted &= recomputed + offloaded == len(offloaded) - 1
+        return permitted
+
+
+def _prefixes(values: Floats) -> Floats:
+    """Sums of the first 0, 1, … values."""
+    return np.concatenate([[0.0], np.cumsum(values)])

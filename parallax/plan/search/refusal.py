@@ -1,0 +1,123 @@
+"""Why nothing fits, and the smallest changes that do: each was planned again, and anything smaller does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeGuard
+
+from parallax.common.units import format_bytes
+from parallax.errors import InfeasiblePlan
+from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.plan import Directive
+from parallax.plan.search.exact import PipelineSearch
+from parallax.plan.search.greedy import QuickSearch
+from parallax.plan.search.microbatches import sizes
+from parallax.plan.search.request import Request
+
+MIB = 2**20
+
+Fits = Callable[[Request], bool]
+
+
+def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasiblePlan:
+    """The error for ``request``, whose candidates were ``refused``; ``fits`` plans again."""
+    config, devices, blocks = request.config, len(request.devices), len(request.profile.blocks)
+    if not request.position_counts():
+        return InfeasiblePlan(
+            f"plan.stages={config.stages} with plan.replicas={config.replicas} does not use {devices} "
+            f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
+            f"set cluster.devices{_devices_asked(config)}, or leave plan.replicas=auto"
+        )
+    shapes = list(request.shapes())
+    if not shapes:
+        return InfeasiblePlan(
+            f"plan.schedule={config.schedule} with plan.interleave={config.interleave} has no shape for {blocks} "
+            f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two positions or more, "
+            "a block for each of their stages, and a number of micro-batches that the positions divide; leave "
+            "plan.schedule=auto"
+        )
+    uneven = {shape.positions for shape in shapes if devices % shape.positions}
+    dealt = all(shape.interleave > 1 and shape.positions in uneven for shape in shapes)
+    if dealt and not _lists(config.replicas):
+        counts = " or ".join(map(str, sorted(uneven)))
+        return InfeasiblePlan(
+            f"plan.schedule=interleaved gives every position the same number of devices, and {devices} cannot be dealt "
+            f"to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, or "
+            "plan.schedule=auto"
+        )
+    device = min(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
+    needed = _least_memory(request)
+    if needed is None:
+        tier = min(device.tier_bytes for device in request.devices)
+        return InfeasiblePlan(
+            f"{format_bytes(tier)} per device in tier {device.tier} cannot hold what must "
+            "be offloaded: use plan.activations=auto, a smaller trainer.microbatch, or a larger tier"
+        )
+    more = needed - device.memory_bytes
+    if more <= 0:  # by the sum that the search goes by; what was cut did not fit in detail
+        reason = refused[0] if refused else "no cut that was tried leaves every stage its room"
+        fixes = list(_other_fixes(request, fits)) or ["more cluster.device_memory"]
+        return InfeasiblePlan(
+            f"no plan fits {format_bytes(device.memory_bytes)} per device: {reason}; use {', or '.join(fixes)}"
+        )
+    fixes = [
+        f"cluster.device_memory={math.ceil(needed / MIB)}MiB ({more:,} bytes more)",
+        *_other_fixes(request, fits),
+    ]
+    detail = f" ({refused[0]})" if refused else ""
+    return InfeasiblePlan(
+        f"no plan fits {format_bytes(device.memory_bytes)} per device{detail}: the best needs "
+        f"{format_bytes(needed)} on its fullest; what fits: {', or '.join(fixes)}"
+    )
+
+
+def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
+    """Changes other than memory: one of each kind, the smallest."""
+    config = request.config
+    for rows in [
+        size for size in sizes(request.global_batch, AUTO) if size < min(request.microbatches)
+    ]:
+        if fits(request.changed(microbatch=rows)):
+            yield f"trainer.microbatch={rows}"
+            break
+    if isinstance(config.stages, int):
+        most = min(len(request.devices), len(request.profile.blocks))
+        for stages in range(config.stages + 1, most + 1):
+            if fits(request.changed(config=replace(config, stages=stages, replicas=AUTO))):
+                yield f"plan.stages={stages}" + (
+                    "" if config.replicas == AUTO else " plan.replicas=auto"
+                )
+                break
+    if len(request.allowed) < len(Directive):
+        if not request.swap and fits(request.changed(swap=True)):
+            yield "swap=auto"
+        elif fits(request.changed(config=PlanConfig(), swap=True)):
+            yield "plan=auto swap=auto"
+
+
+def _least_memory(request: Request) -> int | None:
+    """The fewest bytes per device with which a plan exists; None where no memory helps."""
+    plain = [shape for shape in request.shapes() if shape.interleave == 1]
+    if plain and request.small and not request.mixed:
+        needed = PipelineSearch(request).least_memory(plain)
+        return None if math.isinf(needed) else math.ceil(needed)
+    found = [
+        QuickSearch(ordered).least_memory(list(ordered.shapes())) for ordered in request.orders()
+    ]
+    able = [needed for needed in found if needed is not None]
+    return min(able) if able else None
+
+
+def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
+    """Whether each stage's number is given."""
+    return isinstance(replicas, list | tuple)
+
+
+def _devices_asked(config: PlanConfig) -> str:
+    """``=N`` where stages and replicas say how many devices they mean."""
+    stages, replicas = config.stages, config.replicas
+    if _lists(replicas):
+        return f"={sum(replicas)}"
+    return f"={stages * replicas}" if isinstance(stages, int) and isinstance(replicas, int) else ""

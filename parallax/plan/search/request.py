@@ -1,0 +1,437 @@
+"""What the search is asked, in the form it works with: devices in order, sizes to try, and what a shape can cost.
+
+A pipeline of positions with t seconds per micro-batch takes about ``M · max t + ramp · (Σ t − max t)``: the slowest
+position works all the time, the others fill and drain it (GPipe, Huang et al. 2019; the ramp of interleaved schedules
+is 1/v, Narayanan et al. 2021; that of zero-bubble schedules lacks the weight gradients, Qi et al. 2024, table 2, for
+as long as there are enough of them). It never takes less than all its work over the cores that share it. After the
+last micro-batch come reduction and update.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from parallax.errors import ConfigError, check_count
+from parallax.plan.cluster import Cluster, Device, Link
+from parallax.plan.config import AUTO, INTERLEAVES, PlanConfig
+from parallax.plan.cost.collective import link_among
+from parallax.plan.cost.stage import ALL_ON_DEVICE, SHARDED, Below, Sizes, load_states
+from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.profile import ModelProfile
+from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import splits
+from parallax.plan.search.exact_stage import Flight
+from parallax.plan.search.microbatches import dealt, sizes
+
+ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
+ORDERS_TRIED = 24  # permutations of the kinds of devices
+EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
+MANY = 24  # positions up to which every number is tried
+FEW_ENOUGH = 128  # positions beyond which only numbers that divide the devices are tried
+OPTIMIZER_BELOW = (
+    Below(0.25),
+    Below(0.5),
+    Below(0.75),
+    Below(1.0),
+)  # shares below the device that are tried
+PARAMETERS_BELOW = (Below(1.0, 0.5), Below(1.0, 1.0))
+
+Score = tuple[float, float]  # predicted step seconds; the same if every rank had cores of its own
+WORST: Score = (math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Pipelines that are searched together. No pipeline of the shape has a score below ``bound``."""
+
+    schedule: str
+    microbatch: int
+    positions: int
+    interleave: int = 1
+    bound: Score = field(default=(0.0, 0.0), compare=False)
+
+    @property
+    def split(self) -> bool:
+        """Whether weight halves run apart."""
+        return splits(self.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A whole pipeline and its score by the formula; ``order`` lists the devices position by position."""
+
+    score: Score
+    shape: Shape
+    stages: tuple[StagePlan, ...]
+    order: tuple[int, ...]
+
+    def same(self, other: Candidate) -> bool:
+        """Whether both are one plan."""
+        return (self.shape, self.stages, self.order) == (other.shape, other.stages, other.order)
+
+
+class Request:
+    """One question to the search, for one order of the devices.
+
+    ``runnable`` asks for a plan that the runtime can execute; without it every schedule and tier may be planned.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        config: PlanConfig,
+        *,
+        global_batch: int,
+        microbatch: int | str = AUTO,
+        swap: bool = True,
+        runnable: bool = True,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
+        check_count("trainer.microbatch", microbatch)
+        if global_batch == AUTO:
+            raise ConfigError("trainer.global_batch=auto: accepted are whole numbers above 0")
+        check_count("trainer.global_batch", global_batch)
+        self.profile, self.cluster, self.config = profile, cluster, config
+        self.global_batch, self.microbatch, self.swap, self.runnable = (
+            global_batch,
+            microbatch,
+            swap,
+            runnable,
+        )
+        self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
+        self.order = order or tuple(range(len(cluster.devices)))
+        self.devices = tuple(cluster.devices[rank] for rank in self.order)
+        self._powers = list(accumulate((device.speed for device in self.devices), initial=0.0))
+        self._slowest = min(device.speed for device in self.devices)
+        self._fastest = max(device.speed for device in self.devices)
+        self._capacity = sum(node.capacity for node in cluster.nodes)
+        self._sums = lru_cache(maxsize=None)(self._find_sums)
+        self.device = lru_cache(maxsize=None)(self._find_device)
+        self.link = lru_cache(maxsize=None)(self._find_link)
+        if not self.allowed:
+            raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
+        self._check_schedule()
+        if runnable:
+            config.check_streaming(profile.model, tied=bool(profile.ties))
+
+    def _check_schedule(self) -> None:
+        """Raise :class:`ConfigError` where what is asked for does not go together."""
+        asked, config = self.schedules, self.config
+        if (
+            any(splits(name) for name in asked)
+            and config.schedule != AUTO
+            and not self._weight_share
+        ):
+            raise ConfigError(
+                f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
+                "parameters apart; use plan.schedule=1f1b, or measure it again"
+            )
+        if asked == ["interleaved"] and config.activations == Directive.OFFLOAD:
+            raise ConfigError(
+                "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
+                "use plan.schedule=1f1b, or plan.activations=auto"
+            )
+
+    def changed(self, **changes: object) -> Request:
+        """The same question with other arguments of :meth:`__init__`."""
+        fields = {
+            "profile": self.profile,
+            "cluster": self.cluster,
+            "config": self.config,
+            "global_batch": self.global_batch,
+            "microbatch": self.microbatch,
+            "swap": self.swap,
+            "runnable": self.runnable,
+            "order": self.order,
+            **changes,
+        }
+        return Request(**fields)  # type: ignore[arg-type]
+
+    def orders(self) -> list[Request]:
+        """One request for each order of the kinds of devices: the pipeline may begin on any of them."""
+        kinds = list(dict.fromkeys(self.cluster.devices))
+        ranks = [
+            [rank for rank, device in enumerate(self.cluster.devices) if device == kind]
+            for kind in kinds
+        ]
+        permutations = itertools.islice(itertools.permutations(ranks), ORDERS_TRIED)
+        return [self.changed(order=tuple(itertools.chain(*parts))) for parts in permutations]
+
+    @cached_property
+    def allowed(self) -> list[Directive]:
+        """Directives that blocks may have."""
+        wanted = (
+            list(Directive)
+            if self.config.activations == AUTO
+            else [Directive(self.config.activations)]
+        )
+        return [d for d in wanted if d is not Directive.OFFLOAD or self.swap]
+
+    @cached_property
+    def host_states(self) -> tuple[Below, ...]:
+        """Shares of states below the device that may be tried, least first."""
+        able = self.swap and all(device.host_update_seconds > 0 for device in self.devices)
+        optimizer, parameters = self.config.optimizer, self.config.parameters
+        if not able:
+            if "host" in (optimizer, parameters):
+                raise ConfigError(
+                    "plan.optimizer=host needs a host that can step: use a cluster with host memory"
+                )
+            return self._on_device
+        if self.config.shard == "optimizer":
+            return self._on_device
+        if parameters == "host":
+            return (Below(1.0, 1.0),)
+        tied = self.runnable and self.profile.ties
+        streamed = (
+            PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" and not tied else ()
+        )
+        if optimizer == "host":
+            return (Below(1.0), *streamed)
+        return (*self._on_device, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
+
+    @property
+    def _on_device(self) -> tuple[Below, ...]:
+        """Ways to have all states on the device."""
+        return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
+            self.config.shard, (ALL_ON_DEVICE, SHARDED)
+        )
+
+    def states_below(self, shape: Shape) -> tuple[Below, ...]:
+        """Those of :attr:`host_states` that a shape can have."""
+        streams = not self.runnable or (shape.interleave == 1 and not shape.split)
+        return tuple(below for below in self.host_states if streams or not below.parameters)
+
+    def allowed_in(self, shape: Shape) -> list[Directive]:
+        """Directives of a shape: several stages of a position would need one swap limit together, which no plan can
+        express."""
+        return [d for d in self.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
+
+    @property
+    def small(self) -> bool:
+        """Whether every pipeline is looked at."""
+        return len(self.profile.blocks) * len(self.devices) <= EXACT_PLACES
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are several kinds of devices."""
+        return len(set(self.devices)) > 1
+
+    def count(self, shape: Shape) -> int:
+        """Micro-batches of a step."""
+        return micro_batch_count(self.global_batch, shape.microbatch)
+
+    def shapes(self) -> Iterator[Shape]:
+        """Every shape that uses every device, with its bound."""
+        blocks, devices = len(self.profile.blocks), len(self.devices)
+        for schedule, positions in itertools.product(self.schedules, self.position_counts()):
+            for microbatch, interleave in itertools.product(
+                self.sizes(positions, schedule), self._interleaves(schedule, positions)
+            ):
+                shape = Shape(schedule, microbatch, positions, interleave)
+                if not self._allows(shape):
+                    continue
+                yield replace(
+                    shape, bound=self.bound(shape, positions, blocks, devices, 0.0, 0.0, 0.0, 0.0)
+                )
+
+    def sizes(self, positions: int, schedule: str = AUTO) -> list[int]:
+        """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that deal rows out evenly
+        (:mod:`parallax.plan.search.microbatches`) to a position with most replicas, or with fewest; of interleaved
+        schedules positions divide the number of micro-batches."""
+        if self.microbatch != AUTO:
+            return self.microbatches
+        step, replicas = (
+            positions if schedule == "interleaved" else 1,
+            set(self._even_replicas(positions)),
+        )
+        found = {size for count in replicas for size in dealt(self.global_batch, count, step)}
+        return sorted(found.union(self.microbatches), reverse=True)
+
+    def _even_replicas(self, positions: int) -> tuple[int, int]:
+        """The fewest and the most of a position, where they are as even as they can be."""
+        return len(self.devices) // positions, -(-len(self.devices) // positions)
+
+    def _interleaves(self, schedule: str, positions: int) -> Sequence[int]:
+        if schedule != "interleaved":
+            return (1,)
+        asked = INTERLEAVES if self.config.interleave == AUTO else (int(self.config.interleave),)
+        return [v for v in asked if positions > 1 and v * positions <= len(self.profile.blocks)]
+
+    def _allows(self, shape: Shape) -> bool:
+        """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
+        in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
+        if shape.positions == 1 and self.config.schedule == AUTO:
+            return (
+                shape.schedule == "1f1b"
+            )  # all are the same, and this one has the fewest in flight
+        if not self.states_below(shape) or not self.allowed_in(shape):
+            return False
+        if shape.split:
+            return shape.positions == 1 or self._weight_share > 0
+        return shape.interleave == 1 or self.count(shape) % shape.positions == 0
+
+    @cached_property
+    def _weight_share(self) -> float:
+        """Share of parameter gradients in forward and backward."""
+        rows = self.microbatches[-1]
+        total = sum(
+            b.forward_seconds.at(rows) + b.backward_seconds.at(rows) for b in self.profile.blocks
+        )
+        return (
+            sum(b.weight_seconds.at(rows) for b in self.profile.blocks) / total
+            if total > 0
+            else 0.0
+        )
+
+    def ramp(self, shape: Shape) -> float:
+        """How much of the other positions' time a step pays to fill and drain the pipeline."""
+        if shape.schedule == "zb-h1":
+            return max(0.0, 1 - 2 * self._weight_share)
+        if shape.schedule == "zb-h2":
+            return max(0.0, 1 - 3 * self._weight_share)
+        return 1 / shape.interleave
+
+    def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
+        """Step seconds by the formula: of the slowest position and of all per micro-batch, of what comes after the
+        last one, and of all replicas' work."""
+        micro_batches = self.count(shape)
+        pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
+        if shape.split:  # parameter gradients can fill the gaps of the rest, but no more than that
+            pipelined = max(
+                pipelined, (1 - self._weight_share) * ((micro_batches - 1) * slowest + total)
+            )
+        return max(pipelined, micro_batches * work / self._capacity) + tail, pipelined + tail
+
+    def bound(
+        self,
+        shape: Shape,
+        positions: int,
+        stop: int,
+        left: int,
+        slowest: float,
+        total: float,
+        tail: float,
+        work: float,
+    ) -> Score:
+        """The score if ``positions`` more positions split blocks 0 to ``stop`` ideally over the first ``left``
+        devices."""
+        if positions:
+            rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
+            slowest = max(slowest, rest / power)
+            total += rest / (power - (positions - 1) * self._slowest)
+            work += rest / self._fastest
+        sharing, alone = self.score(shape, slowest, max(total, slowest), tail, work)
+        return sharing * ROUNDING, alone * ROUNDING
+
+    def seconds(self, rows: int, start: int, stop: int) -> float:
+        """Seconds of blocks for a micro-batch of ``rows``, when nothing is computed twice."""
+        sums = self._sums(rows)
+        return sums[stop] - sums[start]
+
+    def _find_sums(self, rows: int) -> list[float]:
+        costs = self.profile.blocks
+        return list(
+            accumulate(
+                (c.forward_seconds.at(rows) + c.backward_seconds.at(rows) for c in costs),
+                initial=0.0,
+            )
+        )
+
+    def _find_device(self, first: int, stop: int) -> Device:
+        """What a stage on devices ``first`` to ``stop``, in this order, can count on: the least of each."""
+        kinds = list(dict.fromkeys(self.devices[first:stop]))
+        tightest = min(kinds, key=lambda device: device.memory_bytes - device.reserve_bytes)
+        return replace(
+            self.cluster.while_all_swap(tightest),
+            tier_bytes=min(device.tier_bytes for device in kinds),
+            speed=min(device.speed for device in kinds),
+            gap_share=max(device.gap_share for device in kinds),
+        )
+
+    def _find_link(self, first: int, stop: int) -> Link:
+        """The slowest link among devices ``first`` to ``stop``, in this order."""
+        return link_among(self.order[first:stop], self.cluster)
+
+    def flight(self, shape: Shape, first: int, stop: int, in_flight: int) -> Flight:
+        """Where a stage on devices ``first`` to ``stop`` runs."""
+        replicas = stop - first
+        link = self.link(first, stop) if replicas > 1 else None
+        return Flight(replicas, -(-shape.microbatch // replicas), in_flight, link, shape.split)
+
+    def position_counts(self) -> list[int]:
+        """Numbers of positions that can use every device: at least one block and one device for each. Of large numbers
+        those that divide the devices, those that deal the blocks out evenly, and the first that can hold the states."""
+        devices, blocks = len(self.devices), len(self.profile.blocks)
+        most = min(devices, blocks)
+        if self.config.stages != AUTO:
+            wanted = {int(self.config.stages)}
+        else:
+            wanted = {
+                count for count in range(1, most + 1) if count <= MANY or devices % count == 0
+            }
+            more = {
+                -(-part // each)
+                for part in (blocks, blocks - 1, blocks - 2)
+                for each in range(1, MANY)
+            }
+            more |= {self.least_positions + above for above in range(MANY // 3)}
+            wanted |= {count for count in more if count <= FEW_ENOUGH}
+        return [
+            count for count in sorted(wanted) if 0 < count <= most and self._replicas_fit(count)
+        ]
+
+    def _replicas_fit(self, positions: int) -> bool:
+        replicas, devices = self.config.replicas, len(self.devices)
+        if isinstance(replicas, list | tuple):
+            return len(replicas) == positions and sum(replicas) == devices
+        return replicas == AUTO or int(replicas) * positions == devices
+
+    def replica_choices(self, shape: Shape, position: int, left: int) -> Sequence[int]:
+        """Replica counts of a position that leave one device or more for each earlier one, none after the first."""
+        replicas = self.config.replicas
+        if isinstance(replicas, list | tuple):
+            return [replicas[position]]
+        if replicas != AUTO:
+            return [int(replicas)]
+        return [
+            r
+            for r in ([left] if position == 0 else range(1, left - position + 1))
+            if self.has_rows(shape, r)
+        ]
+
+    def has_rows(self, shape: Shape, replicas: int) -> bool:
+        """Whether each replica has a row of every micro-batch, or nothing larger can be had. Where devices do not
+        divide, one replica of some positions may go without: a row more would be a second one for all the others."""
+        fewest, most = self._even_replicas(shape.positions)
+        enough = max(shape.microbatch, most if shape.microbatch >= fewest else 0)
+        return replicas <= enough or shape.microbatch == max(self.microbatches)
+
+    @cached_property
+    def least_positions(self) -> int:
+        """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
+        largest = max(self.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
+        whole = self.profile.unique_parameter_bytes(range(len(self.profile.blocks)))
+        blocks, replicas = self.profile.blocks, len(self.devices)
+        sizes = Sizes(
+            whole,
+            max(block.parameter_bytes for block in blocks),
+            max(block.largest_parameter_bytes for block in blocks),
+        )
+        states = min(
+            (
+                load_states(self.profile, sizes, largest, below, replicas)
+                for below in self.host_states
+            ),
+            key=lambda states: states.device_bytes - states.staging_bytes,
+        )
+        return math.ceil(
+            (states.device_bytes - states.staging_bytes)
+            / max(1, largest.memory_bytes - largest.reserve_bytes)
+        )

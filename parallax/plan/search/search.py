@@ -1,0 +1,261 @@
+"""The best plan: stages × replicas × micro-batch × schedule × keep/recompute/offload × tier × order of the devices.
+
+Small questions are answered exactly by the formula of :mod:`parallax.plan.search.request`, larger ones by the greedy
+rule of :mod:`parallax.plan.search.greedy`, with a lower bound. Either way the best few are predicted in full, by the
+simulator where it can, and the prediction has the last word on time and on memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallax.plan.cluster import Cluster
+from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.plan import Alternative, Directive, Plan, Prediction
+from parallax.plan.profile import ModelProfile
+from parallax.plan.search.exact import EFFORT as EXACT_EFFORT
+from parallax.plan.search.exact import PipelineSearch, worst
+from parallax.plan.search.greedy import QuickSearch
+from parallax.plan.search.refusal import refusal
+from parallax.plan.search.request import Candidate, Request
+from parallax.plan.search.survey import EFFORT as SURVEY_EFFORT
+from parallax.plan.search.survey import Forecasts, Progress, Survey, Timed, timed_placements
+from parallax.plan.simulation.predict import Forecast, Pipeline, predict
+
+PREDICTED = 8  # pipelines that are predicted in full, whether or not they can win
+EFFORT = 300_000  # passes of blocks that the event simulator runs through while one may win
+CANDIDATES = 20  # of the exact search
+NAMED = 4  # runners-up that the plan names
+TIE = 1e-6  # of the step: a gain that is none
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search over all orders of the devices found: pipelines, those of the formula's best ``candidates`` among
+    them, how many were ``compared``, whether none can score better by the formula, and a lower bound."""
+
+    timed: list[Timed]
+    candidates: list[Candidate]
+    compared: int
+    exact: bool
+    bound_seconds: float
+
+
+def search(
+    profile: ModelProfile,
+    cluster: Cluster,
+    config: PlanConfig,
+    *,
+    global_batch: int,
+    microbatch: int | str = AUTO,
+    swap: bool = True,
+    runnable: bool = True,
+    progress: Progress = lambda text: None,
+) -> tuple[Plan, Forecast]:
+    """The best plan that uses every device of ``cluster``, and the forecast of its step.
+
+    ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas.
+    ``runnable`` asks for a plan that the runtime can execute; ``progress`` is told what is looked at. Raises
+    :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
+    """
+    request = Request(
+        profile,
+        cluster,
+        config,
+        global_batch=global_batch,
+        microbatch=microbatch,
+        swap=swap,
+        runnable=runnable,
+    )
+    forecasts = Forecasts(request)
+    found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
+    predicted = _predict(found.timed, forecasts, progress)
+    reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
+    if not predicted:
+        raise refusal(request, list(reasons.values()), _fits)
+    pipeline = predicted[0][0]
+    forecast = predict(
+        profile, cluster, pipeline
+    )  # with every action, which the others need not keep
+    refused = [
+        Alternative(description=text, step_seconds=0.0, reason=reason)
+        for text, reason in reasons.items()
+    ]
+    plan = _plan(
+        request,
+        pipeline,
+        forecast,
+        found,
+        [*_runners_up(predicted[0], predicted[1:]), *refused][:NAMED],
+    )
+    return plan, forecast
+
+
+def find_candidates(
+    request: Request,
+    most: int,
+    forecasts: Forecasts | None = None,
+    *,
+    progress: Progress = lambda text: None,
+) -> Found:
+    """The pipelines that may be the best over all orders of the devices. Small questions are also answered exactly by
+    the formula: their ``most`` best."""
+    timed: list[Timed] = []
+    best: list[Candidate] = []
+    compared, exact, bound = 0, True, math.inf
+    orders, forecasts = request.orders(), forecasts or Forecasts(request)
+    for ordered in orders:
+        survey = Survey(ordered, forecasts, effort=SURVEY_EFFORT / len(orders), progress=progress)
+        survey.run()
+        timed += survey.found
+        compared += survey.compared
+        best = sorted([*best, *(other.candidate for other in survey.found)], key=lambda c: c.score)[
+            :most
+        ]
+        if not request.small:
+            exact, bound = False, min(bound, survey.bound_seconds)
+            continue
+        thorough = PipelineSearch(ordered, EXACT_EFFORT / len(orders))
+        shapes = list(ordered.shapes())
+        whole, alone = worst(best, 1)  # only what beats the greedy rule's best is looked for
+        better = thorough.best(
+            [shape for shape in shapes if shape.interleave == 1],
+            most,
+            (whole * (1 - TIE), alone * (1 - TIE)),
+        )
+        best = sorted([*best, *better], key=lambda c: c.score)[:most]
+        timed += [other for candidate in better for other in timed_placements(ordered, candidate)]
+        compared += thorough.compared
+        # Kinds of devices are taken in turn, never mixed, and interleaved stages are cut one way only.
+        seen = thorough.exact and not request.mixed
+        exact = exact and seen
+        possible = [shape for shape in shapes if shape.positions >= ordered.least_positions]
+        unseen = [shape for shape in possible if not seen or shape.interleave > 1]
+        bound = min(bound, min((shape.bound[0] for shape in unseen), default=math.inf))
+    first = best[0].score[0] if best else math.inf
+    return Found(
+        timed,
+        best,
+        compared,
+        exact and first * (1 - TIE) <= bound,
+        min(first, bound) if request.small else bound,
+    )
+
+
+def _predict(
+    timed: Sequence[Timed], forecasts: Forecasts, progress: Progress
+) -> list[tuple[Pipeline, Forecast]]:
+    """The forecasts of the pipelines that may be the best, best first. The simulator finds waits that the longest path
+    does not know, so all that seem faster than the best are asked for, and some more to be named."""
+    best = forecasts.least()
+    for other in sorted(timed, key=lambda other: other.least):
+        enough = other.least >= best and len(forecasts.known) >= PREDICTED
+        if enough or (forecasts.known and forecasts.effort > EFFORT):
+            break
+        progress(f"predicting plans: {len(forecasts.known)}, the best takes {best:.4g} s")
+        best = min(best, forecasts.seconds(other.pipeline))
+    return sorted(forecasts.known.items(), key=lambda pair: pair[1].step_seconds)
+
+
+def _fits(request: Request) -> bool:
+    """Whether a plan for this question exists, predicted in full. One of the leanest shapes shows it soonest."""
+    forecasts = Forecasts(request)
+    for ordered in request.orders():
+        quick = QuickSearch(ordered)
+        for shape in quick.leanest(list(ordered.shapes())):
+            solved = quick.solve(shape)
+            if solved is None or solved.candidate is None:
+                continue
+            if any(
+                forecasts.seconds(each.pipeline) < math.inf
+                for each in timed_placements(ordered, solved.candidate)
+            ):
+                return True
+    if request.small:
+        for timed in find_candidates(request, CANDIDATES, forecasts).timed:
+            forecasts.seconds(timed.pipeline)
+    return bool(forecasts.known)
+
+
+def describe(pipeline: Pipeline) -> str:
+    """A plan in a line: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``."""
+    replicas = [stage.replicas for stage in pipeline.stages[: pipeline.positions]]
+    shown = str(replicas[0]) if len(set(replicas)) == 1 else str(replicas)
+    chosen = [directive for stage in pipeline.stages for directive in stage.directives]
+    counts = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
+    below = max(stage.optimizer_offload for stage in pipeline.stages)
+    parts = [
+        pipeline.schedule
+        + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
+        f"{pipeline.positions} stage(s) × {shown} replica(s)",
+        f"{pipeline.micro_batches} micro-batches of {pipeline.microbatch}",
+        counts,
+    ]
+    sharded = any(stage.shard_optimizer for stage in pipeline.stages)
+    parts += [f"up to {below:.0%} of optimizer states below"] if below else []
+    return ", ".join(parts + (["optimizer states shared by replicas"] if sharded else []))
+
+
+def _runners_up(
+    chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]
+) -> list[Alternative]:
+    """Why each was not chosen: by how much it is slower, and which term grew most, over all positions. Those that read
+    the same are named once."""
+    found: dict[str, Alternative] = {}
+    mine, best = _mean_terms(chosen[1]), chosen[1].step_seconds
+    for pipeline, forecast in others:
+        text, terms = describe(pipeline), _mean_terms(forecast)
+        if text == describe(chosen[0]) or text in found:
+            continue
+        grown = max(terms, key=lambda term: terms[term] - mine.get(term, 0.0), default="idle")
+        slower = forecast.step_seconds / best - 1 if best else 0.0
+        more = terms.get(grown, 0.0) - mine.get(grown, 0.0)
+        reason = f"{slower:.1%} slower: {more:+.3g} s of {grown}" if slower >= 5e-4 else "no faster"
+        found[text] = Alternative(
+            description=text, step_seconds=round(forecast.step_seconds, 6), reason=reason
+        )
+    return list(found.values())
+
+
+def _mean_terms(forecast: Forecast) -> dict[str, float]:
+    """Seconds by term, the mean over positions."""
+    count = max(1, len(forecast.stages))
+    terms: dict[str, float] = {}
+    for stage in forecast.stages:
+        for term, seconds in stage.seconds.items():
+            terms[term] = terms.get(term, 0.0) + seconds / count
+    return terms
+
+
+def _plan(
+    request: Request,
+    pipeline: Pipeline,
+    forecast: Forecast,
+    found: Found,
+    others: Sequence[Alternative],
+) -> Plan:
+    profile, devices = request.profile, request.cluster.devices
+    in_order = pipeline.order == tuple(range(len(devices)))
+    return Plan(
+        model=profile.model,
+        fingerprint=profile.fingerprint,
+        schedule=pipeline.schedule,
+        global_batch=request.global_batch,
+        microbatch=pipeline.microbatch,
+        stages=pipeline.stages,
+        tier=devices[0].tier,
+        prediction=Prediction(
+            step_seconds=round(forecast.step_seconds, 6),
+            bubble=round(forecast.bubble, 6),
+            ranks=forecast.ranks,
+            stages=forecast.stages,
+        ),
+        candidates=found.compared,
+        exact=found.exact,
+        bound_seconds=round(min(found.bound_seconds, forecast.step_seconds), 6),
+        interleave=pipeline.interleave,
+        placement=() if in_order else pipeline.order,
+        alternatives=tuple(others),
+    )

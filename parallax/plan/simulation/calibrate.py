@@ -1,0 +1,247 @@
+"""Closes the loop: what a run measured corrects the profile that it was planned with.
+
+The planner's spans and the executor's are one record, so a stage's prediction is off by the ratio of the seconds that
+its spans kept a rank busy. Each block's forward and backward are scaled by the ratio of the stage that held it, which
+says nothing of how the error is spread within a stage, and is exact for the stage. A ratio of spans compares one
+crowded machine with another: ranks that share cores slow each other down in both. But when the seconds change, so does
+who overlaps with whom; where the cluster is given, the corrected profile predicts the same plan again and is corrected
+by what is left, until nothing is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from parallax.common.events import Span
+from parallax.errors import PlanError
+from parallax.plan.cluster import Cluster
+from parallax.plan.plan import Directive, Plan, StagePlan
+from parallax.plan.profile import Affine, ModelProfile
+from parallax.plan.simulation.simulate import simulate
+
+ROUNDS = 8  # predictions until what is left of the error is below ENOUGH
+ENOUGH = 0.005
+NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is an accident, not a measurement
+
+COMPUTE = ("forward", "backward")
+TERMS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_weight": "backward",
+}  # of kinds of actions
+Busy = Mapping[tuple[int, str], float]
+
+
+def calibrate(
+    profile: ModelProfile,
+    predicted: Iterable[Span],
+    measured: Iterable[Span],
+    plan: Plan,
+    cluster: Cluster | None = None,
+) -> ModelProfile:
+    """The profile with which ``plan``, predicted as the spans ``predicted`` say, comes out as ``measured``.
+
+    ``predicted`` and ``measured`` hold every rank's spans of one or more steps under ``plan``. Without ``cluster`` the
+    ratios are applied once. Raises :class:`PlanError` where the spans, the plan and the profile do not belong together.
+    """
+    before, after = list(predicted), list(measured)
+    _check(profile, plan, before, after)
+    profile = _corrected(profile, before, after, plan)
+    if cluster is None:
+        return profile
+    goal = step_seconds(after)
+    best, smallest = profile, float("inf")
+    for _ in range(ROUNDS):
+        before = _predict(profile, cluster, plan)
+        off = abs(step_seconds(before) / goal - 1)
+        if off < smallest:
+            best, smallest = profile, off
+        if off < ENOUGH:
+            break
+        profile = _corrected(profile, before, after, plan)
+    return _stretched(best, cluster, plan, goal)
+
+
+def step_seconds(spans: Sequence[Span]) -> float:
+    """From the first start to the last end of a step; the median over the steps."""
+    steps: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        steps[span.step].append(span)
+    return statistics.median(
+        max(s.end for s in step) - min(s.start for s in step) for step in steps.values()
+    )
+
+
+def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
+    """Rank → where the seconds of one step went: forward, backward (recomputed forwards included), stall (for swapped
+    data), receive (waiting for neighbours), reduce, update, and idle, which is the rest."""
+    found: dict[int, dict[str, float]] = {}
+    listed = list(spans)
+    length = max((span.end for span in listed), default=0.0) - min(
+        (span.start for span in listed), default=0.0
+    )
+    for span in listed:
+        terms = found.setdefault(
+            span.rank,
+            dict.fromkeys((*COMPUTE, "stall", "receive", "reduce", "update", "idle"), 0.0),
+        )
+        lasted = span.end - span.start
+        if span.kind in TERMS:
+            terms[TERMS[span.kind]] += lasted - span.wait
+            terms["stall"] += span.wait
+        elif span.kind in ("reduce", "update"):
+            terms[span.kind] += lasted
+        elif span.kind.startswith("receive"):
+            terms["receive"] += lasted
+    for terms in found.values():
+        terms["idle"] = max(0.0, length - sum(terms.values()))
+    return found
+
+
+def _corrected(
+    profile: ModelProfile, before: Sequence[Span], after: Sequence[Span], plan: Plan
+) -> ModelProfile:
+    """One round of ratios."""
+    was, now = _busy(before, plan), _busy(after, plan)
+    blocks = list(profile.blocks)
+    for index, stage in enumerate(plan.stages):
+        forward = _ratio(now, was, (index, "forward"))
+        backward = _ratio(now, was, (index, "backward"))
+        again = _recomputed_share(profile, plan, stage)
+        backward = _within((backward - again * forward) / (1 - again))
+        for i in range(stage.start, stage.stop):
+            block = blocks[i]
+            blocks[i] = replace(
+                block,
+                forward_seconds=scaled(block.forward_seconds, forward),
+                backward_seconds=scaled(block.backward_seconds, backward),
+                weight_seconds=scaled(block.weight_seconds, backward),
+                split_seconds=scaled(block.split_seconds, backward),
+                offload_seconds=scaled(block.offload_seconds, backward),
+            )
+    update = _ratio(_update(after), _update(before), (0, "update"))
+    return replace(
+        profile, blocks=tuple(blocks), optimizer_seconds=profile.optimizer_seconds * update
+    )
+
+
+def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float) -> ModelProfile:
+    """What blocks cannot explain (messages, the run of the list itself) is spread over them, so that the step comes
+    out as it was measured."""
+    best, smallest = profile, float("inf")
+    for _ in range(ROUNDS):
+        ratio = goal / step_seconds(_predict(profile, cluster, plan))
+        if abs(1 / ratio - 1) < smallest:
+            best, smallest = profile, abs(1 / ratio - 1)
+        if smallest < ENOUGH:
+            break
+        profile = times(profile, _within(ratio))
+    return best
+
+
+def times(profile: ModelProfile, ratio: float) -> ModelProfile:
+    """The profile with all seconds ``ratio`` times as long."""
+    blocks = tuple(
+        replace(
+            block,
+            forward_seconds=scaled(block.forward_seconds, ratio),
+            backward_seconds=scaled(block.backward_seconds, ratio),
+            weight_seconds=scaled(block.weight_seconds, ratio),
+            split_seconds=scaled(block.split_seconds, ratio),
+        )
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=blocks, optimizer_seconds=profile.optimizer_seconds * ratio)
+
+
+def scaled(line: Affine, ratio: float) -> Affine:
+    """All parts of a cost, times ``ratio``."""
+    return Affine(line.fixed * ratio, line.per_row * ratio, line.floor * ratio)
+
+
+def _predict(profile: ModelProfile, cluster: Cluster, plan: Plan) -> list[Span]:
+    simulation = simulate(
+        profile,
+        cluster,
+        plan.stages,
+        schedule=plan.schedule,
+        rows=plan.global_batch,
+        micro_batches=plan.micro_batches(plan.global_batch),
+        interleave=plan.interleave,
+        placement=plan.placement,
+    )
+    return list(simulation.spans)
+
+
+def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
+    """(stage, kind) → seconds per step that its ranks computed, swapping's waits left out; the median over the steps.
+
+    The last backward of a replicated stage is left out where there are others: in a run it also waits for the gradients
+    of the replicas.
+    """
+    lists: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind in TERMS:
+            lists[span.stage, span.rank, span.step, TERMS[span.kind]].append(span)
+    totals: defaultdict[tuple[int, str], defaultdict[int, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
+    for (stage, _, step, kind), found in lists.items():
+        found.sort(key=lambda span: span.end)
+        reducing = kind == "backward" and plan.stages[stage].replicas > 1 and len(found) > 1
+        totals[stage, kind][step] += sum(
+            s.end - s.start - s.wait for s in (found[:-1] if reducing else found)
+        )
+    return {key: statistics.median(steps.values()) for key, steps in totals.items()}
+
+
+def _update(spans: Iterable[Span]) -> Busy:
+    """The shortest update of a step: the rank that came last to it did not wait for the others inside."""
+    steps: defaultdict[int, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "update":
+            steps[span.step].append(span.end - span.start)
+    return {(0, "update"): statistics.median(map(min, steps.values())) if steps else 0.0}
+
+
+def _ratio(now: Busy, was: Busy, key: tuple[int, str]) -> float:
+    """How much longer it took than predicted; 1 where either knows nothing of it."""
+    measured, predicted = now.get(key, 0.0), was.get(key, 0.0)
+    return _within(measured / predicted) if measured > 0 and predicted > 0 else 1.0
+
+
+def _within(ratio: float) -> float:
+    return min(WIDEST, max(NARROWEST, ratio))
+
+
+def _recomputed_share(profile: ModelProfile, plan: Plan, stage: StagePlan) -> float:
+    """The share of a stage's predicted backward that runs forwards again."""
+    rows = -(-plan.microbatch // stage.replicas)
+    blocks = profile.blocks[stage.start : stage.stop]
+    again = sum(
+        block.forward_seconds.at(rows)
+        for block, directive in zip(blocks, stage.directives)
+        if directive is Directive.RECOMPUTE
+    )
+    backward = sum(block.backward_seconds.at(rows) for block in blocks)
+    return again / (again + backward) if again > 0 and backward > 0 else 0.0
+
+
+def _check(
+    profile: ModelProfile, plan: Plan, before: Sequence[Span], after: Sequence[Span]
+) -> None:
+    if profile.fingerprint != plan.fingerprint or len(profile.blocks) != plan.blocks:
+        raise PlanError(
+            f"the profile is of {profile.model} ({profile.fingerprint}, {len(profile.blocks)} blocks), the plan of "
+            f"{plan.model} ({plan.fingerprint}, {plan.blocks} blocks): calibrate with the profile of the same run"
+        )
+    for name, spans in (("predicted", before), ("measured", after)):
+        seen = {span.stage for span in spans if span.kind in COMPUTE}
+        if seen != set(range(len(plan.stages))):
+            raise PlanError(
+                f"the {name} spans are of stages {sorted(seen)}, the plan has stages 0 to {len(plan.stages) - 1}: "
+                "calibrate with the spans of a run under this plan"
+            )

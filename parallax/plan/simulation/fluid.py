@@ -1,0 +1,214 @@
+"""A small event simulator: coroutines that wait for signals, and work that shares resources fairly.
+
+A resource of capacity c lets c pieces of work run at full speed; n > c of them run at speed c/n each. Time jumps
+from one end of work to the next. Coroutines yield the :class:`Signal` that they wait for.
+
+All work of a resource advances at one speed, so a resource needs one clock only, which runs at that speed: a piece of
+work ends when the clock shows what it showed at the beginning plus the work's seconds, however often the speed changed
+(virtual time; Zhang 1990, "Virtual Clock"; Demers et al. 1989, "Analysis and Simulation of a Fair Queueing Algorithm").
+Each resource keeps its ends in a heap, and the simulator a heap of the resources' next ends, so that an event costs the
+logarithm of what is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from operator import itemgetter
+
+from parallax.errors import DeadlockError
+
+Routine = Generator["Signal", None, None]
+Name = Callable[[], str]
+
+_EPSILON = 1e-12  # ends closer together than this are one event
+_NUMBER = itemgetter(0)
+_ALONE = -1  # stands for the number of an announcement where work has no resource
+
+
+@dataclass(eq=False, slots=True)
+class Signal:
+    """Something that happens once. Then the routines ``waiting`` for it go on, and ``then`` is called."""
+
+    done: bool = False
+    waiting: list[Routine] = field(default_factory=list)
+    then: Callable[[], None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Work(Signal):
+    """Something that takes time; it happens when the time is over. ``due`` is the clock of its resource then, and
+    ``factor`` its own speed beside that of the resource."""
+
+    due: float = 0.0
+    factor: float = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class Resource:
+    """Something that work shares. Where they were measured, ``speeds[k − 1]`` is the speed of each of k users.
+
+    ``clock`` was read at second ``read_at``; since then it has run at ``speed``. The next end was ``announced`` so many
+    times, the last time for the speed that was ``told``: earlier announcements do not count.
+    """
+
+    capacity: float
+    speeds: tuple[float, ...] = ()
+    users: int = 0
+    speed: float = 1.0
+    clock: float = 0.0
+    read_at: float = 0.0
+    announced: int = 0
+    told: float = 0.0
+    ends: list[tuple[float, int, Work]] = field(default_factory=list)
+
+    def advance(self, now: float, change: int) -> None:
+        """Let the clock run until ``now``, then let so many more use it; beyond what was measured, they share the last
+        sum of speeds."""
+        self.clock += (now - self.read_at) * self.speed
+        self.read_at = now
+        self.users += change
+        if self.speeds:
+            measured = min(max(1, self.users), len(self.speeds))
+            self.speed = self.speeds[measured - 1] * measured / max(measured, self.users)
+        elif self.users > self.capacity:
+            self.speed = self.capacity / self.users
+        else:
+            self.speed = 1.0
+        if not self.users:
+            self.clock = 0.0  # small numbers are exact ones
+
+    def next_end(self) -> float | None:
+        """The clock at the next end, if anything is under way."""
+        ends = self.ends
+        while ends and (ends[0][2].done or ends[0][2].due != ends[0][0]):
+            heappop(ends)
+        return ends[0][0] if ends else None
+
+
+class Simulator:
+    """Runs coroutines until all have ended."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._ready: deque[Routine] = deque()
+        self._next: list[tuple[float, int, int, Resource | Work]] = []
+        self._blocked: dict[Routine, Name] = {}
+        self._number = count()
+
+    def spawn(self, name: Name, routine: Routine) -> None:
+        """Add a coroutine; ``name()``, asked for when nothing moves any more, appears in a deadlock's message."""
+        self._ready.append(routine)
+        self._blocked[routine] = name
+
+    def work(self, seconds: float, resource: Resource, factor: float = 1.0) -> Work:
+        """Begin work that alone, at its own speed ``factor``, would take ``seconds`` / ``factor``."""
+        work = Work(factor=factor)
+        if seconds <= 0:
+            work.done = True
+            return work
+        resource.advance(self.now, 1)
+        self._place(work, seconds, resource)
+        if (
+            resource.ends[0][2] is work or resource.speed != resource.told
+        ):  # else what was told still holds
+            self._announce(resource)
+        return work
+
+    def timer(self, seconds: float) -> Work:
+        """Work that shares nothing."""
+        work = Work(done=seconds <= 0)
+        if not work.done:
+            heappush(self._next, (self.now + seconds, next(self._number), _ALONE, work))
+        return work
+
+    def rescale(self, work: Work, resource: Resource, factor: float) -> None:
+        """Let what remains of ``work`` go on at another speed of its own."""
+        if work.done or work.factor == factor:
+            return
+        resource.advance(self.now, 0)
+        remaining = max(0.0, work.due - resource.clock) * work.factor
+        work.factor = factor
+        self._place(work, remaining, resource)
+        self._announce(resource)
+
+    def set(self, signal: Signal) -> None:
+        """Let a signal happen."""
+        signal.done = True
+        if signal.waiting:
+            self._ready.extend(signal.waiting)
+            signal.waiting.clear()
+        if signal.then is not None:
+            signal.then()
+
+    def run(self) -> float:
+        """Run to the end; the seconds it took. Raises :class:`DeadlockError` when nothing can move any more."""
+        while True:
+            while self._ready:
+                self._advance(self._ready.popleft())
+            if not self._jump():
+                break
+        if self._blocked:
+            raise DeadlockError(
+                "nothing can move any more: "
+                + "; ".join(sorted(name() for name in self._blocked.values()))
+            )
+        return self.now
+
+    def _advance(self, routine: Routine) -> None:
+        for signal in routine:
+            if not signal.done:
+                signal.waiting.append(routine)
+                return
+        del self._blocked[routine]
+
+    def _place(self, work: Work, seconds: float, resource: Resource) -> None:
+        work.due = resource.clock + seconds / work.factor
+        heappush(resource.ends, (work.due, next(self._number), work))
+
+    def _announce(self, resource: Resource) -> None:
+        """Tell when the resource's next work ends; what was told before no longer counts."""
+        resource.announced += 1
+        resource.told = resource.speed
+        due = resource.next_end()
+        if due is not None:
+            at = resource.read_at + max(0.0, due - resource.clock) / resource.speed
+            heappush(self._next, (at, next(self._number), resource.announced, resource))
+
+    def _jump(self) -> bool:
+        """Go to the next end of work, and end all that ends then, in the order in which it was begun."""
+        ended: list[tuple[int, Work]] = []
+        limit = float("inf")
+        upcoming = self._next
+        while upcoming and upcoming[0][0] <= limit:
+            at, number, announced, owner = heappop(upcoming)
+            if isinstance(owner, Resource) and announced != owner.announced:
+                continue
+            if not ended:
+                self.now = max(self.now, at)
+                limit = self.now + _EPSILON
+            if isinstance(owner, Work):
+                ended.append((number, owner))
+            else:
+                self._end(owner, ended)
+        ended.sort(key=_NUMBER)
+        for _, work in ended:
+            self.set(work)
+        return bool(ended)
+
+    def _end(self, resource: Resource, ended: list[tuple[int, Work]]) -> None:
+        """End what ends now in one resource: one piece of work at least, for that is why we came."""
+        resource.advance(self.now, 0)
+        due, users = resource.next_end(), 0
+        horizon = max(resource.clock, due or 0.0) + _EPSILON
+        while due is not None and due <= horizon:
+            _, number, work = heappop(resource.ends)
+            work.done = True
+            ended.append((number, work))
+            users -= 1
+            due = resource.next_end()
+        resource.advance(self.now, users)
+        self._announce(resource)

@@ -1,0 +1,232 @@
+"""How long a schedule takes when nothing is shared: the longest path through its actions, thousands at a time.
+
+The simulator knows contention and swapping but walks action by action; a search over thousands of shapes cannot afford
+that. Here every action waits for two things only, the one before it on its position and the message that it needs,
+so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds, of every position that can
+move, the next action, and none of a wave waits for another of it. The waves depend on the shape alone, so they are
+kept, and pricing a shape again costs a few array operations per wave. The lists are those of :mod:`.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.errors import DeadlockError, PlanError
+from parallax.plan.schedule import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD, Order, order
+
+Seconds = NDArray[np.float64]
+
+_KEPT_ACTIONS = (
+    1 << 16
+)  # waves of larger shapes are not kept: so all that are kept stay below 100 megabytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one stage per micro-batch.
+
+    ``backward`` is the half that computes the gradient of the input, ``weight`` the half for the parameters; schedules
+    that do not split the backward run both at once. ``send`` is what activations take to the next stage, and their
+    gradient back from it: the rank is free meanwhile. ``blocking`` is what each of these messages takes of both ranks
+    besides, before anything else can run on them.
+    """
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    send: float = 0.0
+    blocking: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """One step, from the first start at second 0; arrays have one entry per position.
+
+    ``begin`` and ``end`` of the position's first and last action, and ``busy``, its seconds of compute between them.
+    """
+
+    begin: Seconds
+    end: Seconds
+    busy: Seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first start to the last end."""
+        return float(self.end.max())
+
+    @property
+    def span_seconds(self) -> float:
+        """The longest that any position takes from its first start to its last end: the time of a step where
+        positions begin the next one without waiting for each other."""
+        return float((self.end - self.begin).max())
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of positions × seconds (GPipe, Huang et al. 2019, section 2)."""
+        total = len(self.busy) * self.step_seconds
+        return max(0.0, 1.0 - float(self.busy.sum()) / total) if total > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waves:
+    """The actions of all positions, wave by wave; ``starts[w]`` is where wave w begins.
+
+    ``position``  of each action
+    ``cell``      kind · stages + stage of each action: where its seconds stand in a table
+    ``awaited``   which action it needs besides the one before it; where it needs none, one past the last action
+    """
+
+    positions: int
+    starts: tuple[int, ...]
+    position: NDArray[np.int32]
+    cell: NDArray[np.int32]
+    awaited: NDArray[np.int32]
+
+
+def time_schedule(
+    schedule: str, times: Sequence[StageTimes], micro_batches: int, *, interleave: int = 1
+) -> Timeline:
+    """One step of ``micro_batches`` through stages of ``times``, ``interleave`` of them on each position.
+
+    Exact for these seconds. Raises :class:`PlanError` where the stages cannot be dealt out, and
+    :class:`DeadlockError` where the schedule's lists wait for each other.
+    """
+    stages = len(times)
+    if not stages or interleave < 1 or stages % interleave:
+        raise PlanError(f"{stages} stages cannot be dealt out {interleave} to each position")
+    build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _last_waves
+    return _time(build(schedule, stages, micro_batches, interleave), times)
+
+
+def time_orders(
+    orders: Sequence[Order], times: Sequence[StageTimes], micro_batches: int
+) -> Timeline:
+    """As :func:`time_schedule`, for orders that no schedule has: one per position, all equally long."""
+    return _time(_waves(orders, len(orders), len(times), micro_batches), times)
+
+
+def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
+    split = bool(waves.cell.max() >= BACKWARD_WEIGHT * len(times))
+    busy, held, latency = _tables(times, split=split, alone=waves.positions == 1)
+    begin, end = _evaluate(waves, held[waves.cell], latency[waves.cell])
+    computed = np.bincount(waves.position, weights=busy[waves.cell], minlength=waves.positions)
+    return Timeline(begin, end, computed.astype(np.float64))
+
+
+def _tables(
+    times: Sequence[StageTimes], *, split: bool, alone: bool
+) -> tuple[Seconds, Seconds, Seconds]:
+    """By kind and stage: seconds of compute, seconds that the rank is held, latency of the message waited for."""
+    forward, backward, weight, send, blocking = np.array(
+        [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
+    ).T
+    linked = (
+        0.0 if alone else np.r_[np.ones(len(times) - 1), 0.0]
+    )  # the last stage has nobody above
+    above, blocks_above = send * linked, blocking * linked
+    below, blocks_below = np.r_[0.0, above[:-1]], np.r_[0.0, blocks_above[:-1]]
+    nothing = np.zeros(len(times))
+    busy = np.concatenate([forward, backward if split else backward + weight, weight])
+    messages = blocks_above + blocks_below
+    return (
+        busy,
+        busy + np.concatenate([messages, messages, nothing]),
+        np.concatenate([below, above, nothing]),
+    )
+
+
+def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, Seconds]:
+    """Begin of the first and end of the last action of every position."""
+    ends = np.zeros(len(lasting) + 1)
+    free = np.zeros(waves.positions)
+    position, awaited = waves.position, waves.awaited
+    low = 0
+    for high in waves.starts[1:]:
+        mine = position[low:high]
+        begin = np.maximum(free[mine], ends[awaited[low:high]] + late[low:high])
+        done = begin + lasting[low:high]
+        ends[low:high] = done
+        free[mine] = done
+        low = high
+    first = np.empty(waves.positions, dtype=np.int64)
+    first[position[::-1]] = np.arange(len(position))[
+        ::-1
+    ]  # of several values for an index, the last one stays
+    return ends[first] - lasting[first], free
+
+
+def _schedule_waves(schedule: str, stages: int, micro_batches: int, interleave: int) -> _Waves:
+    positions = stages // interleave
+    orders = (
+        order(schedule, positions, p, micro_batches, interleave=interleave)
+        for p in range(positions)
+    )
+    return _waves(orders, positions, stages, micro_batches)
+
+
+_kept_waves = lru_cache(maxsize=128)(_schedule_waves)
+_last_waves = lru_cache(maxsize=2)(
+    _schedule_waves
+)  # pipelines of one shape are timed one after the other
+
+
+def _waves(orders: Iterable[Order], positions: int, stages: int, micro_batches: int) -> _Waves:
+    cells, own, needs = _listed(orders, stages, micro_batches)
+    total = cells.size
+    place = np.full((len(COMPUTE) * stages + 1) * micro_batches, -1, dtype=np.int32)
+    place[-micro_batches:] = total  # what needs nothing
+    following = np.arange(positions) * (total // positions)
+    stop = following + total // positions
+    taken, moved, starts = np.empty(total, dtype=np.int32), np.empty(total, dtype=np.int32), [0]
+    active = np.arange(positions)
+    while len(active):
+        waiting = following[active]
+        ready = place[needs[waiting]] >= 0
+        going, flat = active[ready], waiting[ready]
+        low, high = starts[-1], starts[-1] + len(flat)
+        if low == high:
+            raise DeadlockError(
+                f"{stages} stages with {micro_batches} micro-batches: positions "
+                f"{', '.join(map(str, active[:8]))} wait for each other"
+            )
+        taken[low:high], moved[low:high] = flat, going
+        place[own[flat]] = np.arange(low, high)
+        starts.append(high)
+        following[going] = flat + 1
+        left = following[active] < stop[active]
+        if not left.all():
+            active = active[left]
+    return _Waves(positions, tuple(starts), moved, cells[taken], place[needs[taken]])
+
+
+def _listed(
+    orders: Iterable[Order], stages: int, micro_batches: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Position by position and in order: the cell of each action, its number, and the number of what it needs.
+
+    A forward needs that of the stage below, a backward that of the stage above or, above the last, its forward, and a
+    weight half its backward. A number is cell · micro-batches + micro-batch; one more cell stands for no need."""
+    nothing = len(COMPUTE) * stages
+    forward, backward, weight = (
+        kind * stages + np.arange(stages) for kind in (FORWARD, BACKWARD, BACKWARD_WEIGHT)
+    )
+    needed = np.empty(nothing, dtype=np.int32)
+    needed[forward] = [nothing, *forward[:-1]]
+    needed[backward] = [*backward[1:], forward[-1]]
+    needed[weight] = backward
+    room = nothing * micro_batches  # enough for split backwards
+    cells, own, needs = (np.empty(room, dtype=np.int32) for _ in range(3))
+    low = 0
+    for found in orders:
+        high = low + len(found.kinds)
+        cell = found.kinds * stages + found.stages
+        cells[low:high] = cell
+        own[low:high] = cell * micro_batches + found.micros
+        needs[low:high] = needed[cell] * micro_batches + found.micros
+        low = high
+    return cells[:low], own[:low], needs[:low]

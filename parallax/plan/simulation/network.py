@@ -1,0 +1,173 @@
+"""What the simulated ranks share: cores, tiers, links, and gates at which they meet.
+
+A message to another node occupies the sender's way out and the receiver's way in, both shared fairly with whatever else
+goes over them, and is there when the slower of the two is through. Inside a node each ordered pair of devices has a way
+of its own, unless devices talk over the wires that they swap over. While bytes of a rank are under way, its device may
+compute more slowly (``Device.overlap_loss``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from parallax.plan.cluster import Cluster
+from parallax.plan.cost.collective import all_reduce_parts, broadcast_seconds, link_among
+from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator, Work
+
+
+def at_once() -> Routine:
+    """Nothing happens before a gate opens."""
+    yield from ()
+
+
+class Core:
+    """Where one rank computes: its node's cores, slower while its links carry bytes."""
+
+    def __init__(self, simulator: Simulator, cores: Resource, loss: float) -> None:
+        self._simulator, self._cores, self._loss = simulator, cores, loss
+        self._carried = 0
+        self._working = Work(done=True)
+
+    def compute(self, seconds: float) -> Signal:
+        """Begin to compute; one rank does one thing at a time."""
+        self._working = self._simulator.work(seconds, self._cores, self._factor)
+        return self._working
+
+    def carry(self, change: int) -> None:
+        """So many transfers of this rank's bytes more are under way, or fewer."""
+        self._carried += change
+        if self._loss:
+            self._simulator.rescale(self._working, self._cores, self._factor)
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 - self._loss if self._carried else 1.0
+
+
+class _Message:
+    """A message under way; a run has hundreds of thousands, so they are no coroutines."""
+
+    __slots__ = ("_arrived", "_cores", "_latency", "_left", "_simulator")
+
+    def __init__(
+        self, simulator: Simulator, arrived: Signal, cores: tuple[Core, Core], latency: float
+    ) -> None:
+        self._simulator, self._arrived, self._cores, self._latency = (
+            simulator,
+            arrived,
+            cores,
+            latency,
+        )
+        self._left = 0
+
+    def send(self, seconds: float, ways: Sequence[Resource]) -> None:
+        """Occupy all ``ways`` for ``seconds`` of their whole bandwidth, then travel."""
+        if seconds <= 0:
+            self._travel()
+            return
+        self._left = len(ways)
+        for core in self._cores:
+            core.carry(1)
+        for way in ways:
+            self._simulator.work(seconds, way).then = self._through
+
+    def _through(self) -> None:
+        self._left -= 1
+        if not self._left:
+            for core in self._cores:
+                core.carry(-1)
+            self._travel()
+
+    def _travel(self) -> None:
+        if self._latency > 0:
+            self._simulator.timer(self._latency).then = self._arrive
+        else:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        self._simulator.set(self._arrived)
+
+
+class Network:
+    """The shared resources of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.simulator = Simulator()
+        self._cluster = cluster
+        cores = [Resource(node.concurrent, node.speeds) for node in cluster.nodes]
+        self.cores = [
+            Core(self.simulator, cores[node], device.overlap_loss)
+            for node, device in zip(cluster.node_of, cluster.devices)
+        ]
+        self._ways: defaultdict[tuple[str, int, int], Resource] = defaultdict(lambda: Resource(1.0))
+        self._gates: dict[str, tuple[int, Signal]] = {}
+
+    def tier(self, rank: int) -> Resource:
+        """Where a rank swaps to: a disk is the node's, a way to the host's memory is the device's."""
+        device = self._cluster.devices[rank]
+        if device.tier == "disk":
+            disk = "disk", self._cluster.node_of[rank], 0
+            if disk not in self._ways:
+                self._ways[disk] = Resource(1.0 / device.tier_share)
+            return self._ways[disk]
+        return self._ways["host", rank, 0]
+
+    def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
+        """Send a message of ``count`` bytes: those under way share the bandwidth; each waits for the latency alone."""
+        link = self._cluster.link(sender, receiver)
+        cores = self.cores[sender], self.cores[receiver]
+        message = _Message(self.simulator, arrived, cores, link.latency_seconds)
+        message.send(count / link.bytes_per_second, self._between(sender, receiver))
+
+    def all_reduce(self, ranks: Sequence[int], count: float) -> Routine:
+        """The ranks sum ``count`` bytes: rings inside the nodes, then between them."""
+        yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
+
+    def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
+        """Each of the ranks sends its share of ``count`` bytes to the others."""
+        link = link_among(ranks, self._cluster)
+        seconds = broadcast_seconds(count, len(ranks), link)
+        inside = len({self._cluster.node_of[rank] for rank in ranks}) < 2
+        yield from self._together(ranks, seconds * inside, seconds * (not inside))
+
+    def _together(self, ranks: Sequence[int], inside: float, across: float) -> Routine:
+        """Occupy the ways of a ring inside the nodes, then those between them, for so many seconds."""
+        nodes = self._cluster.node_of
+        ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
+        yield from self._occupy(
+            ranks, [way for pair in ring for way in self._between(*pair)], inside
+        )
+        yield from self._occupy(
+            ranks, [self._ways[way, rank, 0] for rank in ranks for way in ("out", "in")], across
+        )
+
+    def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
+        """Come to a gate that opens when ``then``, begun by the last of ``size`` to come, has ended."""
+        arrived, opened = self._gates.get(gate, (0, Signal()))
+        self._gates[gate] = (arrived + 1, opened)
+        if arrived + 1 == size:
+            self.simulator.spawn(lambda: f"gate {gate}", self._open(opened, then))
+        return opened
+
+    def _open(self, opened: Signal, then: Callable[[], Routine]) -> Routine:
+        yield from then()
+        self.simulator.set(opened)
+
+    def _occupy(self, ranks: Sequence[int], ways: Sequence[Resource], seconds: float) -> Routine:
+        """Use all ``ways`` for as long as ``seconds`` of their whole bandwidth take."""
+        if seconds <= 0:
+            return
+        for rank in ranks:
+            self.cores[rank].carry(1)
+        yield from [self.simulator.work(seconds, way) for way in dict.fromkeys(ways)]
+        for rank in ranks:
+            self.cores[rank].carry(-1)
+
+    def _between(self, sender: int, receiver: int) -> list[Resource]:
+        nodes = self._cluster.node_of
+        if nodes[sender] != nodes[receiver]:
+            return [self._ways["out", sender, 0], self._ways["in", receiver, 0]]
+        if self._cluster.local_over_host:
+            return [self._ways["host", sender, 0], self._ways["host", receiver, 0]]
+        return [self._ways["local", sender, receiver]]

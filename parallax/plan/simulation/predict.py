@@ -1,0 +1,437 @@
+"""What a pipeline will take: seconds and bytes of every rank, by term.
+
+Where it is small enough the event simulator says so: shared cores and links, swapping, every action. A thousand ranks
+with a thousand micro-batches are timed by the longest path through the same action lists instead; what swapping and
+reducing add is then bounded from above, not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from parallax.common.events import Span
+from parallax.common.units import format_bytes
+from parallax.errors import InfeasiblePlan
+from parallax.plan.cluster import Cluster, Link
+from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds, link_among
+from parallax.plan.cost.passes import Passes
+from parallax.plan.cost.stage import StageLoad, load_planned
+from parallax.plan.cost.traffic import buffer_bytes, copying_seconds, leaving_bytes
+from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
+from parallax.plan.profile import ModelProfile
+from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import in_flight, splits
+from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_schedule
+from parallax.plan.simulation.simulate import simulate
+
+MANY_MICRO_BATCHES = 512  # up to which all are timed
+SETTLED_ROUNDS = 8  # rounds through all stages after which a round is like the one before
+SIMULATED_BLOCKS = 20_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What is predicted: stages, how they run, and which device is which; as in :class:`~parallax.plan.plan.Plan`."""
+
+    schedule: str
+    stages: tuple[StagePlan, ...]
+    global_batch: int
+    microbatch: int
+    interleave: int = 1
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Pipeline:
+        """The pipeline of a plan."""
+        return cls(
+            schedule=plan.schedule,
+            stages=plan.stages,
+            global_batch=plan.global_batch,
+            microbatch=plan.microbatch,
+            interleave=plan.interleave,
+            order=plan.placement or tuple(range(plan.world_size)),
+        )
+
+    @property
+    def positions(self) -> int:
+        """Places in the pipeline."""
+        return len(self.stages) // self.interleave
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return micro_batch_count(self.global_batch, self.microbatch)
+
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards of blocks in a step, over all ranks."""
+        return (
+            2
+            * self.micro_batches
+            * sum(stage.replicas * (stage.stop - stage.start) for stage in self.stages)
+        )
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return list(
+            accumulate((stage.replicas for stage in self.stages[: self.positions]), initial=0)
+        )
+
+    def ranks(self, position: int) -> tuple[int, ...]:
+        """The devices of a position."""
+        return self.order[self._firsts[position] : self._firsts[position + 1]]
+
+    def rows(self, position: int) -> int:
+        """Rows of a micro-batch on the fullest rank of a position."""
+        return -(-self.microbatch // self.stages[position].replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One step: ``ranks`` by rank, ``stages`` by position; ``spans`` only where every action was simulated."""
+
+    step_seconds: float
+    bubble: float
+    ranks: tuple[RankPrediction, ...]
+    stages: tuple[StagePrediction, ...]
+    spans: tuple[Span, ...] = ()
+
+
+def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
+    """Time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` where a rank would exceed its device, and
+    ``BudgetExceeded`` where a swap limit cannot hold one block."""
+    found = (_simulated if pipeline.passes <= SIMULATED_BLOCKS else _timed)(
+        profile, cluster, pipeline
+    )
+    for rank, prediction in enumerate(found.ranks):
+        if prediction.peak_bytes > prediction.budget_bytes:
+            raise InfeasiblePlan(
+                f"rank {rank} peaks at {format_bytes(prediction.peak_bytes)} of {format_bytes(prediction.budget_bytes)}"
+            )
+    return found
+
+
+def best_placement(
+    profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
+) -> tuple[Pipeline, Forecast]:
+    """The fastest of :func:`placements`, predicted."""
+    placed = [(other, predict(profile, cluster, other)) for other in placements(cluster, pipeline)]
+    return min(placed, key=lambda pair: pair[1].step_seconds)
+
+
+def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
+    """Two ways to lay an even pipeline over several nodes: replicas of a stage next to each other, which reduce over
+    fast links, or stages of a replica next to each other, which send over fast links."""
+    replicas, positions = pipeline.stages[0].replicas, pipeline.positions
+    even = all(stage.replicas == replicas for stage in pipeline.stages)
+    if (
+        not even
+        or replicas == 1
+        or positions == 1
+        or len(cluster.nodes) == 1
+        or len(set(cluster.devices)) > 1
+    ):
+        return [pipeline]
+    order = tuple(
+        pipeline.order[k * positions + p] for p in range(positions) for k in range(replicas)
+    )
+    return [pipeline, replace(pipeline, order=order)]
+
+
+class QuickSeconds(NamedTuple):
+    """Seconds of a step by the longest path, without swapping and reducing in detail: what every backward waits for the
+    tier added to it (``likely``), and the ``least`` that the event simulator finds, which lets what is waited for fall
+    into gaps wherever it can."""
+
+    likely: float
+    least: float
+
+
+def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> QuickSeconds:
+    """Nothing is checked against any budget."""
+    loads = _loads(profile, cluster, pipeline)
+    ties = _tie_seconds(profile, cluster, pipeline)
+    stalls = [_stall(cluster, pipeline, stage, [load]) for stage, load in enumerate(loads)]
+    likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
+    if not any(stalls):
+        return QuickSeconds(likely, likely)
+    each = [stall + load.compute_seconds for stall, load in zip(stalls, loads)]
+    slowest = max(
+        sum(each[position :: pipeline.positions]) for position in range(pipeline.positions)
+    )
+    least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
+    return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * slowest)))
+
+
+def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
+    simulation = simulate(
+        profile,
+        cluster,
+        pipeline.stages,
+        schedule=pipeline.schedule,
+        rows=pipeline.global_batch,
+        micro_batches=pipeline.micro_batches,
+        interleave=pipeline.interleave,
+        placement=pipeline.order,
+    )
+    ranks = tuple(
+        RankPrediction(
+            peak_bytes=trace.peak_bytes,
+            budget_bytes=device.memory_bytes,
+            tier_peak_bytes=trace.tier_peak_bytes,
+            offloaded_bytes=trace.offloaded_bytes,
+            stall_seconds=round(trace.stall_seconds, 6),
+        )
+        for trace, device in zip(simulation.ranks, cluster.devices)
+    )
+    fullest = [
+        max(
+            (simulation.ranks[rank] for rank in pipeline.ranks(position)),
+            key=lambda trace: trace.peak_bytes,
+        )
+        for position in range(pipeline.positions)
+    ]
+    return Forecast(
+        step_seconds=simulation.step_seconds,
+        bubble=simulation.bubble,
+        ranks=ranks,
+        stages=tuple(
+            StagePrediction(memory=trace.memory, seconds=_rounded(trace.seconds))
+            for trace in fullest
+        ),
+        spans=simulation.spans,
+    )
+
+
+def _finish(
+    profile: ModelProfile,
+    cluster: Cluster,
+    pipeline: Pipeline,
+    loads: Sequence[StageLoad],
+    ties: dict[int, float],
+    stalls: Sequence[float],
+) -> tuple[Timeline, float, list[float], list[float]]:
+    """The timeline, the end of the step, and what reduction and update add to each position; stages wait for their
+    ``stalls`` in every backward."""
+    positions = range(pipeline.positions)
+    times = [
+        _stage_times(cluster, pipeline, stage, load, stalls[stage])
+        for stage, load in enumerate(loads)
+    ]
+    timeline = _timeline(pipeline, times)
+    mine = [loads[p :: pipeline.positions] for p in positions]
+    exposed = [
+        _exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0)
+        for p in positions
+    ]
+    updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
+    reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
+    return (
+        timeline,
+        reduced + max(updates),
+        exposed,
+        updates,
+    )  # no rank updates before all have reduced
+
+
+def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
+    positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
+    loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
+    stalls = [_stall(cluster, pipeline, stage, [load]) for stage, load in enumerate(loads)]
+    timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties, stalls)
+    mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
+    stages, ranks = [], {}
+    for position in positions:
+        memory = _memory(pipeline, position, mine[position])
+        terms = _compute_terms(mine[position], micro_batches)
+        terms |= {"stall": _stall(cluster, pipeline, position, mine[position]) * micro_batches}
+        terms |= {"reduce": exposed[position], "update": updates[position]}
+        terms["idle"] = max(0.0, step - sum(terms.values()))
+        stages.append(StagePrediction(memory=memory, seconds=_rounded(terms)))
+        flights = [
+            _flight(pipeline, stage) for stage in range(position, len(loads), pipeline.positions)
+        ]
+        moved = [load.moved_bytes for load in mine[position]]
+        for rank in pipeline.ranks(position):
+            ranks[rank] = RankPrediction(
+                peak_bytes=sum(memory.values()),
+                budget_bytes=cluster.devices[rank].memory_bytes,
+                tier_peak_bytes=sum(f * m for f, m in zip(flights, moved))
+                + sum(load.host_state_bytes for load in mine[position]),
+                offloaded_bytes=micro_batches * sum(moved),
+                stall_seconds=round(terms["stall"], 6),
+            )
+    return Forecast(
+        step_seconds=step,
+        bubble=timeline.bubble,
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        stages=tuple(stages),
+    )
+
+
+def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
+    """The timeline of the whole step. Once the pipeline is full every round of as many micro-batches as there are
+    positions takes as long as the one before, so of very many only some are timed."""
+
+    def timed(micro_batches: int) -> Timeline:
+        return time_schedule(
+            pipeline.schedule, times, micro_batches, interleave=pipeline.interleave
+        )
+
+    count, stages = pipeline.micro_batches, len(pipeline.stages)
+    settled = SETTLED_ROUNDS * stages + count % stages
+    if count <= max(MANY_MICRO_BATCHES, settled + stages):
+        return timed(count)
+    before, after = timed(settled), timed(settled + stages)
+    rounds = (count - settled) // stages
+    return Timeline(
+        before.begin,
+        before.end + rounds * (after.end - before.end),
+        before.busy + rounds * (after.busy - before.busy),
+    )
+
+
+def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[StageLoad]:
+    """Each stage on the slowest of its ranks."""
+    loads = []
+    for index, stage in enumerate(pipeline.stages):
+        position = index % pipeline.positions
+        device = min(
+            (cluster.devices[rank] for rank in pipeline.ranks(position)),
+            key=lambda device: device.speed,
+        )
+        split = splits(pipeline.schedule)
+        loads.append(
+            load_planned(profile, stage, pipeline.rows(position), device=device, split=split)
+        )
+    return loads
+
+
+def _stage_times(
+    cluster: Cluster, pipeline: Pipeline, index: int, load: StageLoad, stall: float
+) -> StageTimes:
+    weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
+    position = index % pipeline.positions
+    link = _link(cluster, pipeline, position, (index + 1) % pipeline.positions)
+    return StageTimes(
+        forward=sum(block.forward_seconds for block in load.blocks),
+        backward=sum(block.backward_seconds for block in load.blocks) - weight + stall,
+        weight=weight,
+        send=link.seconds(load.output_bytes),
+    )
+
+
+def _link(cluster: Cluster, pipeline: Pipeline, position: int, other: int) -> Link:
+    """The slowest link that two positions talk over: replicas pair up in order."""
+    ours, theirs = pipeline.ranks(position), pipeline.ranks(other)
+    shared = max(len(ours), len(theirs))
+    pairs = {
+        (ours[k * len(ours) // shared], theirs[k * len(theirs) // shared]) for k in range(shared)
+    }
+    apart = any(cluster.node_of[a] != cluster.node_of[b] for a, b in pairs)
+    return cluster.remote if apart else cluster.local
+
+
+def _stall(cluster: Cluster, pipeline: Pipeline, first: int, loads: Sequence[StageLoad]) -> float:
+    """Seconds per micro-batch that ``loads``, those of stage ``first`` and of the others on its position, wait for the
+    tier: what copying takes longer than computing, or, without room to read ahead, what a backward reads."""
+    position = first % pipeline.positions
+    device = cluster.while_all_swap(cluster.devices[pipeline.ranks(position)[0]])
+    leaving = reading = 0.0
+    for stage, load in zip(range(first, len(pipeline.stages), pipeline.positions), loads):
+        limit, flight, moved = (
+            pipeline.stages[stage].swap_limit_bytes,
+            _flight(pipeline, stage),
+            load.moved_bytes,
+        )
+        leaves = float(leaving_bytes(moved, flight, limit))
+        leaving += leaves
+        if leaves and limit < buffer_bytes(load.smallest_swap_limit, flight * moved):
+            reading += device.read.seconds(leaves)
+    copying = float(copying_seconds(device, np.array(leaving))) + sum(
+        load.states.streaming_seconds for load in loads
+    )
+    return max(reading, copying - sum(load.compute_seconds for load in loads))
+
+
+def _exposed_reduction(
+    profile: ModelProfile, cluster: Cluster, ranks: Sequence[int], loads: Sequence[StageLoad]
+) -> float:
+    """What is left of reducing gradients once the last micro-batch's backward has hidden its part."""
+    gradients = sum(load.parameter_bytes for load in loads) * profile.gradient_bytes
+    hidden = sum(block.backward_seconds for block in loads[0].blocks)
+    return max(0.0, all_reduce_seconds(gradients, ranks, cluster) - hidden)
+
+
+def _update_seconds(
+    cluster: Cluster, pipeline: Pipeline, position: int, loads: Sequence[StageLoad]
+) -> float:
+    """The optimizer's step; where replicas each step a part, with what they then send each other."""
+    ranks = pipeline.ranks(position)
+    seconds, link = 0.0, link_among(ranks, cluster)
+    for load, stage in zip(loads, pipeline.stages[position :: pipeline.positions]):
+        seconds += load.update_seconds
+        if stage.shard_optimizer:
+            seconds += broadcast_seconds(load.parameter_bytes, len(ranks), link)
+    return seconds
+
+
+def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:
+    """By position: reductions of parameters that several positions hold."""
+    found: dict[int, float] = {}
+    for size, users in profile.ties:
+        holders = sorted(
+            {
+                index % pipeline.positions
+                for index, stage in enumerate(pipeline.stages)
+                if any(stage.start <= user < stage.stop for user in users)
+            }
+        )
+        if len(holders) > 1:
+            ranks = [rank for holder in holders for rank in pipeline.ranks(holder)]
+            seconds = all_reduce_seconds(size * profile.gradient_bytes, ranks, cluster)
+            found |= {holder: found.get(holder, 0.0) + seconds for holder in holders}
+    return found
+
+
+def _memory(pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> dict[str, int]:
+    """Bytes by term of all stages of a position; what the device reserves counts once."""
+    total: dict[str, int] = {}
+    for index, load in enumerate(loads):
+        stage = position + index * pipeline.positions
+        limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0
+        for term, size in load.memory(_flight(pipeline, stage), limit).items():
+            total[term] = (
+                max(total.get(term, 0), size) if term == "reserve" else total.get(term, 0) + size
+            )
+    return total
+
+
+def _compute_terms(loads: Sequence[StageLoad], micro_batches: int) -> dict[str, float]:
+    blocks = [block for load in loads for block in load.blocks]
+    again = micro_batches * sum(block.recompute_seconds for block in blocks)
+    return {
+        "forward": micro_batches * sum(block.forward_seconds for block in blocks),
+        "backward": micro_batches * sum(block.backward_seconds for block in blocks) - again,
+        "recompute": again,
+    }
+
+
+def _flight(pipeline: Pipeline, stage: int) -> int:
+    return in_flight(
+        pipeline.schedule,
+        len(pipeline.stages),
+        stage,
+        pipeline.micro_batches,
+        interleave=pipeline.interleave,
+    )
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {term: round(value, 6) for term, value in seconds.items()}

@@ -1,0 +1,300 @@
+"""One simulated rank: a coroutine that walks through its action list, and its books."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from parallax.common.events import Span
+from parallax.errors import DeadlockError
+from parallax.plan.cluster import Cluster
+from parallax.plan.cost.passes import Passes
+from parallax.plan.cost.peak import peak_memory
+from parallax.plan.cost.stage import load_planned
+from parallax.plan.plan import StagePlan
+from parallax.plan.profile import ModelProfile
+from parallax.plan.rows import micro_batch_rows, peers, replica_rows
+from parallax.plan.schedule import Action, Kind
+from parallax.plan.simulation.fluid import Routine, Signal
+from parallax.plan.simulation.network import Network
+from parallax.plan.simulation.swapping import Swapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What one rank did in one step: peaks in bytes, bytes offloaded, seconds stalled by swapping.
+
+    ``memory`` has the device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`), ``seconds``
+    the step by term: forward, backward, recompute, stall, reduce (waiting for it), update, and idle, the rest.
+    """
+
+    peak_bytes: int
+    tier_peak_bytes: int
+    offloaded_bytes: int
+    stall_seconds: float
+    memory: dict[str, int]
+    seconds: dict[str, float]
+
+
+class World:
+    """The pipeline that the ranks walk through, and the messages between them."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        stages: Sequence[StagePlan],
+        *,
+        rows: int,
+        micro_batches: int,
+        positions: int,
+        placement: Sequence[int],
+    ) -> None:
+        self.profile, self.cluster, self.stages = profile, cluster, stages
+        self.micro_batches, self.positions = micro_batches, positions
+        self.network = Network(cluster)
+        self.messages: defaultdict[tuple[Kind, int, int, int, int], Signal] = defaultdict(Signal)
+        self.fifo: defaultdict[tuple[Kind, int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        intervals = (micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches))
+        self.rows = [high - low for low, high in intervals]
+        self._ranks: list[tuple[int, ...]] = []
+        first = 0
+        for stage in stages[:positions]:
+            numbers = range(first, first + stage.replicas)
+            self._ranks.append(
+                tuple(placement[number] for number in numbers) if placement else tuple(numbers)
+            )
+            first += stage.replicas
+        self.size = first
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage, replica by replica; none beside the pipeline."""
+        return self._ranks[stage % self.positions] if 0 <= stage < len(self.stages) else ()
+
+    def holders(self, users: Sequence[int]) -> list[int]:
+        """The positions that hold one of the blocks ``users``."""
+        holding = (
+            index % self.positions
+            for index, stage in enumerate(self.stages)
+            if any(stage.start <= user < stage.stop for user in users)
+        )
+        return sorted(set(holding))
+
+
+class Rank:
+    """A replica of one position."""
+
+    def __init__(self, world: World, position: int, replica: int, listed: Sequence[Action]) -> None:
+        self._world, self._position, self._replica, self._listed = world, position, replica, listed
+        self.rank = world.ranks(position)[replica]
+        self.spans: list[Span] = []
+        self._stages = range(position, len(world.stages), world.positions)
+        self._device = world.cluster.devices[self.rank]
+        self._core = world.network.cores[self.rank]
+        self._doing = listed[0]
+        self._seconds = dict.fromkeys(
+            ("forward", "backward", "recompute", "stall", "reduce", "update"), 0.0
+        )
+        self._reduced: list[Signal] = []
+        self._split = any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)
+        final = Kind.BACKWARD_WEIGHT if self._split else Kind.BACKWARD
+        self._last = {
+            action.stage: index for index, action in enumerate(listed) if action.kind is final
+        }
+        replicas = world.stages[position].replicas
+        self._rows = [
+            stop - start
+            for start, stop in (replica_rows(rows, replicas, replica) for rows in world.rows)
+        ]
+        self._passes = lru_cache(maxsize=None)(self._priced)
+        self._neighbours = lru_cache(maxsize=None)(self._sharing)
+        plans = [world.stages[stage] for stage in self._stages]
+        self._swapping = Swapping(
+            world.network.simulator,
+            world.network.tier(self.rank),
+            self._device,
+            sum(plan.swap_limit_bytes for plan in plans if plan.offloads),
+            carry=self._core.carry,
+            name=f"stage {position}",
+        )
+
+    def describe(self) -> str:
+        """Where in its list the rank is."""
+        return f"rank {self.rank} in {self._doing}"
+
+    def trace(self, step_seconds: float) -> RankTrace:
+        """The books, after the end."""
+        most = max(self._rows)
+        stages = []
+        for stage in self._stages:
+            plan = self._world.stages[stage]
+            stages.append(
+                (self._passes(stage, most).load, plan.swap_limit_bytes if plan.offloads else 0)
+            )
+        memory = peak_memory(self._listed, self._passes_of, stages)
+        idle = max(0.0, step_seconds - sum(self._seconds.values()))
+        return RankTrace(
+            peak_bytes=sum(memory.values()),
+            tier_peak_bytes=round(self._swapping.peak)
+            + sum(load.host_state_bytes for load, _ in stages),
+            offloaded_bytes=round(self._swapping.written),
+            stall_seconds=self._swapping.stalled,
+            memory=memory,
+            seconds={**self._seconds, "idle": idle},
+        )
+
+    def run(self) -> Routine:
+        """The whole list."""
+        simulator = self._world.network.simulator
+        for index, action in enumerate(self._listed):
+            self._doing = action
+            start, stalled, waited = simulator.now, self._swapping.stalled, 0.0
+            match action.kind:
+                case Kind.FORWARD:
+                    yield from self._forward(action)
+                case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
+                    if index == self._last[action.stage]:
+                        self._begin_reduce(action.stage)
+                    if action.kind is Kind.BACKWARD:
+                        yield from self._backward(action)
+                    else:
+                        yield self._core.compute(self._passes_of(action).weight_seconds)
+                case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
+                    self._send(action)
+                case Kind.RECEIVE_ACTIVATION | Kind.RECEIVE_GRADIENT:
+                    yield from self._receive(action)
+                    waited = simulator.now - start
+                case Kind.FETCH:
+                    self._swapping.fetch(action.stage, action.micro)
+                case Kind.REDUCE:
+                    yield from self._reduce()
+                    waited = simulator.now - start
+                case Kind.UPDATE:
+                    yield from self._update()
+                case Kind.OFFLOAD:
+                    pass
+            waited += self._swapping.stalled - stalled
+            self._book(action, simulator.now - start, waited)
+            kind = str(action.kind)
+            self.spans.append(
+                Span(self.rank, 0, kind, action.stage, action.micro, start, simulator.now, waited)
+            )
+
+    def _book(self, action: Action, seconds: float, waited: float) -> None:
+        """Add an action to the terms of the step."""
+        terms = self._seconds
+        match action.kind:
+            case Kind.FORWARD:
+                terms["forward"] += seconds - waited
+                terms["stall"] += waited
+            case Kind.BACKWARD:
+                again = (seconds - waited) * self._passes_of(action).recomputed
+                terms["recompute"] += again
+                terms["backward"] += seconds - waited - again
+                terms["stall"] += waited
+            case Kind.BACKWARD_WEIGHT:
+                terms["backward"] += seconds
+            case Kind.REDUCE:
+                terms["reduce"] += waited
+
+    def _passes_of(self, action: Action) -> Passes:
+        return self._passes(action.stage, self._rows[action.micro])
+
+    def _priced(self, stage: int, rows: int) -> Passes:
+        plan = self._world.stages[stage]
+        load = load_planned(self._world.profile, plan, rows, device=self._device, split=self._split)
+        return Passes(load, plan.directives, self._split)
+
+    def _forward(self, action: Action) -> Routine:
+        passes = self._passes_of(action)
+        states = passes.load.states
+        streaming = self._swapping.stream(states.read_bytes / 2, 0)
+        for run in passes.forward:
+            yield self._core.compute(run.seconds)
+            if run.moved:
+                yield from self._swapping.offload(
+                    (action.stage, action.micro, run.block), run.moved
+                )
+        yield from self._swapping.streamed(streaming)
+
+    def _backward(self, action: Action) -> Routine:
+        passes = self._passes_of(action)
+        states = passes.load.states
+        streaming = self._swapping.stream(states.read_bytes / 2, states.written_bytes)
+        for run in passes.backward:
+            if run.moved:
+                yield from self._swapping.bring((action.stage, action.micro, run.block))
+            yield self._core.compute(run.seconds)
+            if run.moved:
+                self._swapping.release()
+        yield from self._swapping.streamed(streaming)
+
+    def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
+        """The ranks of a neighbour stage that share rows with this one in a micro-batch of ``rows`` rows, and the share
+        of this rank's bytes that goes over each channel."""
+        ranks = self._world.ranks(stage)
+        replicas = self._world.stages[self._position].replicas
+        start, stop = replica_rows(rows, replicas, self._replica)
+        found = peers(rows, replicas, self._replica, len(ranks))
+        return [(ranks[other], (b - a) / (stop - start)) for other, (a, b) in found]
+
+    def _send(self, action: Action) -> None:
+        world, load = self._world, self._passes_of(action).load
+        above = action.kind is Kind.SEND_ACTIVATION
+        size, stage = (
+            (load.output_bytes, action.stage + 1) if above else (load.input_bytes, action.stage - 1)
+        )
+        kind = Kind.RECEIVE_ACTIVATION if above else Kind.RECEIVE_GRADIENT
+        for other, share in self._neighbours(stage, world.rows[action.micro]):
+            world.fifo[kind, self.rank, other].append((stage, action.micro))
+            arrived = world.messages[kind, self.rank, other, stage, action.micro]
+            world.network.deliver(arrived, self.rank, other, size * share)
+
+    def _receive(self, action: Action) -> Routine:
+        world = self._world
+        stage = action.stage + (-1 if action.kind is Kind.RECEIVE_ACTIVATION else 1)
+        for other, _ in self._neighbours(stage, world.rows[action.micro]):
+            yield world.messages[action.kind, other, self.rank, action.stage, action.micro]
+            sent, first = world.fifo[action.kind, other, self.rank].popleft()
+            if (sent, first) != (action.stage, action.micro):
+                raise DeadlockError(
+                    f"rank {self.rank} waits for {action}, but rank {other} sends micro-batch {first} first: "
+                    "channels are FIFO, both lists must use the same order"
+                )
+
+    def _begin_reduce(self, stage: int) -> None:
+        """Replicas reduce a stage while its last backward runs."""
+        ranks = self._world.ranks(stage)
+        if len(ranks) > 1:
+            size = (
+                self._passes(stage, self._rows[0]).load.parameter_bytes
+                * self._world.profile.gradient_bytes
+            )
+            network = self._world.network
+            reduction = partial(network.all_reduce, ranks, size)
+            self._reduced.append(network.meet(f"reduce {stage}", len(ranks), reduction))
+
+    def _reduce(self) -> Routine:
+        yield from self._reduced
+        profile, network = self._world.profile, self._world.network
+        for index, (size, users) in enumerate(profile.ties):
+            positions = self._world.holders(users)
+            if self._position in positions and len(positions) > 1:
+                ranks = [rank for position in positions for rank in self._world.ranks(position)]
+                reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
+                yield network.meet(f"tie {index}", len(ranks), reduction)
+
+    def _update(self) -> Routine:
+        network = self._world.network
+        yield network.meet("update", self._world.size)
+        start = network.simulator.now
+        loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
+        yield self._core.compute(sum(load.update_seconds for load in loads.values()))
+        for stage, load in loads.items():
+            ranks = self._world.ranks(stage)
+            if self._world.stages[stage].shard_optimizer and len(ranks) > 1:
+                spreading = partial(network.broadcast, ranks, load.parameter_bytes)
+                yield network.meet(f"spread {stage}", len(ranks), spreading)
+        self._seconds["update"] += network.simulator.now - start

@@ -1,0 +1,188 @@
+"""The swap manager of one rank, simulated: what is saved leaves at once, a forward waits where the swap limit is
+reached, a fetch spares what was not written yet and reads ahead as far as the limit allows.
+
+The rules are those of ``swap/activations/manager.py``; bytes stand for tensors and work on the tier for copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from parallax.common.units import format_bytes
+from parallax.errors import BudgetExceeded
+from parallax.plan.cluster import Device
+from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator
+
+Key = tuple[int, int, int]  # stage, micro-batch, block within the stage
+
+
+class Held:
+    """One block's offloaded activations of one micro-batch."""
+
+    __slots__ = ("changed", "size", "state", "wanted")
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+        self.state = (
+            "queued"  # for writing; then stored, reading, read; or spared, if it never left
+        )
+        self.changed = Signal()
+        self.wanted = False
+
+
+class Swapping:
+    """All that one rank has offloaded. ``stalled`` are the seconds that its compute waited, ``written`` the bytes that
+    went to the tier, ``peak`` the most that lay there at one time."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        tier: Resource,
+        device: Device,
+        limit: float,
+        *,
+        carry: Callable[[int], None],
+        name: str,
+    ) -> None:
+        self.stalled = self.written = self.peak = 0.0
+        self._simulator, self._tier, self._device = simulator, tier, device
+        self._limit, self._carry, self._name = limit, carry, name
+        self._resident = self._stored = 0.0
+        self._held: dict[Key, Held] = {}
+        self._fetching: deque[Held] = deque()
+        self._queue: deque[Held] = deque()
+        self._copying = False
+        self._brought = Held(0.0)  # what the running backward uses
+
+    def offload(self, key: Key, size: float) -> Routine:
+        """Take what a block has saved, as soon as it fits, and begin to write it."""
+        yield from self._make_room(size)
+        self._resident += size
+        held = Held(size)
+        self._held[key] = held
+        self._copy(held)
+
+    def fetch(self, stage: int, micro: int) -> None:
+        """Begin to bring back a micro-batch of a stage: the last block is wanted first."""
+        mine = [held for (s, m, _), held in self._held.items() if (s, m) == (stage, micro)]
+        for held in reversed(mine):
+            if held.state == "queued" and held in self._queue and held is not self._queue[0]:
+                self._queue.remove(held)
+                held.state = "spared"
+                self._simulator.set(held.changed)
+                self._store(-held.size)
+                self.written -= held.size
+            elif held.state == "queued":
+                held.wanted = True
+            elif held.state == "stored":
+                self._fetching.append(held)
+        self._pump()
+
+    def bring(self, key: Key) -> Routine:
+        """Wait until a block's activations are on the device; they are no longer ours to give up."""
+        held = self._held.pop(key)
+        start = self._simulator.now
+        if held.state == "queued":
+            held.wanted = True
+            yield held.changed
+        if held.state == "stored":
+            yield from self._make_room(held.size)
+            start = self._simulator.now
+            self._read(held)
+        if held.state == "reading":
+            yield held.changed
+        self.stalled += self._simulator.now - start
+        self._brought = held
+
+    def release(self) -> None:
+        """The block that was brought last has used its activations; read ahead into their room."""
+        held = self._brought
+        self._resident -= held.size
+        if held.state != "spared":
+            self._store(-held.size)
+        self._pump()
+
+    def stream(self, read: float, written: float) -> Signal:
+        """Begin to bring parameters up, and to take gradients down, block by block beside the compute."""
+        seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
+        return self._simulator.work(seconds, self._tier)
+
+    def streamed(self, streaming: Signal) -> Routine:
+        """Wait for the last of them: compute cannot end before its parameters have come."""
+        start = self._simulator.now
+        yield streaming
+        self.stalled += self._simulator.now - start
+
+    def _store(self, count: float) -> None:
+        self._stored += count
+        self.peak = max(self.peak, self._stored)
+
+    def _make_room(self, size: float) -> Routine:
+        """Wait for writes until ``size`` more offloaded bytes fit."""
+        start = self._simulator.now
+        while self._resident + size > self._limit * (1 + 1e-9):
+            writing = next((h for h in self._queue if h.state == "queued" and not h.wanted), None)
+            early = next(
+                (h for h in reversed(list(self._held.values())) if h.state in ("spared", "read")),
+                None,
+            )
+            if writing is not None:
+                yield writing.changed
+            elif early is not None:
+                self._give_up(early)
+            else:
+                raise BudgetExceeded(
+                    f"{self._name}: {format_bytes(size)} must fit a swap limit of "
+                    f"{format_bytes(self._limit)} of which {format_bytes(self._resident)} are in use"
+                )
+        self.stalled += self._simulator.now - start
+
+    def _give_up(self, held: Held) -> None:
+        self._fetching.appendleft(held)
+        if held.state == "read":
+            held.state = "stored"
+            self._resident -= held.size
+        else:
+            held.state, held.wanted, held.changed = "queued", False, Signal()
+            self._copy(held)
+
+    def _pump(self) -> None:
+        while self._fetching and self._fetching[0].state != "queued":
+            held = self._fetching[0]
+            if held.state == "stored":
+                if self._resident + held.size > self._limit:
+                    return
+                self._read(held)
+            self._fetching.popleft()
+
+    def _read(self, held: Held) -> None:
+        held.state, held.changed = "reading", Signal()
+        self._resident += held.size
+        self._copy(held)
+
+    def _copy(self, held: Held) -> None:
+        """Queue a write or a read behind the earlier ones of this rank."""
+        if held.state == "queued":
+            self._store(held.size)
+            self.written += held.size
+        self._queue.append(held)
+        if not self._copying:
+            self._copying = True
+            self._simulator.spawn(lambda: f"copies of {self._name}", self._copies())
+
+    def _copies(self) -> Routine:
+        self._carry(1)
+        while self._queue:
+            held = self._queue[0]
+            link = self._device.read if held.state == "reading" else self._device.write
+            yield self._simulator.work(link.seconds(held.size), self._tier)
+            self._queue.popleft()
+            if held.state == "reading" or held.wanted:
+                held.state = "read"
+            else:
+                held.state = "stored"
+                self._resident -= held.size
+            self._simulator.set(held.changed)
+        self._copying = False
+        self._carry(-1)

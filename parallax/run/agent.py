@@ -1,0 +1,192 @@
+"""Torch's agent: a run's ranks as processes of this host, requests to end handed on to them, their end explained.
+
+::
+
+    parallax train ── agent ──┬── rank 0 ──┐
+          │                   └── rank 1 ──┴── last words: why the run ended
+          └── SIGTERM, Ctrl-C, ... are handed on; the ranks save and end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from parallax.common.files import temporary_folder
+from parallax.common.signals import Requests, Stopped, exit_code, heeding, stopped_by
+from parallax.errors import ParallaxError, UserError, printable
+from parallax.runtime.failure.exit_report import LAST_WORDS, read_words
+from parallax.runtime.failure.report import How, Verdict
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Starts the ``ranks`` of the run ``name``, prepared in ``directory``."""
+
+    name: str
+    directory: Path
+    ranks: int
+
+    def start(self, told: Mapping[str, str]) -> int:
+        """Start them, with ``told`` in their environment, and wait for their end; the exit code.
+
+        One host: the rendezvous is a file, so no port is opened that others could reach. A rank that fails says why
+        itself; the agent's own account of it is left out.
+        """
+        with temporary_folder() as folder:
+            settings = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=self.ranks,
+                run_id=self.name,
+                rdzv_backend="c10d",
+                rdzv_endpoint=str(folder / "rendezvous"),
+                rdzv_configs={"store_type": "file"},
+                monitor_interval=0.1,
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+                signals_to_handle="SIGQUIT",  # of torch's own; requests to end are relayed
+            )
+            words = folder / "last-words"
+            own = {"PARALLAX_RENDEZVOUS": str(folder / "ranks"), LAST_WORDS: str(words)}
+            command = ["-m", "parallax", "train", "--run-dir", str(self.directory)]
+            relay, begun = Relay(), time.time()
+            with _environment({**told, **own}), _no_logging(), heeding(relay):
+                try:
+                    elastic_launch(settings, sys.executable)(*command)
+                except ChildFailedError as failed:
+                    ended = {failure.exitcode for failure in failed.failures.values()}
+                    if not _was_stopped(read_words(words)) and not (
+                        relay.first and ended == {-signal.SIGTERM}
+                    ):
+                        return _explain(failed, words)
+                    return self._say_stopped(relay.first, read_words(words))
+                except SignalException as stopped:
+                    return self._say_stopped(int(stopped.sigval), read_words(words))
+                except Stopped as stopped:
+                    if self._has_ended(since=begun):  # the last of the ranks had just gone
+                        return 0
+                    what = (
+                        "at once: what came after the last checkpoint is lost"
+                        if relay.impatient
+                        else ""
+                    )
+                    return self._say_stopped(
+                        stopped.number, Verdict(0, How.STOPPED, "", what) if what else None
+                    )
+                verdict = read_words(words)
+                return self._say_stopped(relay.first, verdict) if _was_stopped(verdict) else 0
+
+    def _say_stopped(self, number: int, verdict: Verdict | None) -> int:
+        """Say how far a run came that was asked to end, by signal ``number`` to this process or by one to its ranks,
+        which told; the exit code."""
+        verdict = verdict or Verdict(0, How.STOPPED, "", "before the first step")
+        if number:
+            verdict = replace(verdict, who=stopped_by(number), code=exit_code(number))
+        print(
+            f"parallax: {verdict.text}; `parallax train name={self.name}` continues",
+            file=sys.stderr,
+        )
+        return verdict.code
+
+    def _has_ended(self, since: float) -> bool:
+        """Whether the ranks have come to the run's end."""
+        path = self.directory / "summary.json"
+        try:
+            return (
+                path.stat().st_mtime >= since
+                and json.loads(path.read_text(encoding="utf-8"))["ended"] == "steps"
+            )
+        except (OSError, ValueError, KeyError):
+            return False
+
+
+class Relay(Requests):
+    """Hands a request to end on to the ranks, which serve it; where there are none yet, and at the second Ctrl-C, there
+    is nothing to wait for."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals."""
+        del frame
+        repeated = bool(self.first)
+        self.add(number)
+        ranks = psutil.Process().children()
+        for rank in ranks if self.impatient or not repeated else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Whatever was sent: a Python that is still importing dies of it without a traceback.
+                rank.send_signal(signal.SIGKILL if self.impatient else signal.SIGTERM)
+        if self.impatient or not ranks:
+            raise Stopped(number)
+
+
+def _was_stopped(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.how is How.STOPPED
+
+
+def _explain(failed: ChildFailedError, words: Path) -> int:
+    """Say why the run failed, as the ranks told; the exit code. Which signal ended a rank only its parent knows, and
+    nobody else knows anything where no other rank was left."""
+    ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    verdict = read_words(words)
+    killed = {rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM}
+    if killed and (verdict is None or verdict.how is How.LOST):
+        rank, code = next(iter(killed.items()))
+        if verdict is not None and verdict.rank in killed:
+            rank, code = verdict.rank, killed[verdict.rank]
+        hint = " (no memory left?)" if code == -signal.SIGKILL else ""
+        what = f"was killed by {signal.Signals(-code).name}{hint}"
+        known = (
+            verdict
+            if verdict is not None and verdict.rank == rank
+            else Verdict(rank, How.LOST, f"rank {rank}", "")
+        )
+        verdict = replace(
+            known,
+            what=what,
+            remark=f"{known.remark}; run again to continue from the last checkpoint",
+        )
+    if verdict is not None:
+        print(f"parallax: {printable(verdict.text)}", file=sys.stderr)
+        return verdict.code
+    rank, code = next(iter(ended.items()))
+    if code == -signal.SIGTERM:
+        raise ParallaxError(
+            f"rank {rank} was stopped by SIGTERM; run again to continue from the last checkpoint"
+        )
+    return code if code == UserError.exit_code else 1
+
+
+@contextlib.contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Variables that processes started inside inherit; afterwards all is as before."""
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _no_logging() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,125 @@
+"""The way back from a run to the planner: its measured timeline corrects the profile that it was planned with.
+
+A run's directory holds its plan, what the plan was made from, and what every rank did when. The corrected profile is
+written there, and where the profiler looks before it measures: the next plan of the same model on this machine is
+made with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.common.events import Span, read_events
+from parallax.config import RunConfig
+from parallax.errors import ConfigError, printable
+from parallax.plan.inputs import Inputs, inputs_path
+from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
+from parallax.plan.schedule import Kind
+from parallax.plan.simulation.calibrate import calibrate, step_seconds
+from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.run.job import remember_run_profile
+from parallax.train.loop import MEASURED_EVENTS, WARM_UP
+
+CALIBRATED = "profile-calibrated.json"
+RECENT_STEPS = 100  # steps of a run that are looked at: the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """A corrected profile, where the next plan will find it, and seconds of a step: as measured, as the plan predicted
+    them, and as predicted with the corrected profile."""
+
+    profile: ModelProfile
+    path: Path
+    measured_seconds: float
+    first_seconds: float
+    second_seconds: float
+
+    @property
+    def first_error(self) -> float:
+        """The plan's error as a fraction of what was measured."""
+        return self.first_seconds / self.measured_seconds - 1
+
+    @property
+    def second_error(self) -> float:
+        """The error that is left."""
+        return self.second_seconds / self.measured_seconds - 1
+
+
+def correct(
+    directory: Path, config: RunConfig, plan: Plan, progress: Callable[[str], None]
+) -> Correction:
+    """Correct the profile of the run in ``directory`` and write it. Raises :class:`ConfigError` where the run wrote
+    down no steps, :class:`~parallax.errors.PlanError` where its files do not belong together."""
+    inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
+    inputs.check(plan)
+    progress("reading what the run measured")
+    measured = measured_spans(directory, plan.world_size)
+    if not measured:
+        raise ConfigError(
+            f"{directory} has measured no steps after the first {WARM_UP}: train longer, with logger.events=true"
+        )
+    check_spans(measured, directory, plan)
+    progress("correcting the profile")
+    before = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
+    profile = calibrate(inputs.profile, before.spans, measured, plan, inputs.cluster)
+    after = predict(profile, inputs.cluster, Pipeline.of(plan))
+    (directory / CALIBRATED).write_text(profile.to_json() + "\n", encoding="utf-8")
+    return Correction(
+        profile=profile,
+        path=remember_run_profile(profile, config),
+        measured_seconds=step_seconds(measured),
+        first_seconds=before.step_seconds,
+        second_seconds=after.step_seconds,
+    )
+
+
+def measured_spans(directory: Path, ranks: int) -> list[Span]:
+    """What the ranks of a run did in its last steps, without the first, which touch memory and connect; where they did
+    not write that down, the typical step that the run's end wrote."""
+    files = [directory / f"events-rank{rank}.jsonl" for rank in range(ranks)]
+    spans = [span for file in files if file.is_file() for span in _recent(file)]
+    typical = directory / MEASURED_EVENTS
+    if not spans and typical.is_file():
+        return list(read_events(typical))
+    warm = set(sorted({span.step for span in spans})[WARM_UP:])
+    return [span for span in spans if span.step in warm]
+
+
+def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
+    """Raise :class:`ConfigError` where ``spans``, read from ``directory``, are not of ``plan``."""
+    kinds = set(Kind)
+    for span in spans:
+        known = (
+            span.kind in kinds
+            and 0 <= span.rank < plan.world_size
+            and 0 <= span.stage < len(plan.stages)
+        )
+        if not known:
+            raise ConfigError(
+                f"{printable(str(directory))}: its events tell of {printable(span.kind)[:40]} of stage {span.stage} on "
+                f"rank {span.rank}, which its plan.yaml has not; restore them, or move them away"
+            )
+
+
+def typical_step(spans: Sequence[Span]) -> list[Span]:
+    """The spans of the step of median length."""
+    bounds: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        start, end = bounds.get(span.step, (span.start, span.end))
+        bounds[span.step] = min(start, span.start), max(end, span.end)
+    order = sorted(bounds, key=lambda step: bounds[step][1] - bounds[step][0])
+    return [span for span in spans if span.step == order[len(order) // 2]] if order else []
+
+
+def _recent(file: Path) -> list[Span]:
+    """The spans of the last steps of a file."""
+    steps: dict[int, list[Span]] = {}
+    for span in read_events(file):
+        steps.setdefault(span.step, []).append(span)
+        if len(steps) > RECENT_STEPS:
+            del steps[next(iter(steps))]
+    return [span for found in steps.values() for span in found]

@@ -1,0 +1,293 @@
+"""From a resolved configuration to the objects of a run: model, loss, rows, profile, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.common.targets import check_call
+from parallax.config import RunConfig
+from parallax.errors import ConfigError, DataError, printable
+from parallax.machine.local import ClusterConfig
+from parallax.model.describe import Chain, build_on_meta, describe
+from parallax.model.families.config import HuggingFaceConfig
+from parallax.model.profiling.count import Sample, count
+from parallax.model.registry import BuiltModelConfig, CustomModelConfig
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.analytic.efficiency import price
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.profile import ModelProfile
+from parallax.plan.work import ModelWork
+from parallax.run.planning import (
+    Loss,
+    Planned,
+    check_model,
+    measure_model,
+    plan_catalog,
+    plan_model,
+    remember_profile,
+    settled,
+    stepped_by,
+)
+from parallax.runtime.batch import Rows
+from parallax.train.data import Source, TextDataConfig, TextSource, build_source
+
+BYTES = 256  # values that a byte can have: what a model of text must know
+DEFAULT_SEQUENCE = 256
+
+
+def build_chain(config: RunConfig) -> Chain:
+    """The model of ``config`` as a chain of blocks."""
+    model = built_model(config)
+    return describe(
+        model.build,
+        seed=config.seed,
+        dtype=config.precision.parameter_dtype,
+        blocks=model.blocks if isinstance(model, CustomModelConfig) else (),
+        sample=lambda rows: _inputs(config, rows),
+        weights=model.weights if isinstance(model, CustomModelConfig | HuggingFaceConfig) else None,
+    )
+
+
+def _inputs(config: RunConfig, rows: int) -> Any:
+    """Inputs of that many rows, or of a batch where it has fewer."""
+    if isinstance(config.data, TextDataConfig):
+        return torch.empty(rows, sequence_length(config), dtype=torch.int64, device="meta")
+    batch = first_batch(config, open_source(config))
+    return batch.inputs(0, min(rows, len(batch)))
+
+
+def doing(config: RunConfig, what: str) -> str:
+    """What is being done, with the user's function that is called for it."""
+    group = {"building the model": config.model, "fetching rows": config.data}[what]
+    key = "model.target" if group is config.model else "data.target"
+    target = getattr(group, "target", "")
+    return f"{what} ({key}={printable(target)})" if target else what
+
+
+def built_model(config: RunConfig) -> BuiltModelConfig:
+    """The model of ``config``, which must have code."""
+    if isinstance(config.model, TransformerConfig):
+        raise ConfigError(
+            "model=transformer: it has sizes but no code, so it can be planned for (cluster=dgx_a100) but neither "
+            "measured nor trained; use model=gpt or model=custom"
+        )
+    return config.model
+
+
+def local_cluster(config: RunConfig) -> ClusterConfig:
+    """The cluster of ``config``, which must be this machine."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        raise ConfigError(
+            "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
+        )
+    return config.cluster
+
+
+def build_loss(config: RunConfig) -> Loss:
+    """The model's own ``loss(outputs, targets)``, or cross-entropy over the last dimension of its outputs."""
+    model = build_on_meta(built_model(config).build)
+    own = getattr(model, "loss", None)
+    if not callable(own):
+        return cross_entropy
+    called = getattr(own, "forward", own)  # a module's call takes anything
+    check_call(f"the loss of {type(model).__name__}: loss", called, "outputs", "targets")
+    if callable(count := getattr(own, "count", None)):
+        check_call(f"the loss of {type(model).__name__}: count", count, "targets")
+    return own
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy: class scores in the last dimension of ``outputs``, classes in ``targets``."""
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def sequence_length(config: RunConfig) -> int:
+    """Bytes in a row of text."""
+    if isinstance(config.model, CustomModelConfig):
+        return int(config.model.kwargs.get("sequence", DEFAULT_SEQUENCE))
+    return config.model.sequence
+
+
+def tokens_per_row(config: RunConfig) -> int:
+    """What a row counts in tokens per second: its bytes, or one where rows are the user's own."""
+    return sequence_length(config) if isinstance(config.data, TextDataConfig) else 1
+
+
+def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
+    """The rows of ``config``."""
+    vocabulary = getattr(config.model, "vocabulary", BYTES)
+    if isinstance(config.data, TextDataConfig) and vocabulary < BYTES:
+        raise ConfigError(
+            f"model.vocabulary={vocabulary}: text needs {BYTES}, one for each value of a byte"
+        )
+    return build_source(config.data, sequence_length(config), config.seed, quiet=quiet)
+
+
+def first_batch(config: RunConfig, source: Source) -> Rows:
+    """Held-out rows, as many as a batch has, to measure and to plan with. Raises :class:`DataError` where there are
+    fewer, or where all rows of a text are fewer."""
+    wanted, text = config.trainer.global_batch, isinstance(config.data, TextDataConfig)
+    if isinstance(source, TextSource) and len(source) < wanted:
+        raise DataError(
+            f"trainer.global_batch={wanted}: the text of data.* has {len(source)} training rows of "
+            f"{sequence_length(config)} + 1 bytes; use trainer.global_batch={len(source)} or less, or name more text "
+            "(data.path, data.pattern, data.max_bytes)"
+        )
+    batch, target = source.validation(0, wanted), getattr(config.data, "target", "")
+    if missing := [
+        name
+        for name in ("__len__", "inputs", "targets")
+        if not callable(getattr(batch, name, None))
+    ]:
+        raise DataError(
+            f"data.target={printable(target)}: validation(0, {wanted}) gave a {type(batch).__name__} without "
+            f"{', '.join(missing)}; return parallax.TensorRows(inputs, targets), or what has these methods"
+        )
+    if not text and len(batch) < wanted:
+        raise DataError(
+            f"data.target={printable(target)}: validation(0, {wanted}) gave {len(batch)} row(s), fewer than "
+            f"trainer.global_batch={wanted}; "
+            + (
+                f"use trainer.global_batch={len(batch)} or less"
+                if len(batch)
+                else "it needs rows to plan with"
+            )
+        )
+    return batch
+
+
+def plan_run(
+    config: RunConfig,
+    scratch: Path,
+    progress: Callable[[str], None],
+    *,
+    profile: ModelProfile | None = None,
+) -> Planned:
+    """The plan of ``config``, on this machine or for its catalog cluster. A given ``profile`` is used instead of
+    measuring, or deriving, one. ``scratch`` is where swap files would go."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        return plan_catalog(
+            stepped_by(profile or profile_run(config, progress), config.optimizer),
+            config.cluster,
+            dtype=config.precision.compute,
+            plan=config.plan,
+            swap=config.swap,
+            global_batch=config.trainer.global_batch,
+            microbatch=config.trainer.microbatch,
+            progress=progress,
+        )
+    config.replicas.check_asked(config.plan)
+    progress(doing(config, "building the model"))
+    chain = build_chain(config)
+    check_model(
+        chain,
+        config.trainer.global_batch,
+        cluster=config.cluster,
+        plan=config.plan,
+        swap=config.swap,
+        microbatch=config.trainer.microbatch,
+    )
+    loss = build_loss(config)
+    progress(doing(config, "fetching rows"))
+    batch = first_batch(config, open_source(config, quiet=False))
+    progress("planning")
+    return plan_model(
+        chain,
+        loss,
+        batch,
+        cluster=config.cluster,
+        plan=config.plan,
+        swap=config.swap,
+        precision=config.precision,
+        optimizer=config.optimizer,
+        microbatch=config.trainer.microbatch,
+        name=config.model.name,
+        profile=profile,
+        scratch=scratch,
+        progress=progress,
+    )
+
+
+def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProfile:
+    """The profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog cluster."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        return price(model_work(config, progress), config.cluster.kind)
+    progress(doing(config, "building the model"))
+    chain, loss = build_chain(config), build_loss(config)
+    progress(doing(config, "fetching rows"))
+    batch = first_batch(config, open_source(config, quiet=False))
+    progress("profiling")
+    return measure_model(
+        chain,
+        loss,
+        batch,
+        settled(config.cluster, config.plan),
+        precision=config.precision,
+        swap=config.swap,
+        name=config.model.name,
+        progress=progress,
+    )
+
+
+def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
+    """Put ``profile`` where the next plan of ``config`` on this machine finds it instead of measuring; the file."""
+    return remember_profile(
+        profile,
+        build_chain(config),
+        build_loss(config),
+        first_batch(config, open_source(config)),
+        settled(local_cluster(config), config.plan),
+        precision=config.precision,
+        swap=config.swap,
+    )
+
+
+def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text: None) -> ModelWork:
+    """What ``config``'s model asks of any device; nothing is computed and no weight is made."""
+    if isinstance(config.model, TransformerConfig):
+        return config.model.work(str(config.precision))
+    progress(doing(config, "building the model"))
+    chain = build_chain(config)
+    return count(
+        chain,
+        build_loss(config),
+        _shapes(config, chain),
+        precision=config.precision,
+        minimum_bytes=config.swap.minimum_bytes,
+        name=config.model.name,
+        progress=progress,
+    )
+
+
+def read_profile(config: RunConfig, path: Path) -> ModelProfile:
+    """A profile file, which must be of ``config``'s model."""
+    found, model = ModelProfile.load(path), config.model
+    if isinstance(model, TransformerConfig):
+        wanted = model.work(str(config.precision)).fingerprint
+    else:
+        wanted = build_chain(config).fingerprint()
+    if found.fingerprint != wanted:
+        raise ConfigError(
+            f"--profile {path}: it is of {found.model} ({found.fingerprint}), and model={model.name} with these "
+            f"settings is another ({wanted}); write it with `parallax profile` and the same model.* settings"
+        )
+    return found
+
+
+def _shapes(config: RunConfig, chain: Chain) -> Sample:
+    """Rows that need no data to be there: text has whole numbers; rows of one's own are asked for."""
+    if isinstance(config.data, TextDataConfig):
+        length = sequence_length(config)
+
+        def text(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+            return (tokens,), tokens
+
+        return text
+    batch = first_batch(config, open_source(config))
+    return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))

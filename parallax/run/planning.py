@@ -1,0 +1,313 @@
+"""Plans a described model: for this machine, whose devices measure its blocks, or for machines from the catalog."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallax.common.files import existing_parent
+from parallax.errors import ParallaxError
+from parallax.machine.host import return_freed_memory
+from parallax.machine.local import (
+    ClusterConfig,
+    DeviceChoice,
+    build_cluster,
+    choose_devices,
+    probe_speeds,
+    tier_below,
+)
+from parallax.machine.probes import measure_probes
+from parallax.model.describe import Chain
+from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.measure import measure, profile_path, remember
+from parallax.model.profiling.offloads import Offloader
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.cluster import Cluster
+from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
+from parallax.plan.search.contradiction import Question, check_question
+from parallax.plan.search.search import search
+from parallax.plan.simulation.predict import Forecast
+from parallax.plan.work import ModelWork
+from parallax.runtime.batch import Rows
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.swap.config import SwapConfig
+from parallax.swap.trial import Trials
+
+MEASURED_ROWS = 4
+ADAMW_STATES = 2
+
+Loss = Callable[[Any, Tensor], Tensor]
+_Costs = TypeVar("_Costs", ModelProfile, ModelWork)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with everything it was made from."""
+
+    plan: Plan
+    forecast: Forecast
+    profile: ModelProfile
+    cluster: Cluster
+
+
+def settle(choice: DeviceChoice) -> None:
+    """Make this process compute, and hold memory, as the ranks of a run do."""
+    torch.set_num_threads(choice.threads)
+    if choice.exact:
+        return_freed_memory()
+
+
+def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
+    """The devices that ``plan`` asks for, with this process computing as their ranks will."""
+    choice = _choose(cluster, plan)
+    settle(choice)
+    return choice
+
+
+def _choose(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
+    return choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
+
+
+def plan_model(
+    chain: Chain,
+    loss: Loss,
+    batch: Rows,
+    *,
+    cluster: ClusterConfig | None = None,
+    plan: PlanConfig | None = None,
+    swap: SwapConfig | None = None,
+    precision: PrecisionConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    microbatch: int | str = "auto",
+    name: str = "model",
+    profile: ModelProfile | None = None,
+    scratch: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Planned:
+    """Measure ``chain`` on this machine and search the plan for global batches like ``batch``.
+
+    ``profile`` is used instead of measuring. ``scratch`` is where swap files would go. Raises
+    :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
+    """
+    cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
+    choice = settled(cluster, plan)
+    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, microbatch=microbatch)
+    profile = profile or measure_model(
+        chain,
+        loss,
+        batch,
+        choice,
+        precision=precision,
+        swap=swap,
+        name=name,
+        scratch=scratch,
+        progress=progress,
+    )
+    folder = _swap_folder(swap, scratch)
+    progress("measuring the machine")
+    probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
+    found = build_cluster(
+        cluster, choice, tier=swap.tier, probes=probes, speeds=speeds, copying_threads=swap.threads
+    )
+    progress(f"searching plans for {len(found.devices)} device(s)")
+    profile = stepped_by(profile, optimizer or OptimizerConfig())
+    best, forecast = search(
+        profile,
+        found,
+        plan,
+        global_batch=len(batch),
+        microbatch=microbatch,
+        swap=swap.tier != "none",
+        progress=progress,
+    )
+    return Planned(best, forecast, profile, found)
+
+
+def check_model(
+    chain: Chain,
+    rows: int,
+    *,
+    cluster: ClusterConfig,
+    plan: PlanConfig,
+    swap: SwapConfig,
+    microbatch: int | str,
+) -> None:
+    """Refuse settings that no plan of ``chain`` for batches of ``rows`` rows can follow, before anything is measured;
+    see :func:`~parallax.plan.search.contradiction.check_question`."""
+    check_question(
+        Question(
+            config=plan,
+            blocks=len(chain.blocks),
+            devices=_choose(cluster, plan).count,
+            rows=rows,
+            microbatch=microbatch,
+            swap=swap.tier != "none",
+            chosen=cluster.devices != AUTO,
+            model=type(chain.model).__name__,
+            tied=bool(chain.ties),
+        )
+    )
+
+
+def stepped_by(costs: _Costs, optimizer: OptimizerConfig) -> _Costs:
+    """Profiles and works are of models that AdamW steps, with two states for each weight; ``costs`` with those of
+    ``optimizer``. A step moves weight, gradient and states, and all but the gradient back."""
+    optimizer_bytes = costs.optimizer_bytes * optimizer.states / ADAMW_STATES
+    if isinstance(costs, ModelProfile):
+        moved = (3 + 2 * optimizer.states) / (3 + 2 * ADAMW_STATES)
+        seconds = costs.optimizer_seconds * moved
+        return dataclasses.replace(
+            costs, optimizer_bytes=optimizer_bytes, optimizer_seconds=seconds
+        )
+    return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes)
+
+
+def measure_model(
+    chain: Chain,
+    loss: Loss,
+    batch: Rows,
+    choice: DeviceChoice,
+    *,
+    precision: PrecisionConfig | None = None,
+    swap: SwapConfig | None = None,
+    name: str = "model",
+    scratch: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> ModelProfile:
+    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``. ``scratch`` is where
+    swap files would go."""
+    conditions = _conditions(chain, batch, choice, precision, swap, scratch)
+    return measure(chain, loss, **conditions, name=name, progress=progress)
+
+
+def remember_profile(
+    profile: ModelProfile,
+    chain: Chain,
+    loss: Loss,
+    batch: Rows,
+    choice: DeviceChoice,
+    *,
+    precision: PrecisionConfig,
+    swap: SwapConfig,
+) -> Path:
+    """Put ``profile`` where :func:`measure_model`, asked the same, will find it instead of measuring; the file."""
+    path = profile_path(chain, loss, **_conditions(chain, batch, choice, precision, swap))
+    remember(profile, path)
+    return path
+
+
+def _conditions(
+    chain: Chain,
+    batch: Rows,
+    choice: DeviceChoice,
+    precision: PrecisionConfig | None,
+    swap: SwapConfig | None,
+    scratch: Path | None = None,
+) -> dict[str, Any]:
+    """What a measurement depends on besides model and loss: arguments of
+    :func:`~parallax.model.profiling.measure.measure`."""
+    measured = min(MEASURED_ROWS, len(batch))
+
+    def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return chain.arguments(batch.inputs(0, count)), batch.targets(0, count)
+
+    return {
+        "sample": sample,
+        "rows": (
+            max(1, measured // 2),
+            *(measured << n for n in range((len(batch) // measured).bit_length())),
+        ),
+        "device": torch.device(choice.kind),
+        "precision": precision or PrecisionConfig(),
+        "minimum_bytes": (swap or SwapConfig()).minimum_bytes,
+        "allocator": "exact" if choice.exact else "default",
+        "offloader": _offloader(choice, swap or SwapConfig(), scratch),
+    }
+
+
+def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
+    """How the ranks of a run would offload."""
+    tier = tier_below(choice, swap.tier)
+    return None if tier == "none" else Trials(tier, swap, _swap_folder(swap, scratch))
+
+
+def _swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
+    """Where swap files would be, or something there already above it."""
+    return (
+        Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
+    )
+
+
+def plan_catalog(
+    profile: ModelProfile,
+    cluster: CatalogClusterConfig,
+    *,
+    dtype: str,
+    plan: PlanConfig,
+    swap: SwapConfig,
+    global_batch: int,
+    microbatch: int | str = "auto",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Planned:
+    """Search the plan of a model for machines that are not at hand; ``dtype`` is the one of its matrix products.
+    Schedules and tiers that the runtime does not know are searched, too."""
+    parameters = sum(block.parameters for block in profile.blocks)
+    weight_bytes = (
+        round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
+    )
+    found = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
+    check_question(
+        Question(
+            config=plan,
+            blocks=len(profile.blocks),
+            devices=len(found.devices),
+            rows=global_batch,
+            microbatch=microbatch,
+            swap=swap.tier != "none",
+            runnable=False,
+        )
+    )
+    progress(f"searching plans for {len(found.devices)} device(s)")
+    best, forecast = search(
+        profile,
+        found,
+        plan,
+        global_batch=global_batch,
+        microbatch=microbatch,
+        swap=swap.tier != "none",
+        runnable=False,
+        progress=progress,
+    )
+    return Planned(best, forecast, profile, found)
+
+
+def plan_together(
+    chain: Chain, loss: Loss, batch: Rows, *, cluster: ClusterConfig | None = None, **options: Any
+) -> Plan:
+    """One plan for all ranks of an initialised torch.distributed: rank 0 plans for as many devices as there are
+    ranks, the others get its plan, or its error. Options are those of :func:`plan_model`."""
+    sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
+    told: list[Any] = [None, None]
+    failure: ParallaxError | None = None
+    if dist.get_rank() == 0:
+        try:
+            told[0] = plan_model(chain, loss, batch, cluster=sized, **options).plan.to_dict()
+        except ParallaxError as error:
+            failure, told[1] = error, str(error)
+    dist.broadcast_object_list(told)
+    if failure is not None:
+        raise failure
+    if told[1] is not None:
+        raise ParallaxError(f"rank 0 could not plan: {told[1]}")
+    settle(choose_devices(sized))
+    return Plan.from_dict(told[0])

@@ -1,0 +1,116 @@
+"""A run that goes on: with the settings it was begun with, changed by what was typed, as far as its checkpoint allows.
+
+The directory of a run keeps its settings, so its name alone is enough. What was typed is applied on top. Some settings
+are what a checkpoint is made of; changing them would train something else under the old name, so they are refused, key
+by key, before anything is measured or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax import config as configuration
+from parallax.common.documents import LARGEST
+from parallax.common.trust import check_named, class_paths
+from parallax.config import RunConfig
+from parallax.errors import CheckpointError, ConfigError, DataError, printable
+from parallax.run.job import open_source
+from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
+from parallax.train.data import TextDataConfig
+
+STORED = "config.yaml"
+_SHOWN = 6  # differences that a refusal lists
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train with. ``changed``: what was typed over a run's own settings, one line each; None where the run is
+    a new one."""
+
+    config: RunConfig
+    changed: list[str] | None
+
+
+def settings(overrides: Sequence[str], runs: Path) -> Settings:
+    """The settings that ``overrides`` mean: on top of those of the run that they name, where there is one below
+    ``runs``; on top of the main job's otherwise, and with ``trainer.resume=never``."""
+    name = configuration.said(overrides, "name")
+    if (
+        name == "auto"
+        or not configuration.is_name(name)
+        or configuration.said(overrides, "trainer.resume") == "never"
+    ):
+        return Settings(configuration.compose(overrides), None)
+    directory = runs / name
+    text = read_stored(directory) if (directory / STORED).exists() else None
+    if text is None:
+        return Settings(configuration.compose(overrides), None)
+    file = directory / STORED
+    check_named(file, class_paths(text), overrides)
+    stored = load_stored(file, text)
+    config = configuration.compose(overrides, stored)
+    check_resumable(directory, stored, config)
+    changed = [
+        f"{key}: {old} -> {new}"
+        for key, (old, new) in configuration.changes(stored, config).items()
+    ]
+    return Settings(config, [line for line in changed if not line.startswith("name: ")])
+
+
+def read_stored(directory: Path) -> str:
+    """The text of a run's settings."""
+    try:
+        with (directory / STORED).open(encoding="utf-8") as file:
+            return file.read(LARGEST + 1)  # more is refused, whatever it is
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"{printable(str(directory))} is no run directory: {reason} for {STORED}"
+        ) from error
+
+
+def load_stored(file: Path, text: str) -> RunConfig:
+    """Settings that a run has stored in ``file``, whose class paths the user trusts."""
+    try:
+        return configuration.load(text)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{printable(str(file))} is damaged or of another version: {error}; restore it, or move it away and give "
+            "all settings again"
+        ) from error
+
+
+def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> None:
+    """Raise :class:`ConfigError`, with every key and both values, where the run's checkpoint is of other settings."""
+    found = list_checkpoints(directory / "checkpoints")
+    if not found:
+        return
+    lost = list(_lost(stored, config, found[-1]))
+    if lost:
+        more = f"; and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        raise ConfigError(
+            f"{directory} cannot go on with {'; '.join(lost[:_SHOWN])}{more}: its {found[-1].name} was trained with "
+            "what comes first; leave that out, or choose another name"
+        )
+
+
+def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Differences that the checkpoint cannot follow: ``key: old -> new``."""
+    for key, (old, new) in configuration.changes(stored, config).items():
+        group = key.split(".")[0]
+        fixed = key in ("seed", "optimizer.name", "precision.parameters") or group == "model"
+        if fixed or (group == "data" and not _same_rows(config, checkpoint)):
+            yield f"{key}: {old} -> {new}"
+
+
+def _same_rows(config: RunConfig, checkpoint: Path) -> bool:
+    """Whether text, wherever it lies now, is that of the checkpoint."""
+    if not isinstance(config.data, TextDataConfig):
+        return False
+    try:
+        state = CheckpointReader(checkpoint).state["source"]
+        return bool(state["fingerprint"] == getattr(open_source(config), "fingerprint", None))
+    except (KeyError, TypeError, CheckpointError, DataError):
+        return False

@@ -1,0 +1,96 @@
+"""How the tensors of one message lie in bytes, and how a peer is told.
+
+A message is a flat tuple of tensors of any shapes. Both ends of a channel work out the same layout from the same
+description, so only the description has to travel, and only where it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from parallax.errors import TransportError
+
+Copy = Callable[[Tensor], Tensor]
+Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each tensor the type and the shape
+
+ALIGNMENT = 64  # bytes; what torch gives its own tensors
+_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def aligned(count: int) -> int:
+    """``count`` bytes rounded up to where the next tensor may begin."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How tensors lie one after the other: the first byte of each and the bytes of them all.
+
+    ``numbers`` is the description that :func:`read_numbers` understands.
+    """
+
+    spec: Spec
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+
+    def views(self, buffer: Tensor, offset: int = 0) -> list[Tensor]:
+        """The tensors that begin at byte ``offset`` of ``buffer``, whose memory begins aligned. Each counts its own
+        in-place changes, as if it had its own memory."""
+        storage, first = buffer.untyped_storage(), buffer.storage_offset() + offset
+        return [
+            torch.empty(0, dtype=dtype, device=buffer.device).set_(
+                storage, (first + start) // dtype.itemsize, shape, ()
+            )
+            for (dtype, shape), start in zip(self.spec, self.starts)
+        ]
+
+
+def spec_of(tensors: Sequence[Tensor]) -> Spec:
+    """What ``tensors`` are."""
+    return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+
+
+@lru_cache(maxsize=256)
+def lay_out(spec: Spec) -> Layout:
+    """The layout of such tensors."""
+    numbers = [len(spec)]
+    for dtype, shape in spec:
+        if dtype not in _DTYPES:
+            raise TransportError(
+                f"a block returned {dtype}; stages exchange {', '.join(map(str, _DTYPES))}"
+            )
+        numbers += [_DTYPES.index(dtype), len(shape), *shape]
+    *starts, end = accumulate(
+        (aligned(prod(shape) * dtype.itemsize) for dtype, shape in spec), initial=0
+    )
+    return Layout(spec, tuple(numbers), tuple(starts), end)
+
+
+@lru_cache(maxsize=256)
+def read_numbers(numbers: tuple[int, ...]) -> Layout:
+    """The layout that was described."""
+    spec, at = [], 1
+    for _ in range(numbers[0]):
+        dtype, dims = _DTYPES[numbers[at]], numbers[at + 1]
+        spec.append((dtype, numbers[at + 2 : at + 2 + dims]))
+        at += 2 + dims
+    return lay_out(tuple(spec))

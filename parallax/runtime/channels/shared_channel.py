@@ -1,0 +1,374 @@
+"""Channels between two processes of one host, through memory that both have mapped.
+
+A process group carries bytes through the kernel with a thread of its own: whatever a message holds, it wakes that
+thread and then the one that waits for it. Here the sender copies its tensors into a free slot of a shared ring and
+writes one byte, the slot's number, into a Unix socket; the receiver copies them out and writes one byte back. What the
+tensors are is told ahead only when it is not as last time, and a larger ring is made when a message does not fit. ::
+
+    sender                          socket                     receiver
+    copy into slot 3                ring, layout, 3  ->        copy out of slot 3
+    (slot 3 is free again)          <- 1 byte
+
+What is received is the receiver's own memory: it may be saved, swapped and freed as any other.
+
+The ring is a file in memory only, its descriptor passed through the socket, and the socket's name is no file: however
+a process ends, nothing is left over, and its peer reads the end of the stream at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallax import mesh
+from parallax.errors import TransportError
+from parallax.mesh import Edge
+from parallax.runtime.channels.message import Copy, Layout, Spec, lay_out, read_numbers, spec_of
+
+_MOST = 128  # messages under way: as many as the buffer of any socket takes
+_LAYOUT, _RING = 254, 255  # no slot's number: a layout or a ring follows
+_BYTES = [bytes([number]) for number in range(256)]
+_HELLO = struct.Struct("qqq?")
+_TAKEN = _BYTES[0]
+_SIZES = struct.Struct("qq")  # of a ring: slots, and the bytes of one
+_COUNT = struct.Struct("q")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_LARGE = (
+    64 * 1024
+)  # bytes; smaller slots are filled in turn, larger ones again as soon as they are free
+_KEPT = 32  # layouts whose views into the ring are kept
+_PATIENCE = (
+    100e-6  # seconds of looking before going to sleep: to be woken takes half of it, on both sides
+)
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """In a forked child: sockets that it held open would hide this process's end from its peers."""
+    for each in list(_sockets):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+class Contact(NamedTuple):
+    """How a process is reached: two with the same ``place`` can share memory, at the name ``listener``."""
+
+    place: str | None
+    listener: str
+    process: int
+
+
+class Listener:
+    """Where the senders to this process connect."""
+
+    def __init__(self) -> None:
+        self._socket = _new_socket()
+        self._connections: dict[Edge, socket.socket] = {}
+        self.close = weakref.finalize(self, _close, self._socket, self._connections)
+        self.contact = Contact(
+            _place(), f"\0parallax-{secrets.token_hex(16)}", os.getpid()
+        )  # \0: no file
+        if self.contact.place is not None:
+            self._socket.bind(self.contact.listener)
+            self._socket.listen(socket.SOMAXCONN)
+
+    def accept(self, edge: Edge, process: int) -> socket.socket:
+        """The connection of ``edge``, whose sender is ``process``."""
+        while edge not in self._connections:
+            self._wait(process)
+            found, _ = self._socket.accept()
+            if not _is_own(found):
+                found.close()
+                continue
+            _limit_waits(found)
+            sender, receiver, boundary, backward = _HELLO.unpack(_read(found, _HELLO.size))
+            self._connections[Edge(sender, receiver, boundary, backward)] = found
+        return self._connections[edge]
+
+    def _wait(self, process: int) -> None:
+        """Wait for any connection, but no longer than ``process`` lives."""
+        connected, either, events = select.poll(), select.poll(), [(0, 0)]
+        connected.register(self._socket, select.POLLIN)
+        with contextlib.suppress(ProcessLookupError), _open_process(process) as life:
+            either.register(self._socket, select.POLLIN)
+            either.register(life, select.POLLIN)
+            events = either.poll(mesh.TIMEOUT.total_seconds() * 1000)
+        if not connected.poll(0):  # it may have connected and then ended
+            raise EOFError if events else BlockingIOError
+
+
+class SharedSender:
+    """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
+
+    def __init__(self, edge: Edge, contact: Contact, ahead: int) -> None:
+        self._peer, self._slots = edge.receiver, min(ahead, _MOST)
+        self._ring: _Ring | None = None
+        self._targets: _Views | None = None
+        self._last: Spec | None = None
+        self._large = False
+        self._free: list[int] = []
+        self._sent: deque[int] = deque()  # slots of the messages under way; -1: of a ring given up
+        self._socket = _new_socket()
+        self.close = weakref.finalize(self, self._socket.close)
+        try:
+            self._socket.connect(contact.listener)
+            if not _is_own(self._socket):
+                raise TransportError(
+                    f"a process of another user answers for rank {self._peer}: channels stay closed"
+                )
+            self._socket.sendall(
+                _HELLO.pack(edge.sender, edge.receiver, edge.boundary, edge.backward)
+            )
+        except OSError as error:
+            raise _failure(self._peer, error) from error
+
+    def send(self, tensors: Sequence[Tensor], rows: int) -> None:
+        """Send one message; blocks only while the peer is ``ahead`` messages behind."""
+        del rows  # there is nothing to guess
+        spec = spec_of(tensors)
+        try:
+            if spec != self._last:
+                self._describe(spec)
+            if self._sent and (self._large or len(self._sent) == self._slots):
+                self._settle()
+            slot = self._free.pop()
+            assert self._targets is not None
+            for target, tensor in zip(self._targets[slot], tensors):
+                target.copy_(tensor.detach() if tensor.requires_grad else tensor)
+            self._sent.append(slot)
+            self._socket.send(_BYTES[slot])
+        except (OSError, EOFError) as error:
+            raise _failure(self._peer, error) from error
+
+    def flush(self) -> None:
+        """Nothing to wait for: what was sent lies in memory of the peer, too."""
+
+    def _settle(self) -> None:
+        """Free the slots of what the peer has taken; wait for one where there is none."""
+        full = len(self._sent) == self._slots
+        try:
+            taken = self._socket.recv(_MOST, 0 if full else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            if full:
+                raise
+            return
+        if not taken:
+            raise EOFError
+        for _ in taken:
+            slot = self._sent.popleft()
+            if slot >= 0:
+                self._free.append(slot)
+
+    def _describe(self, spec: Spec) -> None:
+        """Tell the layout of the messages that follow, and give a ring that holds them if the last one does not."""
+        layout = lay_out(spec)
+        if self._ring is None or layout.size > self._ring.size:
+            self._ring = self._grow(layout.size)
+        numbers = array("q", layout.numbers).tobytes()
+        self._socket.sendall(_BYTES[_LAYOUT] + _COUNT.pack(len(numbers)) + numbers)
+        self._last, self._large = spec, layout.size >= _LARGE
+        self._targets = self._ring.views(layout)
+
+    def _grow(self, count: int) -> _Ring:
+        """A new ring. The old one lives on at the peer until all messages in it are taken."""
+        size = 1 << max(12, (count - 1).bit_length())  # pages that nobody touches take no memory
+        file = os.memfd_create("parallax-ring")
+        try:
+            os.ftruncate(file, size * self._slots)
+            self._socket.sendall(_BYTES[_RING])
+            socket.send_fds(self._socket, [_SIZES.pack(self._slots, size)], [file])
+            ring = _Ring(file, self._slots, size)
+        finally:
+            os.close(file)
+        self._free = list(range(self._slots))
+        self._sent = deque([-1] * len(self._sent))
+        return ring
+
+
+class SharedReceiver:
+    """The receiving end of one channel. It takes the connection when it is first asked for a message, so that no order
+    in which ranks make their channels can lead them to wait for each other."""
+
+    posts = False  # messages wait in the ring
+
+    def __init__(self, edge: Edge, listener: Listener, contact: Contact) -> None:
+        self._edge, self._listener, self._process = edge, listener, contact.process
+        self._connection: socket.socket | None = None  # the listener closes it
+        self._ring: _Ring | None = None
+        self._sources: _Views | None = None
+        self._awake = True
+
+    def post(self, rows: int) -> None:
+        """Nothing to do."""
+
+    def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
+        """Wait for the next message."""
+        del rows  # there is nothing to guess
+        try:
+            connection = self._connection
+            if connection is None:
+                connection = self._connection = self._listener.accept(self._edge, self._process)
+            slot = self._next_byte(connection)
+            while slot >= _LAYOUT:
+                self._learn(connection, slot)
+                slot = self._next_byte(connection)
+            assert self._sources is not None
+            tensors = tuple([copy(source) for source in self._sources[slot]])
+        except (OSError, EOFError) as error:
+            raise _failure(self._edge.sender, error) from error
+        with contextlib.suppress(
+            OSError
+        ):  # the sender may have ended after this message; if not, the next one says so
+            connection.send(_TAKEN)
+        return tensors
+
+    def _next_byte(self, connection: socket.socket) -> int:
+        try:
+            found = connection.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            found = self._wait(connection)
+        if not found:
+            raise EOFError
+        return found[0]
+
+    def _wait(self, connection: socket.socket) -> bytes:
+        """Wait for a byte. A peer that answers within microseconds, as the last time, is met awake; whoever else
+        wants the core meanwhile gets it."""
+        start = time.perf_counter()
+        while self._awake and time.perf_counter() < start + _PATIENCE:
+            os.sched_yield()
+            try:
+                return connection.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+        found = connection.recv(1)
+        self._awake = time.perf_counter() < start + 2 * _PATIENCE
+        return found
+
+    def _learn(self, connection: socket.socket, what: int) -> None:
+        """A new ring or a new layout."""
+        if what == _RING:
+            sizes, (file,), _, _ = socket.recv_fds(connection, _SIZES.size, 1)
+            try:
+                self._ring = _Ring(file, *_SIZES.unpack(sizes))
+            finally:
+                os.close(file)
+        else:
+            assert self._ring is not None
+            (count,) = _COUNT.unpack(_read(connection, _COUNT.size))
+            numbers = tuple(array("q", _read(connection, count)))
+            self._sources = self._ring.views(read_numbers(numbers))
+
+
+class _Ring:
+    """Slots in memory that two processes share. Each process has its own of these."""
+
+    def __init__(self, file: int, slots: int, size: int) -> None:
+        self.size = size
+        self._memory = torch.frombuffer(mmap.mmap(file, slots * size), dtype=torch.uint8)
+        self._views: dict[Layout, _Views] = {}
+
+    def views(self, layout: Layout) -> _Views:
+        """The tensors of a message that is laid out so, by slot."""
+        if layout not in self._views:
+            if len(self._views) == _KEPT:
+                self._views.clear()
+            self._views[layout] = _Views(self._memory, self.size, layout)
+        return self._views[layout]
+
+
+class _Views(dict[int, list[Tensor]]):
+    """Slot → its tensors, made when first asked for."""
+
+    def __init__(self, memory: Tensor, size: int, layout: Layout) -> None:
+        super().__init__()
+        self._memory, self._size, self._layout = memory, size, layout
+
+    def __missing__(self, slot: int) -> list[Tensor]:
+        found = self[slot] = self._layout.views(self._memory, slot * self._size)
+        return found
+
+
+def _place() -> str | None:
+    """What two processes must have in common to share memory in this way; None where it cannot be done at all."""
+    try:
+        os.close(os.memfd_create("parallax"))
+        os.close(os.pidfd_open(os.getpid()))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
+    except (AttributeError, OSError):
+        return None
+    return " ".join([boot, *spaces, str(os.geteuid())])
+
+
+@contextlib.contextmanager
+def _open_process(process: int) -> Iterator[int]:
+    """A descriptor that becomes readable when ``process`` ends."""
+    life = os.pidfd_open(process)
+    try:
+        yield life
+    finally:
+        os.close(life)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes."""
+    found = connection.recv(count, socket.MSG_WAITALL)
+    if len(found) < count:
+        raise EOFError
+    return found
+
+
+def _new_socket() -> socket.socket:
+    """A socket whose waits end with an error after the time that operations on any group have."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _limit_waits(made)
+    return made
+
+
+def _limit_waits(connection: socket.socket) -> None:
+    """In the kernel: a timeout of Python's would cost another call for each wait."""
+    _sockets.add(connection)
+    limit = struct.pack("ll", int(mesh.TIMEOUT.total_seconds()), mesh.TIMEOUT.microseconds)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the same user: any may try the name."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
+
+
+def _close(listener: socket.socket, connections: dict[Edge, socket.socket]) -> None:
+    for each in (listener, *connections.values()):
+        each.close()
+
+
+def _failure(rank: int, error: Exception) -> TransportError:
+    """What has happened, in words."""
+    if isinstance(error, EOFError | BrokenPipeError | ConnectionError):
+        return TransportError(f"rank {rank} has ended or given up: its own messages say why")
+    if isinstance(error, BlockingIOError):
+        return TransportError(
+            f"rank {rank} did not answer within {mesh.TIMEOUT}: is it still at work?"
+        )
+    return TransportError(f"the channel to rank {rank} failed: {error}")

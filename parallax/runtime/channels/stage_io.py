@@ -1,0 +1,217 @@
+"""What crosses the cuts around one rank's stages: which rows go to and come from whom, and in what form.
+
+Replicas of neighbour stages share a micro-batch's rows in different ways, so a channel carries the overlap of two row
+intervals (:mod:`parallax.plan.rows`). What has no rows, such as a table of positions, is sent whole to every peer; the
+first peer's copy is used, and gradients are added up instead of laid one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallax.errors import TransportError
+from parallax.mesh import Edge, Mesh
+from parallax.model.describe import Chain
+from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
+from parallax.plan.schedule import Action, Kind, in_flight
+from parallax.runtime.channels.message import Copy
+from parallax.runtime.channels.transport import Channels, Receiver, Sender
+
+Tensors = tuple[Tensor, ...]
+Shares = list[tuple[int, Interval]]
+_GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
+_ABOVE = (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)  # between a stage and the one after it
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's part of the micro-batches of one size: its first row, counted from theirs, how many it has, and by
+    stage the rows that it shares with each replica below, and above, counted from this rank's first."""
+
+    start: int
+    rows: int
+    below: dict[int, Shares]
+    above: dict[int, Shares]
+
+
+class Crossings:
+    """The channels of one rank, and the rows that they carry. :meth:`begin` says what a step's micro-batches are."""
+
+    def __init__(self, chain: Chain, mesh: Mesh, channels: Channels) -> None:
+        self._mesh, self._channels = mesh, channels
+        self._last_stage = len(mesh.plan.stages) - 1
+        self._receivers: dict[tuple[Kind, int], list[Receiver]] = {}
+        self._senders: dict[tuple[Kind, int], list[Sender]] = {}
+        self._rowless = [
+            chain.blocks[stage.stop - 1].rowless for stage in mesh.plan.stages
+        ]  # of what leaves a stage
+        self._summed: dict[
+            int, frozenset[int]
+        ] = {}  # stage before a cut → which of its gradients have no rows
+        self._sizes: list[int] = []
+        self._parts: list[tuple[int, _Part]] = []
+        self._parts_by_size: dict[int, _Part] = {}
+        for stage in mesh.stages:
+            self._open(stage)
+
+    def _open(self, stage: int) -> None:
+        plan, mine = self._mesh.plan, self._mesh.rank
+        if stage > 0:
+            below = plan.ranks(stage - 1)
+            self._receivers[Kind.RECEIVE_ACTIVATION, stage] = [
+                self._channels.receiver(Edge(rank, mine, stage - 1, backward=False))
+                for rank in below
+            ]
+            self._senders[Kind.SEND_GRADIENT, stage] = [
+                self._channels.sender(
+                    Edge(mine, rank, stage - 1, backward=True), self._ahead(stage - 1)
+                )
+                for rank in below
+            ]
+        if stage < self._last_stage:
+            above = plan.ranks(stage + 1)
+            self._receivers[Kind.RECEIVE_GRADIENT, stage] = [
+                self._channels.receiver(Edge(rank, mine, stage, backward=True)) for rank in above
+            ]
+            self._senders[Kind.SEND_ACTIVATION, stage] = [
+                self._channels.sender(Edge(mine, rank, stage, backward=False), self._ahead(stage))
+                for rank in above
+            ]
+
+    def _ahead(self, cut: int) -> int:
+        """Messages that may be under way across a cut: no more than micro-batches are in flight before it, so that a
+        send does not wait. Of GPipe's, which has all in flight, as many as there are stages."""
+        plan = self._mesh.plan
+        count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
+        if plan.schedule == "gpipe":
+            return count
+        return 1 + in_flight(plan.schedule, count, cut, most, plan.interleave)
+
+    def begin(self, rows: int, micro_batches: int) -> None:
+        """A step over ``rows`` rows begins."""
+        bounds = [micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches)]
+        self._sizes = [high - low for low, high in bounds]
+        self._parts = [(low, self._part(high - low)) for low, high in bounds]
+
+    def rows(self, micro: int) -> tuple[int, int]:
+        """The first row of a micro-batch that this rank computes on, counted from the batch's, and their number."""
+        low, part = self._parts[micro]
+        return low + part.start, part.rows
+
+    def size(self, micro: int) -> int:
+        """Rows of a micro-batch over all replicas."""
+        return self._sizes[micro]
+
+    def reaches_all(self, micro: int) -> bool:
+        """Whether every replica of this rank's stages has rows of a micro-batch."""
+        return self._sizes[micro] >= self._mesh.replica_count
+
+    @property
+    def posts(self) -> bool:
+        """Whether any channel makes room for messages ahead."""
+        return any(receiver.posts for ends in self._receivers.values() for receiver in ends)
+
+    def post(self, action: Action) -> None:
+        """Make room for a message that will be received."""
+        ends = self._receivers[action.kind, action.stage]
+        for other, (low, high) in self._shares(action):
+            ends[other].post(high - low)
+
+    def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
+        """Wait for what ``action`` brings; None where this rank has no rows. What comes from one peer alone has been
+        through ``copy``, which makes the caller's tensor of the channel's."""
+        ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
+        if not shares:
+            return None
+        rowless = self._without_rows(action)
+        if len(shares) == 1:
+            other, (low, high) = shares[0]
+            alone = ends[other].receive(high - low, copy)
+            _check_rows(action, alone, high - low, rowless)
+            return alone
+        pieces = [ends[other].receive(high - low) for other, (low, high) in shares]
+        for tensors, (_, (low, high)) in zip(pieces, shares):
+            _check_rows(action, tensors, high - low, rowless)
+        joined = []
+        for index, parts in enumerate(zip(*pieces)):
+            if index not in rowless:
+                joined.append(torch.cat(parts))
+            elif action.kind in _GRADIENTS:
+                joined.append(torch.stack(parts).sum(0))
+            else:
+                joined.append(parts[0])
+        return tuple(joined)
+
+    def send(self, action: Action, tensors: Tensors) -> None:
+        """Hand over what ``action`` sends."""
+        ends, shares = self._senders[action.kind, action.stage], self._shares(action)
+        if len(shares) == 1:
+            other, (low, high) = shares[0]
+            ends[other].send(tensors, high - low)
+            return
+        for count, (other, (low, high)) in enumerate(shares):
+            rowless = self._without_rows(action)
+            pieces = []
+            for index, tensor in enumerate(tensors):
+                if index not in rowless:
+                    pieces.append(tensor[low:high])
+                elif (
+                    count and action.kind in _GRADIENTS
+                ):  # this one's copy was not the one that was used
+                    pieces.append(torch.zeros_like(tensor))
+                else:
+                    pieces.append(tensor)
+            ends[other].send(pieces, high - low)
+
+    def floating(self, cut: int, tensors: Tensors) -> list[Tensor]:
+        """Those of the ``tensors`` that cross the cut after a stage whose gradients come back."""
+        places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        if cut not in self._summed:
+            self._summed[cut] = frozenset(
+                n for n, index in enumerate(places) if index in self._rowless[cut]
+            )
+        return [tensors[index] for index in places]
+
+    def flush(self) -> None:
+        """Return when every message has been taken, or cannot change any more."""
+        self._channels.drain()
+        for senders in self._senders.values():
+            for sender in senders:
+                sender.flush()
+
+    def _shares(self, action: Action) -> Shares:
+        part = self._parts[action.micro][1]
+        return (part.above if action.kind in _ABOVE else part.below)[action.stage]
+
+    def _without_rows(self, action: Action) -> frozenset[int]:
+        """Which of the tensors that a send or receive is about have no rows."""
+        cut = action.stage if action.kind in _ABOVE else action.stage - 1
+        return self._summed[cut] if action.kind in _GRADIENTS else self._rowless[cut]
+
+    def _part(self, size: int) -> _Part:
+        """This rank's part of a micro-batch of ``size`` rows; a step has micro-batches of two sizes at most."""
+        if size not in self._parts_by_size:
+            count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
+            start, stop = replica_rows(size, count, replica)
+
+            def cut(stage: int) -> Shares:
+                return peers(size, count, replica, plan.stages[stage].replicas)
+
+            below = {stage: cut(stage - 1) for stage in self._mesh.stages if stage > 0}
+            above = {
+                stage: cut(stage + 1) for stage in self._mesh.stages if stage < self._last_stage
+            }
+            self._parts_by_size[size] = _Part(start, stop - start, below, above)
+        return self._parts_by_size[size]
+
+
+def _check_rows(action: Action, tensors: Tensors, rows: int, rowless: frozenset[int]) -> None:
+    for index, tensor in enumerate(tensors):
+        if index not in rowless and (not tensor.dim() or tensor.shape[0] != rows):
+            raise TransportError(
+                f"{action}: a tensor of shape {tuple(tensor.shape)} arrived where {rows} rows were due: every tensor "
+                "between blocks must have the micro-batch's rows in its first dimension"
+            )

@@ -1,0 +1,87 @@
+"""Channels between stages: messages in order, along each edge of the mesh.
+
+A message is a flat tuple of tensors of any shapes. How it travels depends on where the two ranks are: through shared
+memory within a host, over gloo between hosts, by NCCL between GPUs; whoever sends and receives need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallax.machine.device import CopyEngine
+from parallax.mesh import Edge, Mesh
+from parallax.runtime.channels.group_channel import Address, GroupReceiver, GroupSender, staging_for
+from parallax.runtime.channels.message import Copy
+from parallax.runtime.channels.shared_channel import Contact, Listener, SharedReceiver, SharedSender
+
+
+class Sender(Protocol):
+    """The sending end of one channel."""
+
+    def send(self, tensors: Sequence[Tensor], rows: int) -> None:
+        """Send one message of a micro-batch's ``rows`` rows; blocks only while the peer is too far behind. The caller
+        may let go of the tensors at once, but not change them before the channels are drained."""
+
+    def flush(self) -> None:
+        """Wait until the peer has everything; the channels have been drained."""
+
+
+class Receiver(Protocol):
+    """The receiving end of one channel; with ``posts`` it wants to be told of messages ahead."""
+
+    posts: bool
+
+    def post(self, rows: int) -> None:
+        """Get ready for the next message, expected to be of ``rows`` rows."""
+
+    def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
+        """Wait for the next message. Each tensor is the caller's own and counts its own in-place changes: ``copy`` has
+        made it out of one in the channel's memory."""
+
+
+class Channels:
+    """All channels of one rank. Made on every rank of the mesh together."""
+
+    def __init__(self, mesh: Mesh, copies: CopyEngine) -> None:
+        self._mesh, self._staging = mesh, staging_for(mesh, copies)
+        self._senders: list[SharedSender] = []
+        self._listener: Listener | None = None
+        self._contacts: list[Contact] = []
+        if mesh.world is not None and mesh.device.type == "cpu":
+            self._listener = Listener()
+            self._contacts = mesh.gather_objects(self._listener.contact)
+
+    def sender(self, edge: Edge, ahead: int) -> Sender:
+        """The end at ``edge.sender``, this rank; at most ``ahead`` messages wait for the peer to take them."""
+        if not self._shares_memory(edge.receiver):
+            return GroupSender(Address(*self._mesh.channel(edge)), self._staging, ahead)
+        self._senders.append(SharedSender(edge, self._contacts[edge.receiver], ahead))
+        return self._senders[-1]
+
+    def receiver(self, edge: Edge) -> Receiver:
+        """The end at ``edge.receiver``, this rank."""
+        if self._listener is None or not self._shares_memory(edge.sender):
+            return GroupReceiver(Address(*self._mesh.channel(edge)), self._staging)
+        return SharedReceiver(edge, self._listener, self._contacts[edge.sender])
+
+    def drain(self) -> None:
+        """Wait until all that was sent is on its way; raise what a send raised."""
+        self._staging.drain()
+
+    def close(self) -> None:
+        """Give everything back. A peer that still waits for this rank learns that it has given up."""
+        for sender in self._senders:
+            sender.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._staging.close()
+
+    def _shares_memory(self, rank: int) -> bool:
+        if self._listener is None:
+            return False
+        mine, theirs = self._listener.contact, self._contacts[rank]
+        return mine.place is not None and mine.place == theirs.place

@@ -1,0 +1,1 @@
+"""Who failed, said once."""

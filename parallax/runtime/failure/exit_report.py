@@ -1,0 +1,137 @@
+"""How a rank leaves a run that failed, and its last words.
+
+Every rank that is left behind has an exception of its own, and a launcher sees nothing but exit codes. Whoever trains
+wants one line: so a rank that failed asks the watch whether it is the one to speak, and tells its launcher, where that
+one is ours, instead of the terminal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from parallax.common.signals import exit_code
+from parallax.common.terminal import print_exception
+from parallax.errors import ParallaxError, TransportError, printable
+from parallax.runtime.failure.report import How, Verdict
+from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
+
+LAST_WORDS = (
+    "PARALLAX_LAST_WORDS"  # names the file in which ranks tell their launcher why the run ended
+)
+_BROKEN = re.compile(
+    r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up"
+)
+
+
+def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
+    """One rank's exception ends the run: say where and why, once, and go.
+
+    A connection that broke is no cause: whoever broke it is known to the others soon, and this process ends meanwhile.
+    Before there is a watch, the first rank of a host speaks for the host.
+    """
+    if isinstance(
+        error, KeyboardInterrupt
+    ):  # of the model's own, or before there was a watch, which heeds Ctrl-C
+        code = exit_code(signal.SIGINT)
+        if watch is not None:
+            watch.claim(Verdict(watch.rank, How.STOPPED, "", "", code=code))
+            time.sleep(PATIENCE_SECONDS)
+        os._exit(code)
+    if follows(error):
+        time.sleep(PATIENCE_SECONDS)
+    verdict = verdict_on(error, watch)
+    if watch is not None:
+        watch.claim(verdict)
+        watch.wait()
+    if watch is not None or _speaks_first():
+        if not isinstance(error, ParallaxError):
+            print(print_exception(error), end="", file=sys.stderr)
+        (say if watch is None else watch.say)(verdict)
+    else:
+        time.sleep(
+            PATIENCE_SECONDS
+        )  # torchrun would stop the one that speaks, if another left first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(verdict.code)
+
+
+def depart(code: int) -> NoReturn:
+    """End the process of a rank that has closed what it had open.
+
+    Threads of libraries may still wait for Python's lock; an interpreter that takes itself apart ends them inside of
+    C++, which calls that an abort, now and then.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+            stream.flush()
+    os._exit(code)
+
+
+def say(verdict: Verdict) -> None:
+    """Why the run ended: to the launcher, which knows more and says it; otherwise to whoever reads this rank's errors.
+
+    Written past Python's buffers: the main thread may hold their locks for ever.
+    """
+    if not verdict.text:
+        return
+    file = os.environ.get(LAST_WORDS)
+    if file is not None:
+        with contextlib.suppress(OSError):  # no room for them: then as without a launcher
+            Path(file).write_text(json.dumps(verdict.to_dict()), encoding="utf-8")
+            return
+    with contextlib.suppress(OSError):
+        os.write(
+            sys.__stderr__.fileno() if sys.__stderr__ else 2,
+            f"parallax: {printable(verdict.text)}\n".encode(),
+        )
+
+
+def read_words(words: Path) -> Verdict | None:
+    """What the ranks told; None where none was able to."""
+    try:
+        return Verdict.from_dict(json.loads(words.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an exception only says that another rank has gone."""
+    return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
+
+
+def verdict_on(error: BaseException, watch: Watch | None) -> Verdict:
+    """What is said of an exception. Wrong input, for one, is the same for every rank: no one is named."""
+    said, text = os.environ.get("RANK", "0"), printable(str(error))
+    rank = int(said) if said.isdecimal() else 0  # what else it says may be the error
+    if isinstance(error, ParallaxError) and error.common:
+        return Verdict(rank, How.RAISED, "", text, code=error.exit_code)
+    code = error.exit_code if isinstance(error, ParallaxError) else 1
+    cause = text if isinstance(error, ParallaxError) else f"{type(error).__name__}: {text}"
+    if watch is None:
+        return Verdict(rank, How.RAISED, f"rank {rank}", f"failed: {cause}", code=code)
+    return watch.failed(How.RAISED, cause, code)
+
+
+def _speaks_first() -> bool:
+    """Whether this is the first rank of its host to fail: what others could say follows from it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return True
+    try:
+        os.close(os.open(Path(file).parents[1] / "failed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,126 @@
+"""Whether a process gets anywhere, seen from a thread of its own.
+
+Outside of steps nobody can say how long something may take: text is gathered, weights are read, kernels are compiled.
+But whoever does that computes, reads or writes, or has somebody do it; what hangs sleeps. So a thread asks the kernel
+whether the main thread has run since it last looked, or anything else in the process or below it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+BUSY = 0.02  # of an interval's seconds, by other threads and child processes: less is housekeeping
+_INSTALLED = {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib", "scripts")}
+_FOLDERS = [str(Path(__file__).parents[2]), *sorted(_INSTALLED)]
+# Where code lies that is not the user's.
+_OTHERS = ("<", *(os.path.join(folder, "") for folder in _FOLDERS))
+_WAITING = (
+    "torch.distributed",
+    "parallax.runtime.channels.shared_channel",
+    "parallax.runtime.channels.group_channel",
+)
+_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle"}
+_READ, _SELECTS = {"x86_64": (0, {23, 270}), "aarch64": (63, {72})}.get(
+    platform.machine(), (-1, set[int]())
+)
+
+
+class Life:
+    """Signs of life of this process. Asked by one thread, which is not the main one."""
+
+    def __init__(self) -> None:
+        self._status, self._stat = (
+            Path(f"/proc/self/task/{os.getpid()}/status"),
+            Path("/proc/self/stat"),
+        )
+        self._own, self._below = self._measure(), 0.0
+
+    def shows(self) -> bool:
+        """Whether there was any since the last call."""
+        (then, switched, before), self._own = self._own, self._measure()
+        now, switches, seconds = self._own
+        busy = BUSY * (now - then)
+        if switches != switched or seconds - before > busy or self._state() == "D":
+            return True
+        below, self._below = (
+            self._below,
+            _seconds_below(),
+        )  # looks at every process of the host: only where it matters
+        return self._below - below > busy
+
+    def _measure(self) -> tuple[float, str, float]:
+        """The time, how often the main thread went to sleep, seconds computed by this process but by this thread."""
+        return time.monotonic(), self._switches(), time.process_time() - time.thread_time()
+
+    def _switches(self) -> str:
+        with contextlib.suppress(OSError):
+            return " ".join(
+                line for line in self._status.read_text().splitlines() if "ctxt_switches" in line
+            )
+        return ""
+
+    def _state(self) -> str:
+        """D: the main thread waits for a disk, which shows in nothing else."""
+        with contextlib.suppress(OSError, IndexError):
+            return self._stat.read_text().rpartition(")")[2].split()[0]
+        return ""
+
+
+def _seconds_below() -> float:
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def waits_for_others() -> bool:
+    """Whether the main thread is in a call in which ranks wait for each other."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING)
+
+
+def waits_for_a_person() -> bool:
+    """Whether the main thread is in a debugger, or reads from a terminal, by ``input()`` or any other way."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return _reads_terminal()
+
+
+def _reads_terminal() -> bool:
+    """From the number of the system call and its first argument: of a read the descriptor, of a select, which readline
+    uses, the highest descriptor + 1. "running", and -1 outside of a call, are neither."""
+    try:
+        number, first, *_ = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text().split()
+    except (OSError, ValueError):
+        return False
+    call = int(number)
+    return (call == _READ and os.isatty(int(first, 16))) or (
+        call in _SELECTS and os.isatty(int(first, 16) - 1)
+    )
+
+
+def where() -> str:
+    """The line that the main thread is in: the innermost of the user's own code, where it is in such."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
+        frame = frame.f_back
+    frame = frame if frame is not None else innermost
+    return (
+        f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        if frame is not None
+        else ""
+    )

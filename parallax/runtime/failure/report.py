@@ -1,0 +1,199 @@
+"""What is known of a rank that failed or hangs, and the one sentence that is said about it.
+
+When one rank stops, all others wait for it, each in another action: every rank has something to complain about, and one
+of them is the reason. What the ranks were last seen doing tells them apart: a rank that computes keeps the others
+waiting, never the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from parallax.plan.schedule import Action, Kind
+
+ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OFFLOAD, Kind.FETCH})
+"""Actions in which a rank waits for no other rank."""
+
+_BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: what is loaded may keep Python's lock
+
+
+class How(StrEnum):
+    """How a rank came to its end: it raised, its process ended without a word, it stays in one action, it does not
+    answer, or somebody stopped it on purpose."""
+
+    RAISED = "raised"
+    LOST = "lost"
+    HANGS = "hangs"
+    SILENT = "silent"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rank was last seen doing: its action, in which step, for how many seconds as it said itself, and how many
+    seconds ago it said anything.
+
+    Outside of a step ``action`` is None and ``phase`` says what it does instead; ``idle_seconds`` is for how long it
+    has shown no sign of life, and ``waits`` whether it waits for other ranks."""
+
+    action: Action | None = None
+    step: int = -1
+    seconds: float = 0.0
+    silent_seconds: float = 0.0
+    phase: str = ""
+    idle_seconds: float = 0.0
+    waits: bool = False
+
+    def to_list(self) -> list[Any]:
+        """As plain data; how long ago that was is the hearer's to say."""
+        action = (
+            [str(self.action.kind), self.action.stage, self.action.micro] if self.action else None
+        )
+        return [action, self.step, self.seconds, self.phase, self.idle_seconds, self.waits]
+
+    @classmethod
+    def from_list(cls, plain: Sequence[Any]) -> Seen:
+        """What :meth:`to_list` gave."""
+        action, step, seconds, phase, idle, waits = plain
+        done = Action(Kind(action[0]), int(action[1]), int(action[2])) if action else None
+        return cls(done, int(step), seconds, phase=str(phase), idle_seconds=idle, waits=bool(waits))
+
+    @property
+    def last(self) -> str:
+        """How to go on after having said that a rank says nothing any more."""
+        if self.action is not None:
+            return f", last seen in {self}"
+        after = f" after step {self.step}" if self.step >= 0 else ""
+        return (
+            f", last seen{f' {self.phase}' if self.phase else ''}{after}"
+            if self.phase or after
+            else ""
+        )
+
+    def __str__(self) -> str:
+        if self.action is None:
+            return f"{self.phase or 'outside of a step'}{f', after step {self.step}' if self.step >= 0 else ''}"
+        micro = f" of micro-batch {self.action.micro}" if self.action.micro >= 0 else ""
+        return f"{self.action.kind}{micro}, step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the run ends: ``who`` is the rank in words, ``what`` it did, ``remark`` what may help. All ranks leave with
+    ``code``."""
+
+    rank: int
+    how: How
+    who: str
+    what: str
+    remark: str = ""
+    code: int = 1
+
+    @property
+    def text(self) -> str:
+        """The sentence; nothing where there is nothing to say."""
+        return f"{self.who} {self.what}{self.remark}".strip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Verdict:
+        """What :meth:`to_dict` gave."""
+        return cls(**{**plain, "how": How(plain["how"])})
+
+
+def name(rank: int, place: tuple[int, int] | None, action: Action | None = None) -> str:
+    """A rank in words. ``place``: its stage and replica, once there is a plan; an action names the stage it is of."""
+    if place is None:
+        return f"rank {rank}"
+    stage = place[0] if action is None else action.stage
+    return f"rank {rank} (stage {stage}, replica {place[1]})"
+
+
+def culprit(
+    seen: Sequence[Seen], limit_seconds: float, phase_seconds: float = 0.0
+) -> tuple[int, How] | None:
+    """The rank that keeps the others from going on, and how; None as long as somebody goes on.
+
+    A rank that is not heard of explains everything else; then comes one that computes for too long. Waiting is never
+    wrong in itself: a deep pipeline waits longer than any of its actions takes. Only where every rank has stood still
+    for so long and some of them within a step, there is one to be named: one that is not in the step at all, otherwise
+    the one that came least far.
+
+    Outside of steps there is no saying how long a phase may take: a rank is to blame where none shows any sign of life,
+    or after ``phase_seconds`` (0: never), but not for waiting for others.
+    """
+    ranks = range(len(seen))
+    silent = [
+        r
+        for r in ranks
+        if seen[r].silent_seconds > limit_seconds * (1 if seen[r].step >= 0 else _BEFORE_STEPS)
+    ]
+    if silent:
+        return max(silent, key=lambda r: seen[r].silent_seconds), How.SILENT
+    still = [r for r in ranks if seen[r].seconds > limit_seconds]
+    alone = [r for r in still if (action := seen[r].action) and action.kind in ALONE]
+    if alone:
+        return max(alone, key=lambda r: seen[r].seconds), How.HANGS
+    inside = [r for r in ranks if seen[r].action]
+    if not inside:
+        return _culprit_outside(seen, limit_seconds, phase_seconds)
+    if len(still) < len(seen):
+        return None
+    if len(inside) < len(seen):
+        return max(
+            (r for r in still if not seen[r].action), key=lambda r: seen[r].seconds
+        ), How.HANGS
+    return min(inside, key=lambda r: (seen[r].step, -seen[r].seconds)), How.HANGS
+
+
+def _culprit_outside(
+    seen: Sequence[Seen], limit_seconds: float, phase_seconds: float
+) -> tuple[int, How] | None:
+    idle = all(each.phase and min(each.idle_seconds, each.seconds) > limit_seconds for each in seen)
+    late = [
+        r
+        for r, each in enumerate(seen)
+        if phase_seconds and each.phase and each.seconds > phase_seconds
+    ]
+    found = [r for r in (range(len(seen)) if idle else late) if not seen[r].waits]
+    if found:
+        return max(found, key=lambda r: seen[r].seconds), How.HANGS
+    if not idle:
+        return None
+    return max(
+        range(len(seen)), key=lambda r: seen[r].seconds
+    ), How.HANGS  # each waits: who came least far
+
+
+def complaint(
+    seen: Sequence[Seen], rank: int, how: How, limit_seconds: float, phase_seconds: float = 0.0
+) -> tuple[str, str]:
+    """What ``rank`` does wrong and what the others wait in, as ``what`` and ``remark`` of a verdict."""
+    found = seen[rank]
+    waiting = [
+        f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action
+    ]
+    waiting += [
+        f"rank {r} waits, {each}" for r, each in enumerate(seen) if r != rank and each.waits
+    ]
+    late = not found.action and bool(phase_seconds) and found.seconds > phase_seconds
+    remark = f"{f' while {waiting[0]}' if waiting else ''}; {remedy(limit_seconds, phase_seconds if late else 0.0)}"
+    if how is How.SILENT:
+        what = f"has not answered for {found.silent_seconds:.0f} s (stopped, or its host is gone){found.last}"
+        return what, remark
+    where = f"in {found}" if found.action else str(found)
+    still = ", without a sign of life" if found.phase and not late and not found.waits else ""
+    return f"has been {where}, for {found.seconds:.0f} s{still}", remark
+
+
+def remedy(limit_seconds: float, phase_seconds: float) -> str:
+    """Which limit it was, and how to change it; ``phase_seconds`` where it was that one."""
+    if phase_seconds:
+        return f"the limit is {phase_seconds:g} s (trainer.phase_seconds; 0 sets none)"
+    return f"the limit is {limit_seconds:g} s (trainer.watchdog_seconds; 0 sets none)"

@@ -1,0 +1,370 @@
+"""Every rank learns at once that another one failed, and one of them says which and why.
+
+Ranks wait for each other in calls of torch and of its backends that know nothing of a peer's end: for the timeout of a
+process group, ten minutes and more. So beside the main thread each rank has one that only listens, connected with rank
+0's, which judges::
+
+    rank 1    receive_gradient of micro-batch 0, for 61 s ─┐
+    rank 2    failed: RuntimeError ...                     ├─> rank 0 ──> verdict ──> every rank ends
+    rank 3    its connection ends ─────────────────────────┘
+
+An exception is told in words; the end of a process, whatever ended it, by the end of its connection; a hang by what the
+ranks are doing, which their threads read from the engine. Exactly one rank speaks: the one that failed, or one beside
+it where it cannot. Then each thread ends its process, whatever the main thread waits in: nothing of torch interrupts
+that (``ProcessGroup.abort`` returns at once and a gloo receive goes on), and nothing has to be put in order, for swap
+files have no name and checkpoints appear by renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from parallax.common.signals import Requests, exit_code, heeded, stopped_by
+from parallax.plan.plan import Plan
+from parallax.plan.schedule import Action
+from parallax.runtime.failure.life import Life, waits_for_others, where
+from parallax.runtime.failure.links import Meeting, meet
+from parallax.runtime.failure.report import How, Seen, Verdict, complaint, culprit, name
+
+PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
+_BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
+_EXAMINE_SECONDS = 1.0  # between two looks for signs of life
+_LOOK_SECONDS = 0.1  # between two looks at the engine
+_HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
+_PAUSE_SECONDS = (
+    5.0  # without a look: this process itself was stopped, and knows nothing of the others
+)
+_FOLLOW_SECONDS = (
+    0.2  # what those that have nothing to say leave the one that has: torchrun stops it with them
+)
+
+
+class Watched(Protocol):
+    """The engine: what it executes, in which step, since when; None between steps."""
+
+    @property
+    def current(self) -> tuple[Action, int, float] | None:
+        """One object for as long as an action lasts."""
+
+
+class Watch:
+    """One rank's watch. Made by :meth:`start`, and closed where the run ends in order."""
+
+    def __init__(self, met: Meeting, say: Callable[[Verdict], None]) -> None:
+        self.rank, self._met, self._say = met.rank, met, say
+        self._links = dict(met.links)
+        size = len(met.pids)
+        self._pace = max(
+            1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS
+        )  # slower where there are many
+        self._attended: tuple[Watched, Plan] | None = None
+        self._directory: Path | None = None
+        self._limit_seconds = self._phase_seconds = 0.0
+        self._patient_steps, self._steps = 0, set[int]()
+        self._phase: tuple[str] = ("",)  # a new object for each, however often it comes
+        self._life = Life()
+        self._examined = time.monotonic()
+        self._current: object = None
+        self._seen = [Seen()] * size
+        self._looked = self._told = time.monotonic()
+        self._heard = [self._looked] * size
+        self._requests = Requests()
+        self._serving = False
+        self._leaving = float("inf")
+        self._claim: Verdict | None = None
+        self._verdict: Verdict | None = None
+        self._judged = threading.Event()
+        self._speaking = threading.Lock()
+        self._closing = False
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        for peer, link in self._links.items():
+            self._selector.register(link.socket, selectors.EVENT_READ, peer)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread = threading.Thread(target=self._run, name="parallax-watch", daemon=True)
+
+    @classmethod
+    def start(cls, say: Callable[[Verdict], None]) -> Watch:
+        """Begin to watch. Called by the main thread of every rank, with torch's world initialised where there is one.
+        ``say`` is called on the rank that speaks, by any thread."""
+        watch = cls(meet(), say)
+        watch._thread.start()
+        return watch
+
+    def limit(self, seconds: float, phase_seconds: float, directory: Path | None = None) -> None:
+        """More than ``seconds`` in one action, without an answer, or outside of steps without a sign of life are a
+        hang, and so are more than ``phase_seconds`` in one phase; 0 sets no limit. The stacks of a rank that hangs are
+        left in ``directory``."""
+        self._limit_seconds, self._phase_seconds, self._directory = (
+            seconds,
+            phase_seconds,
+            directory,
+        )
+
+    def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
+        """Look at ``engine`` from now on. Its first ``patient_steps`` steps, which compile, take as long as a phase."""
+        self._attended, self._patient_steps = (engine, plan), patient_steps
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this rank does outside of steps, to go on after "has been"."""
+        before, self._phase = self._phase, (name,)
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def serve(self) -> None:
+        """From now on requests to end are the caller's to serve, who asks for them with :meth:`asked`. Before that,
+        there is nothing to save: they end all ranks."""
+        self._serving = True
+
+    def asked(self) -> int:
+        """The signal that asked this rank to end; 0 where none has."""
+        return self._requests.first
+
+    def failed(self, how: How, cause: str, code: int) -> Verdict:
+        """The verdict on this rank, by what it is in the middle of."""
+        current = self._attended[0].current if self._attended else None
+        where = f" in {Seen(current[0], current[1])}" if current else ""
+        who = self._name(self.rank, current[0] if current else None)
+        return Verdict(self.rank, how, who, f"failed{where}: {cause}", code=code)
+
+    def claim(self, verdict: Verdict) -> None:
+        """Tell the others, without waiting, that this rank has failed. What is claimed later follows from it."""
+        if self._claim is None:
+            self._claim = verdict
+            self._rouse()
+
+    def wait(self) -> None:
+        """Wait until it is this rank's turn to speak; where another one failed first, the process ends meanwhile."""
+        self._judged.wait(PATIENCE_SECONDS)
+
+    def say(self, verdict: Verdict) -> None:
+        """Say it, once."""
+        if self._speaking.acquire(blocking=False):
+            self._say(verdict)
+
+    def close(self) -> None:
+        """Say goodbye and stop watching."""
+        self._closing = True
+        self._rouse()
+        self._thread.join()
+        self._restore_signals(self._wakeup)
+        self._close_sockets()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready = [key.data for key, _ in self._selector.select(_LOOK_SECONDS * self._pace)]
+            for peer in ready:
+                if peer is not None:
+                    self._hear(peer)
+            if (
+                None in ready
+            ):  # last: why peers end comes before the signal that torchrun sends then
+                self._heed(self._woken.recv(64))
+            self._look()
+        for link in self._links.values():
+            link.send({"bye": True})
+
+    def _hear(self, peer: int) -> None:
+        try:
+            for message in self._links[peer].receive():
+                self._heard[peer] = time.monotonic()
+                if "seen" in message:
+                    self._seen[peer] = Seen.from_list(message["seen"])
+                elif "verdict" in message:
+                    self._decide(Verdict.from_dict(message["verdict"]))
+                elif "bye" in message:
+                    self._part(peer)
+                    return
+        except (OSError, ValueError):
+            self._part(peer)
+            seen = self._seen[peer]
+            self._decide(
+                Verdict(
+                    peer, How.LOST, self._name(peer, seen.action), "ended without a word", seen.last
+                )
+            )
+
+    def _part(self, peer: int) -> None:
+        link = self._links.pop(peer)
+        self._selector.unregister(link.socket)
+        link.close()
+
+    def _heed(self, signals: bytes) -> None:
+        """What the main thread wants to be looked at, and signals, which it cannot heed while it waits in a call."""
+        for number in self._handlers:
+            if number in signals:
+                self._requests.add(number)
+            if (
+                number in signals
+                and self._claim is None
+                and (self._requests.impatient or not self._serving)
+            ):
+                doing = str(self._seen[self.rank])
+                self._claim = Verdict(
+                    self.rank, How.STOPPED, stopped_by(number), doing, code=exit_code(number)
+                )
+        if self._claim is None or self._verdict is not None:
+            return
+        if self.rank != 0 and 0 in self._links:
+            self._links[0].send(
+                {"verdict": self._claim.to_dict()}
+            )  # comes back, or another one does
+            if self._claim.how is How.STOPPED:
+                self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
+        else:
+            self._decide(self._claim)
+
+    def _look(self) -> None:
+        """At the engine, at the clock, and at what the others said last."""
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > _PAUSE_SECONDS * self._pace:
+            self._heard = [now] * len(self._heard)
+            gap = 0.0
+        before = self._seen[self.rank]
+        current = self._attended[0].current if self._attended else None
+        doing = current or self._phase
+        same, self._current = doing is self._current, doing
+        seconds = before.seconds + gap if same else 0.0
+        if current is not None:
+            seen = Seen(current[0], current[1], seconds)
+            self._steps.add(current[1])
+        else:
+            idle, waits = self._examine(before, gap if same else 0.0)
+            seen = Seen(
+                None, before.step, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
+            )
+        action, step, self._seen[self.rank] = seen.action, seen.step, seen
+        news = self.rank != 0 and (before.action, before.step) != (action, step)
+        if now - self._told >= (_LOOK_SECONDS if news else _BEAT_SECONDS) * self._pace:
+            self._told = now
+            for link in self._links.values():
+                link.send({"seen": self._seen[self.rank].to_list()})
+        if now > self._leaving and self._claim is not None:
+            os._exit(self._claim.code)
+        if self._limit_seconds and self._verdict is None:
+            self._judge(now)
+
+    def _examine(self, before: Seen, gap: float) -> tuple[float, bool]:
+        """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""
+        idle = before.idle_seconds + gap if gap else 0.0
+        if min(self._looked - self._examined, before.seconds) < _EXAMINE_SECONDS:
+            return idle, before.waits and gap > 0
+        self._examined = self._looked
+        alive, waits = self._life.shows(), waits_for_others()
+        return (idle if waits or not alive else 0.0), waits
+
+    def _judge(self, now: float) -> None:
+        """Rank 0 judges all, the others rank 0, and that only if it does not answer."""
+        heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
+        patient = len(self._steps) <= self._patient_steps
+        given = (
+            max(self._limit_seconds, self._phase_seconds or float("inf"))
+            if patient
+            else self._limit_seconds
+        )
+        limit = max(given if self._steps else self._limit_seconds, 4 * _BEAT_SECONDS * self._pace)
+        seen = [
+            replace(each, silent_seconds=now - heard.get(rank, now))
+            for rank, each in enumerate(self._seen)
+        ]
+        found = culprit(seen, limit, self._phase_seconds)
+        if found is None or (self.rank != 0 and found != (0, How.SILENT)):
+            return
+        rank, how = found
+        what, remark = complaint(seen, rank, how, self._limit_seconds, self._phase_seconds)
+        self._decide(Verdict(rank, how, self._name(rank, seen[rank].action), what, remark))
+
+    def _decide(self, verdict: Verdict) -> None:
+        """The first verdict holds. Rank 0 tells it to all; then the process ends."""
+        if self._verdict is not None:
+            return
+        self._verdict = verdict
+        if self.rank == 0:
+            for link in self._links.values():
+                link.send({"verdict": verdict.to_dict()})
+        if verdict.rank == self.rank:
+            self._judged.set()
+            if verdict.how is How.RAISED:
+                time.sleep(PATIENCE_SECONDS)  # the main thread speaks and leaves
+            if verdict.how is How.HANGS:
+                verdict = self._with_stacks(verdict)
+        if self._speaker(verdict) == self.rank:
+            self.say(verdict)
+            if (
+                verdict.how is How.SILENT
+                and self._met.hosts[verdict.rank] == self._met.hosts[self.rank]
+            ):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._met.pids[verdict.rank], signal.SIGKILL)  # it heeds nothing else
+        else:
+            time.sleep(
+                _FOLLOW_SECONDS
+                + (2 * _BEAT_SECONDS * self._pace if verdict.how is How.SILENT else 0.0)
+            )
+        os._exit(verdict.code)
+
+    def _speaker(self, verdict: Verdict) -> int:
+        """The rank that failed; where it cannot, the first beside it on its host, otherwise the first of all."""
+        if verdict.how not in (How.LOST, How.SILENT):
+            return verdict.rank
+        hosts = self._met.hosts
+        others = [rank for rank in range(len(hosts)) if rank != verdict.rank]
+        return min(others, key=lambda rank: (hosts[rank] != hosts[verdict.rank], rank), default=-1)
+
+    def _with_stacks(self, verdict: Verdict) -> Verdict:
+        """Say where this rank hangs, and leave the stacks of its threads."""
+        verdict = replace(verdict, remark=f"{verdict.remark}; it is in {where()}")
+        if self._directory is None:
+            return verdict
+        path = self._directory / f"stacks-rank{self.rank}.txt"
+        with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file)
+            return replace(verdict, remark=f"{verdict.remark}; its stacks: {path}")
+        return verdict
+
+    def _name(self, rank: int, action: Action | None) -> str:
+        return name(rank, self._attended[1].locate(rank) if self._attended else None, action)
+
+    def _rouse(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            self._wake.send(b"\0")
+
+    def _forget(self) -> None:
+        """A forked child is no rank: it holds no connection that should end with its parent, and minds its signals."""
+        if self._closing:
+            return
+        self._restore_signals(-1)
+        self._close_sockets()
+
+    def _restore_signals(self, wakeup: int) -> None:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _close_sockets(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for end in (self._woken, self._wake):
+            end.close()
+        self._selector.close()

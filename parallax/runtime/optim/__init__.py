@@ -1,0 +1,1 @@
+"""The update: on the device, on the host, below."""

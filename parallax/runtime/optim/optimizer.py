@@ -1,0 +1,313 @@
+"""A stage's optimizer: what is stepped on the device, what below it, and how fast the rate falls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import ConfigError, check_choice, check_positive
+from parallax.machine.device import CopyEngine
+from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.runtime.optim.resident import DeviceOptimizer
+from parallax.runtime.optim.scaling import Correction
+from parallax.runtime.stage import first_below
+from parallax.swap.optimizer.host import Exchange, HostOptimizer
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.statistics import SwapStatistics
+from parallax.swap.stores.store import Store
+from parallax.swap.weights import stepped_in
+
+_PAGE = 4096  # bytes; every place in a store begins at one
+Deal = Callable[[Sequence[nn.Parameter]], Exchange]
+OpenStore = Callable[
+    [int], Store | None
+]  # given a capacity in bytes; None where states stay in host memory
+
+
+class Lion(torch.optim.Optimizer):
+    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one
+    state per parameter, steps of one size in every direction."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; ``closure``, if given, computes the loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                direction = torch.lerp(parameter.grad, average, first).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    direction, alpha=-group["lr"]
+                )
+                average.lerp_(parameter.grad, 1 - second)
+        return loss
+
+
+class Momentum(torch.optim.SGD):
+    """SGD with momentum, whose parameters may have their first gradients at different steps: torch's fused kernel asks
+    of one parameter whether it is the first step of all. Zeros as the velocity before the first step are the same."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update, as torch's."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (
+                    parameter.grad is not None
+                    and self.state[parameter].get("momentum_buffer") is None
+                ):
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return super().step(closure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer. Weight decay acts on matrices, not on vectors, and not through the gradient (Loshchilov and
+    Hutter 2019); sgd's does.
+
+    ``name``: adamw, sgd (with ``momentum``) or lion, which likes a third of AdamW's ``lr``. ``betas`` are AdamW's and
+    Lion's, ``eps`` is AdamW's. The learning rate rises linearly over ``warmup_steps`` and falls along a cosine to
+    ``final_rate`` × ``lr`` at the last step. ``clip_norm`` bounds the global gradient norm over all stages; 0 leaves
+    gradients as they are.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    warmup_steps: int = 10
+    final_rate: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.name", self.name, ["adamw", "sgd", "lion"])
+        check_positive("optimizer.lr", self.lr)
+        check_positive("optimizer.eps", self.eps)
+        for key in ("weight_decay", "warmup_steps", "final_rate", "clip_norm", "momentum"):
+            check_positive(f"optimizer.{key}", getattr(self, key), zero=True)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"optimizer.betas={list(self.betas)}: accepted are two numbers in [0, 1)"
+            )
+        if self.momentum >= 1:
+            raise ConfigError(f"optimizer.momentum={self.momentum}: accepted are numbers in [0, 1)")
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of ``step`` (from 0) in a run of ``steps``."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        return self.lr * (
+            self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        )
+
+    @property
+    def states(self) -> int:
+        """Numbers that are kept for each weight."""
+        return {"adamw": 2, "sgd": int(self.momentum > 0), "lion": 1}[self.name]
+
+    def build(
+        self, parameters: Iterable[nn.Parameter], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """The optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups; over an empty one
+        on ``device`` where a stage trains nothing, which torch would refuse."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = trained or [nn.Parameter(torch.empty(0, device=device))]
+        decaying = {
+            "params": [p for p in trained if p.dim() >= 2],
+            "weight_decay": self.weight_decay,
+        }
+        others = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
+        groups = [group for group in (decaying, others) if group["params"]]
+        match self.name:
+            case "sgd":
+                kind = Momentum if self.momentum else torch.optim.SGD
+                return kind(groups, lr=self.lr, momentum=self.momentum, fused=True)
+            case "lion":
+                return Lion(groups, lr=self.lr, betas=self.betas)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+
+
+class StageOptimizer:
+    """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``below`` of their
+    bytes, on the host, beside the next forward (:mod:`parallax.swap.optimizer.host`). ``lowest`` are among the latter
+    in any case: other stages have them too, and step them there, with kernels that may round otherwise than the
+    device's. Where replicas ``share`` what is below, or ``shard`` what is on the device, each parameter is stepped by
+    one of them; both functions deal out the parameters they are given."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        config: OptimizerConfig,
+        device: torch.device,
+        *,
+        below: float,
+        lowest: Collection[Tensor],
+        copies: CopyEngine,
+        open_store: OpenStore,
+        share: Deal | None,
+        streamed: StreamedParameters | None,
+        shard: Deal | None = None,
+    ) -> None:
+        self._config, self._streamed = config, streamed
+        self._counted = 0.0  # seconds of stalls that were told
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        falling = sorted(trained, key=lambda parameter: parameter in lowest)
+        first = first_below([parameter.nbytes for parameter in falling], below)
+        self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
+        upper = [parameter for parameter in trained if parameter not in self._below]
+        lower = [parameter for parameter in trained if parameter in self._below]
+        spread = shard(upper) if shard is not None and upper else None
+        self._on_device = DeviceOptimizer(config.build(upper, device), upper, spread)
+        self._sharded = frozenset(upper if spread is not None else ())
+        self._shared = frozenset(self._below)
+        self._store: Store | None = None
+        self._host: HostOptimizer | None = None
+        self._exchange = share(lower) if share is not None else None
+        chunks = streamed.chunks if streamed is not None else ()
+        streaming = list(dict.fromkeys(s.parameter for chunk in chunks for s in chunk.segments))
+        self._below |= set(streaming)
+        if self._below:
+            self._store = open_store(_capacity(config, [*lower, *streaming]))
+            self._host = HostOptimizer(
+                config.build([*lower, *streaming], device),
+                lower,
+                copies=copies,
+                store=self._store,
+                exchange=self._exchange,
+                extra=chunks,
+            )
+
+    @property
+    def waiting(self) -> list[HostOptimizer | StreamedParameters]:
+        """Those whose ``stall_seconds`` are how long forwards and backwards have waited for weights."""
+        return [each for each in (self._host, self._streamed) if each is not None]
+
+    def zero_grad(self) -> None:
+        """Gradients are zero, or will be before a backward adds to them."""
+        self._on_device.zero_grad()
+        if self._streamed is not None:
+            self._streamed.zero_gradients()
+        if self._host is not None:
+            self._host.zero_grad()
+
+    def reduced(self, parameter: Tensor) -> None:
+        """The gradient of ``parameter`` is final."""
+        if self._host is not None:
+            self._host.reduced(parameter)
+
+    def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
+        """Update everything, at learning rate ``rate``. Gradients are ``scale`` times too large; without that their
+        global norm is ``norm``, by which they are clipped."""
+        for optimizer in (
+            self._on_device.optimizer,
+            *([self._host.optimizer] if self._host else []),
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self._on_device.step(Correction(norm, self._config.clip_norm, scale))
+        if self._host is not None:
+            self._host.commit(Correction(norm.cpu(), self._config.clip_norm, scale).coefficient)
+
+    def skip(self) -> None:
+        """Update nothing: the gradients, which overflowed, are dropped."""
+        if self._host is not None:
+            self._host.skip()
+        self.zero_grad()
+
+    def ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Return when ``parameters`` may be used."""
+        if self._host is not None:
+            self._host.ready(parameters)
+
+    def finish(self) -> None:
+        """Return when all may be used."""
+        if self._host is not None:
+            self._host.finish()
+
+    def states(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is known of ``parameter``; nothing where another replica steps it."""
+        if self._host is not None and parameter in self._below:
+            return self._host.states(parameter)
+        return self._on_device.states(parameter)
+
+    def alone_knows(self, parameter: Tensor) -> bool:
+        """Whether replicas share the states of ``parameter``, and this one has them."""
+        if parameter in self._sharded:
+            return self._on_device.owns(parameter)
+        return (
+            self._exchange is not None
+            and parameter in self._shared
+            and self._exchange.owns(parameter)
+        )
+
+    def reset(self) -> None:
+        """Forget all states, and a step that failed: everything is about to be set."""
+        self._on_device.reset()
+        if self._host is not None:
+            self._host.reset()
+        if self._streamed is not None:
+            self._streamed.zero_gradients()
+
+    @property
+    def name(self) -> str:
+        """Which optimizer the states are of."""
+        return self._config.name
+
+    def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
+        """``parameter`` has been set; what is known of it is ``states``."""
+        if self._host is not None and parameter in self._below:
+            self._host.restore(parameter, states)
+        elif isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            self._on_device.restore(parameter, states)
+
+    def close(self) -> None:
+        """End the threads; a step that has begun is let end."""
+        if self._host is not None:
+            self._host.close()
+
+    def add_statistics(self, statistics: SwapStatistics) -> None:
+        """Count what parameters moved, and how long training waited for weights, among what the swap did."""
+        if self._streamed is not None:
+            streamed = self._streamed.take_statistics()
+            statistics.bytes_out += streamed.bytes_out
+            statistics.bytes_in += streamed.bytes_in
+            statistics.stall_seconds += streamed.stall_seconds
+        if self._host is not None:
+            statistics.stall_seconds += self._host.stall_seconds - self._counted
+            self._counted = self._host.stall_seconds
+
+
+def _capacity(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes of a store for the states of ``parameters``, masters included; every bucket begins at a page."""
+    buckets = sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)
+    wide = [(parameter, stepped_in(parameter.dtype)) for parameter in parameters]
+    kept = sum(
+        (config.states + (p.dtype is not dtype)) * p.numel() * dtype.itemsize for p, dtype in wide
+    )
+    return kept + _PAGE * (buckets + 1)

@@ -1,0 +1,124 @@
+"""The optimizer on the device: plain where it can be, bucket by bucket where weights are short or replicas share.
+
+torch's own step does all parameters at once, with states beside each. Two wishes need more. Weights of two bytes are
+stepped as copies in fp32, the masters: their gradients are widened bucket by bucket, so that no second set of all
+gradients is ever there. And replicas need not all hold the same states: each steps the parameters that it owns and
+gives the others the new weights (ZeRO's first stage; Rajbhandari et al. 2020, section 5.1), so of ``r`` replicas each
+holds an r-th of states and masters.
+
+::
+
+    replica 0    step A ─▶ step B ─▶┐ broadcast A, B ─▶ receive C, D           (A … D: buckets, of one owner each)
+    replica 1    step C ─▶ step D ─▶┘ receive A, B ──▶ broadcast C, D
+
+Both do the same arithmetic as the plain step, to the last bit: the buckets are those of the optimizer below the device
+(:mod:`parallax.swap.optimizer.buckets`), whose kernels do not know where a run of weights was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallax.runtime.optim.scaling import Correction
+from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, runs, settings_of
+from parallax.swap.optimizer.host import Exchange
+from parallax.swap.weights import ResidentWeights, stepped_in
+
+UPDATE_BUCKET_BYTES = (
+    32 * 2**20
+)  # of weights; gradients are widened, and new weights sent, for so many at one time
+
+
+class DeviceOptimizer:
+    """Steps ``parameters``, which ``optimizer`` has in its groups: these say how. ``exchange``: replicas that share the
+    states; None is one that keeps its own."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        exchange: Exchange | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._parameters, self._exchange = parameters, exchange
+        self._buckets: list[Bucket] = []
+        if exchange is not None or any(_is_short(parameter) for parameter in parameters):
+            groups = {
+                p: index
+                for index, group in enumerate(optimizer.param_groups)
+                for p in group["params"]
+            }
+            ordered = sorted(parameters, key=self._owner)
+            for run in runs(ordered, UPDATE_BUCKET_BYTES, self._owner, cut=True):
+                self._buckets.append(
+                    Bucket(ResidentWeights(run), optimizer, groups, self._owner(run[0].parameter))
+                )
+
+    def zero_grad(self) -> None:
+        """Gradients become zero."""
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def step(self, correction: Correction) -> None:
+        """Update all parameters, with gradients corrected. Replicas that share all call it."""
+        if not self._buckets:
+            correction.apply(self._parameters)
+            self.optimizer.step()
+            return
+        coefficient = correction.coefficient
+        settings = [
+            settings_of(self.optimizer, index) for index in range(len(self.optimizer.param_groups))
+        ]
+        with torch.no_grad():
+            for bucket in self._buckets:
+                if self.owns(bucket.segments[0].parameter):
+                    bucket.step(settings, coefficient)
+            if self._exchange is not None:
+                for bucket in self._buckets:
+                    self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this replica steps ``parameter``."""
+        return self._exchange is None or self._exchange.owns(parameter)
+
+    def states(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is known of ``parameter``: states, and its weights in full precision (``master``) where its own are not.
+        Nothing where another replica steps it."""
+        if self._buckets:
+            return joined(
+                (part for bucket in self._buckets for part in bucket.copies(parameter)), parameter
+            )
+        found = self.optimizer.state.get(parameter, {})
+        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+
+    def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
+        """``parameter`` has been set; what is known of it is ``states``."""
+        if self._buckets and self.owns(parameter):
+            for bucket in self._buckets:
+                bucket.restore(parameter, states)
+        elif states and parameter.requires_grad and not self._buckets:
+            known = {key: _like(parameter, value) for key, value in states.items() if key != MASTER}
+            self.optimizer.state[parameter] = known
+
+    def reset(self) -> None:
+        """Forget all states: everything is about to be set."""
+        self.optimizer.state.clear()
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _owner(self, parameter: Tensor) -> int:
+        return 0 if self._exchange is None else self._exchange.owner(parameter)
+
+
+def _is_short(parameter: Tensor) -> bool:
+    """Whether its type is too short to be stepped in."""
+    return stepped_in(parameter.dtype) is not parameter.dtype
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A copy of a state on the parameter's device that lies in memory as the parameter does: kernels walk along it."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)

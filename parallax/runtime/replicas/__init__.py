@@ -1,0 +1,1 @@
+"""Gradients summed over the replicas of a stage."""

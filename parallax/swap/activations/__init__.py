@@ -1,0 +1,1 @@
+"""Saved activations, moved below the device between forward and backward."""

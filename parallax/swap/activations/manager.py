@@ -1,0 +1,460 @@
+"""The swap manager: saved activations leave the device early or when room is needed, and come back just in time.
+
+Records are of storages, not tensors: views and aliases share one, so nothing is copied twice and every stride
+comes back as it was. A record lives exactly as long as autograd keeps the :class:`Entry` that claims it, so a
+second unpack finds it, and a graph that never sees its backward leaves nothing behind.
+
+::
+
+                 pack                      written                fetch, unpack
+    (computed) ───────▶ QUEUED on device ───────────▶ STORED below ──────────────▶ LOADED ──▶ (freed with
+        │                  ▲ └──── fetch before the write began: cancelled ──────────▲ ▲       the graph)
+        └─────▶ KEPT ──────┘ room is needed                                            │
+                  └──────────────────────── fetch, unpack ─────────────────────────────┘
+
+``limit_bytes`` bounds what records hold on the device. Where the next one would not fit, the manager first
+drops what is already written, then lets the oldest of what was kept leave, then waits for writes (back-pressure),
+then gives up what stayed by preference, copies fetched too early, and those that were used and may be used again
+(a shared storage, a retained graph); and raises :class:`BudgetExceeded` with the arithmetic when none of these is
+left. :class:`~parallax.swap.activations.policy.Policy` says what is kept, what stays by preference and how early it
+comes back.
+
+Whoever knows the next micro-batch calls ``fetch``; otherwise the first use of what a micro-batch saved does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from parallax.common.units import format_bytes
+from parallax.errors import BudgetExceeded, SwapError
+from parallax.machine.host import relieve_memory
+from parallax.swap.activations.books import Book, Books, Lingering
+from parallax.swap.activations.checks import NoChecks, SumChecks
+from parallax.swap.activations.policy import Policy, Preferences
+from parallax.swap.activations.records import Batch, Claim, Entry, Record, State
+from parallax.swap.activations.transfers import Transfers
+from parallax.swap.statistics import Ledger, SwapStatistics
+from parallax.swap.stores.forks import mind_forks
+from parallax.swap.stores.store import Store
+
+_DEFAULT_POLICY = Policy()
+_LEAD = 8  # once room is needed, this part of the limit leaves ahead of need, beside the computing
+
+
+class SwapManager:
+    """Moves the storages of micro-batches between the device and one store."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        limit_bytes: int,
+        policy: Policy = _DEFAULT_POLICY,
+        verify: bool = False,
+    ) -> None:
+        self._store, self._ledger = store, Ledger(store, limit_bytes)
+        self._policy, self._preferences = policy, Preferences(policy)
+        self._checks = SumChecks() if verify else NoChecks()
+        self._transfers = Transfers(store, self._ledger, self._checks)
+        self.forked()
+        mind_forks(self)
+        self._closed = False
+        self._clock = 0
+        self._writing: deque[Record] = deque()
+        self._unclaimed: deque[Claim] = deque()  # filled without the lock, by claims that end
+        self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
+        self._lingering, self._books = Lingering(), Books()
+        self._operation: int | None = None  # that operator's place among those of its thread
+        self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
+        self._returning: list[Batch] = []  # on their way back, in the order of need
+        self._records: dict[int, Record] = {}  # those that are alive, by their clocks
+        self._known: dict[int, Record] = {}
+
+    def forked(self) -> None:
+        """Another thread may have held the lock."""
+        self._lock = threading.RLock()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long anyone has waited for transfers since the manager was made."""
+        return self._ledger.stall_seconds
+
+    @property
+    def saved(self) -> int:
+        """How many storages of living graphs it knows."""
+        return len(self._records)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that records hold on the device now."""
+        with self._lock:
+            with contextlib.suppress(SwapError):  # for add, fetch and load to report
+                self._reap()
+            return self._ledger.resident
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in use in the store now."""
+        with self._lock:
+            with contextlib.suppress(SwapError):
+                self._reap()
+            return self._store.slots.used_bytes
+
+    def add(self, tensor: Tensor, micro: int, operation: int | None = None) -> Entry:
+        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says.
+        ``operation``: which operator saves it. Some write into what they have saved already (the noise of ``rrelu``,
+        running statistics), so while there is room nothing leaves before another operator saves, or :meth:`settle`."""
+        with self._lock:
+            self._check_open()
+            self._reap()
+            storage = tensor.untyped_storage()
+            known = self._known.get(storage.data_ptr())
+            if known is not None and known.origin() is not storage:
+                known = None
+            again = known in self._books.fresh
+            if known is not None and again:
+                del self._books.fresh[known]
+            if operation is None or operation != self._operation:
+                self._settle()
+                self._operation = operation
+            if known is not None:
+                if again:
+                    self._books.fresh[known] = None
+                claim = known.claim()
+                if claim is not None and known.version == tensor._version:
+                    self._ledger.decide("shares memory with another", 0)
+                    return claim
+            self._make_room(storage.nbytes(), micro)
+            self._clock += 1
+            batch = self._open.setdefault(micro, Batch(micro))
+            record = Record(tensor, batch, self._clock)
+            entry = Entry(record, self._unclaimed)
+            self._ledger.resize(record.size)
+            self._records[record.clock] = record
+            self._checks.saved(record)
+            batch.enter(record)
+            if operation is None:
+                self._place(record)
+            else:
+                self._books.fresh[record] = None
+            self._known[record.address] = record
+            relieve_memory(record.size)
+            return entry
+
+    def settle(self) -> None:
+        """No operator runs that saved anything: what it saved may leave."""
+        with self._lock:
+            if self._books.fresh and not self._closed:
+                self._settle()
+
+    def fetch(self, micro: int) -> None:
+        """Begin to bring back what a micro-batch saved, last saved first, as far as the limit allows."""
+        with self._lock:
+            self._check_open()
+            self._reap()
+            self._settle()
+            if micro in self._open:
+                self._begin(self._open[micro])
+            self._pump()
+
+    def load(self, entry: Entry) -> torch.UntypedStorage:
+        """The bytes of an entry, on the device and ready for its current stream."""
+        with self._lock:
+            record = entry.record
+            self._reap()
+            if record.state in (State.KEPT, State.QUEUED):
+                self._spare(record)
+            elif record.state is State.STORED:
+                self._check_open()
+                self._make_room(record.size, record.batch.micro)
+                self._transfers.read(record)
+            if record.state is State.LOADED:
+                self._transfers.arrive(record)
+                self._books.early.pop(record, None)
+                self._books.used.pop(record, None)
+                self._books.used[record] = None
+            self._use(record)
+            assert record.storage is not None
+            storage = record.storage
+            if not self._closed:
+                self._pump()
+            relieve_memory(record.size)
+            origin = record.origin()
+            return storage if origin is None or origin.nbytes() != record.size else origin
+
+    def decide(self, reason: str, size: int) -> None:
+        """Count a saved tensor that is not given to :meth:`add`, and why."""
+        with self._lock:
+            self._ledger.decide(reason, size)
+        relieve_memory(size)
+
+    def take_statistics(self) -> SwapStatistics:
+        """What happened since the last call."""
+        with self._lock:
+            self._reap()
+            return self._ledger.take()
+
+    def close(self) -> None:
+        """End all transfers and give the store back. What is on the device stays usable, the rest is lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._store.close()
+            for record in [*self._writing, *self._ending]:
+                if record.state is State.QUEUED:
+                    record.state, record.transfer = State.LOADED, None
+            self._writing.clear()
+            for batch in self._returning:
+                batch.waiting.clear()
+            self._returning.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SwapError(
+                "the swap tier is closed: what was offloaded is gone; run backward before closing it"
+            )
+
+    def _settle(self) -> None:
+        """Decide about what was fresh. Where a write fails, the rest stays fresh for the next who asks."""
+        while self._books.fresh:
+            record = next(iter(self._books.fresh))
+            self._place(record)
+            del self._books.fresh[record]
+
+    def _place(self, record: Record) -> None:
+        """Decide about a new record."""
+        if self._preferences.stays(record):
+            self._books.preferred[record], record.undecided = None, "kept by policy"
+        elif not self._policy.eager:
+            self._books.kept[record], record.undecided = None, "kept while there was room"
+        else:
+            self._write(record)
+
+    def _write(self, record: Record) -> None:
+        self._transfers.write(record)
+        self._writing.append(record)
+        self._books.leave(record)
+        self._decide(record, "moved")
+        self._ledger.sample()
+
+    def _spare(self, record: Record) -> None:
+        """Keep what is needed again before its write began; what is being written stays as well."""
+        if record.state is State.QUEUED:
+            record.wanted = True
+            self._books.stop_leaving(record)
+            if not self._transfers.take_back(record):
+                return
+        self._books.stay(record)
+
+    def _decide(self, record: Record, reason: str) -> None:
+        """Count a record of which it is known now what became of it."""
+        if record.undecided:
+            self._ledger.decide(reason, record.size)
+            record.undecided = ""
+
+    def _use(self, record: Record) -> None:
+        """A record is handed out: for the first time, perhaps, and as the first of its micro-batch."""
+        self._checks.returned(record)
+        if not record.used:
+            record.used = True
+            self._decide(record, record.undecided)
+            self._preferences.used(record, self._clock)
+        if not record.batch.begun and not self._closed:
+            self._begin(record.batch)
+
+    def _begin(self, batch: Batch) -> None:
+        """From now on a micro-batch comes back; what it saves later is another."""
+        batch.begun = True
+        if self._open.get(batch.micro) is batch:
+            del self._open[batch.micro]
+        for record in batch.last_first():
+            if record.state in (State.KEPT, State.QUEUED):
+                self._spare(record)
+            elif record.state is State.STORED:
+                batch.waiting.append(record)
+        if batch.waiting:
+            relieve_memory(
+                coming=self._ledger.limit - self._ledger.resident
+            )  # what comes back fills the room
+            self._returning.append(batch)
+
+    def _pump(self) -> None:
+        """Begin the next reads that fit."""
+        for batch in [*self._returning]:
+            fits = self._bring_back(batch)
+            if not batch.waiting:
+                self._returning.remove(batch)
+            if not fits:
+                return
+
+    def _bring_back(self, batch: Batch) -> bool:
+        """Begin to read what is due of one micro-batch; whether there was room for all of that."""
+        while batch.waiting:
+            record = batch.waiting[0]
+            alive = record.claim() is not None
+            if alive and record.state is State.QUEUED:
+                return False
+            if alive and record.state is State.STORED:
+                if not self._preferences.due(record):
+                    return True
+                needed = self._preferences.group_bytes(record) if self._books.early else record.size
+                if self._ledger.resident + needed > self._ledger.limit:
+                    with contextlib.suppress(SwapError):  # a full tier: what was kept stays
+                        self._let_go(needed)
+                    return False
+                self._transfers.read(record)
+                self._books.early[record] = None
+            batch.waiting.popleft()
+        return True
+
+    def _make_room(self, size: int, micro: int) -> None:
+        """Return when ``size`` more bytes fit; the order of the remedies is the module's promise."""
+        while self._ledger.resident + size > self._ledger.limit:
+            if self._ending:
+                self._transfers.end(self._ending[0], micro)
+                self._reap()
+                continue
+            self._let_go(size)
+            writing = next((r for r in self._writing if r.state is State.QUEUED), None)
+            if writing is not None and writing.transfer is not None:
+                self._ledger.stall(writing.transfer, micro)
+            elif self._books.preferred:
+                self._leave_oldest(self._books.preferred)
+            elif not (
+                self._leave_fresh(silent=False)
+                or self._drop_early()
+                or self._drop_used()
+                or self._leave_fresh(silent=True)
+            ):
+                raise BudgetExceeded(
+                    f"the device may hold {format_bytes(self._ledger.limit)} of offloaded activations; "
+                    f"{format_bytes(self._ledger.resident)} are in use by the running backward and "
+                    f"{format_bytes(size)} more are needed: raise cluster.device_memory, lower "
+                    "trainer.microbatch, or use more plan.stages",
+                    needed_bytes=size,
+                )
+            self._reap()
+
+    def _let_go(self, size: int) -> None:
+        """Let the oldest of what was kept leave, until ``size`` more bytes will fit and some beyond, so that the next
+        who needs room does not wait for a write from its beginning."""
+        missing = self._ledger.resident + size - self._ledger.limit
+        while self._books.kept and self._books.leaving < missing + self._ledger.limit // _LEAD:
+            try:
+                self._leave_oldest(self._books.kept)
+            except SwapError:
+                if self._books.leaving < missing:
+                    raise
+                return  # the tier is full, but the lead is no more than a wish
+
+    def _leave_oldest(self, book: Book) -> None:
+        record = next(iter(book))
+        self._write(record)
+        del book[record]
+
+    def _leave_fresh(self, *, silent: bool) -> bool:
+        """Let something leave that the running operator has saved. ``silent``: what the operator may yet write into
+        without a word; another change counts as one, and autograd refuses it."""
+        record = next(
+            (record for record in self._books.fresh if silent or record.differentiable), None
+        )
+        if record is None:
+            return False
+        self._write(record)
+        del self._books.fresh[record]
+        return True
+
+    def _drop_early(self) -> bool:
+        """Give up the record that is needed last of those brought back or spared, and not used yet."""
+        if not self._books.early:
+            return False
+        record, _ = self._books.early.popitem()
+        record.batch.waiting.appendleft(record)
+        if record.batch not in self._returning:
+            self._returning.insert(0, record.batch)
+        if record.slot is None:
+            self._write(record)
+            return True
+        if record.transfer is not None and record.transfer.cancel():
+            record.transfer = None
+        self._transfers.arrive(record)
+        self._release(record)
+        return True
+
+    def _drop_used(self) -> bool:
+        """Give up what was used longest ago. Bytes that someone still works on count until they let go."""
+        while self._books.used:
+            record = next(iter(self._books.used))
+            del self._books.used[record]
+            if record.slot is None:
+                self._write(record)
+                return True
+            if self._release(record):
+                return True
+        return False
+
+    def _release(self, record: Record) -> bool:
+        """Let go of the device's copy; whether that made room."""
+        self._books.stop_leaving(record)
+        assert record.storage is not None
+        watch = weakref.ref(record.storage)
+        record.leave()
+        if record.used and watch() is not None:
+            self._lingering.add(watch, record.size)
+            return False
+        self._ledger.resize(-record.size)
+        return True
+
+    def _reap(self) -> None:
+        """Account for what ended since the last call: claims, transfers, uses."""
+        while self._unclaimed:
+            record = self._records.pop(self._unclaimed.popleft().clock)
+            self._forget(record)
+            self._ending.append(record)
+        for _ in range(len(self._ending)):
+            record = self._ending.popleft()
+            if not self._transfers.ended(record):
+                self._ending.append(record)
+                continue
+            self._transfers.free(record)
+            if record.storage is not None:
+                record.leave()
+                self._ledger.resize(-record.size)
+        if gone := self._lingering.gone():
+            self._ledger.resize(-gone)
+        while self._writing:
+            record = self._writing[0]
+            if record.state is State.QUEUED and record.claim() is not None:
+                assert record.transfer is not None
+                if not record.transfer.done():
+                    break
+                self._transfers.count(record)
+                if record.wanted:
+                    self._books.stay(record)
+                else:
+                    self._release(record)
+            self._writing.popleft()
+        self._ledger.measure()
+
+    def _forget(self, record: Record) -> None:
+        self._decide(record, record.undecided)
+        self._books.drop(record)
+        batch = record.batch
+        batch.claims.pop(record.ordinal, None)
+        if not batch.claims:
+            self._preferences.learn(batch)
+            batch.waiting.clear()
+            if self._open.get(batch.micro) is batch:
+                del self._open[batch.micro]
+            if batch in self._returning:
+                self._returning.remove(batch)
+        if self._known.get(record.address) is record:
+            del self._known[record.address]

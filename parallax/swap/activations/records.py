@@ -1,0 +1,102 @@
+"""The swap manager's books: one record per storage, the claims that keep it, and the micro-batch that saved it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from parallax.swap.stores.slots import Slot
+from parallax.swap.stores.store import Pending
+
+
+class State(Enum):
+    """Where the bytes of a record are."""
+
+    KEPT = "on the device, to be written when room is needed"
+    QUEUED = "on the device, to be written"
+    STORED = "in the store"
+    LOADED = "on the device, or on the way to it"
+
+
+class Batch:
+    """What one micro-batch saved between two of its backwards, in order, and how far it is on its way back. Holds
+    its records by their claims, since a record holds its batch."""
+
+    def __init__(self, micro: int) -> None:
+        self.micro = micro
+        self.saved = self.passed = (
+            0  # records so far; places in the order of need that are behind us
+        )
+        self.claims: dict[int, Claim] = {}  # ordinal → claim, of records that are alive
+        self.waiting: deque[Record] = deque()  # in the store, in the order of need
+        self.uses: dict[
+            int, tuple[int, int]
+        ] = {}  # ordinal → size, and records saved before the first use
+        self.begun = False
+
+    def enter(self, record: Record) -> None:
+        """Take in what was saved now."""
+        self.claims[record.ordinal] = record.claim
+        self.saved += 1
+
+    def place(self, record: Record) -> int:
+        """Its place in the order of need: last saved, first needed."""
+        return self.saved - 1 - record.ordinal
+
+    def last_first(self) -> Iterator[Record]:
+        """The records that are alive, in the order of need."""
+        for claim in [*reversed(self.claims.values())]:
+            entry = claim()
+            if entry is not None:
+                yield entry.record
+
+
+class Record:
+    """What the manager knows of one storage. ``origin`` finds the storage that was saved for as long as anybody, the
+    record or the caller, holds it: what is written there behind autograd's back (``.data``, numpy) is what autograd
+    would find there."""
+
+    def __init__(self, tensor: Tensor, batch: Batch, clock: int) -> None:
+        self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
+        self.origin = weakref.ref(self.storage)
+        self.size, self.address = self.storage.nbytes(), self.storage.data_ptr()
+        self.device, self.version, self.shape = tensor.device, tensor._version, tuple(tensor.shape)
+        self.batch, self.ordinal, self.clock = batch, batch.saved, clock
+        self.state = State.KEPT
+        self.transfer: Pending | None = None
+        self.slot: Slot | None = None
+        self.wanted = self.leaving = self.used = self.returned = False
+        self.differentiable = tensor.requires_grad
+        self.undecided = "kept"  # why it stays, until it leaves, is used or dies
+        self.sum: Tensor | None = None
+        self.claim: Claim
+
+    def leave(self) -> None:
+        """Let go of the device's copy."""
+        self.storage = self.transfer = None
+        self.state = State.STORED
+
+
+class Entry:
+    """A claim on a record. Made by ``SwapManager.add``; whoever holds it keeps its bytes recoverable. When it ends,
+    ``unclaimed`` gets its claim, wherever that is, perhaps inside the manager. No Python runs there: an interrupt from
+    the keyboard that arrives in a ``__del__`` is lost."""
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: Record, unclaimed: deque[Claim]) -> None:
+        self.record = record
+        record.claim = Claim(self, unclaimed.append)
+        record.claim.clock = record.clock
+
+
+class Claim(weakref.ref[Entry]):
+    """Finds an entry for as long as it lives, and knows its record by the clock, since the record holds it."""
+
+    __slots__ = ("clock",)
+    clock: int

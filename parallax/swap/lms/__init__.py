@@ -1,0 +1,1 @@
+"""``parallax.swap(...)``: Large Model Support in any training loop."""

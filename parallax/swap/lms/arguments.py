@@ -1,0 +1,127 @@
+"""The arguments of ``parallax.swap``: what is not accepted is refused at the call, in one line that names it."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from parallax.common.units import parse_bytes
+from parallax.errors import ConfigError, printable
+from parallax.swap.optimizer.chunked_step import plain
+
+AUTO = "auto"
+_SHOWN = 80  # characters of a value
+
+
+def check_model(model: Any) -> None:
+    """Raise :class:`ConfigError` unless it is a module whose parameters have their memory."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model={_shown(model)}: accepted is an nn.Module; give several models as one nn.ModuleList"
+        )
+    lazy = [
+        name
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if is_lazy(tensor)
+    ]
+    if lazy:
+        raise ConfigError(
+            f"model={type(model).__name__}: {lazy[0]} gets its shape in the first forward: run one before parallax.swap"
+        )
+
+
+def optimizers(given: Any) -> list[Optimizer]:
+    """The torch optimizers inside what was given as ``optimizer=``."""
+    several = isinstance(given, Iterable) and not isinstance(
+        given, Optimizer | Tensor | nn.Module | Mapping | str
+    )
+    found = [*given] if several else [given]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                f"optimizer={_shown(each)}: accepted are an instance of torch.optim.Optimizer or several in a list; "
+                "leave it out where no states are to move"
+            )
+    inner = [plain(each) for each in found]
+    if len({id(each) for each in inner}) < len(inner):
+        raise ConfigError(
+            f"optimizer=: the same {type(inner[0]).__name__} is given twice; give each once"
+        )
+    return inner
+
+
+def size(key: str, value: Any) -> int:
+    """Bytes, from a number or text such as 8GiB."""
+    if isinstance(value, str):
+        return parse_bytes(value, key)
+    count = _whole(value)
+    if count is None or count <= 0:
+        raise ConfigError(
+            f"{key}={_shown(value)}: accepted are bytes above 0, as a whole number or text such as 8GiB"
+        )
+    return count
+
+
+def size_or_auto(key: str, value: Any) -> int | None:
+    """Bytes; None: auto."""
+    return None if isinstance(value, str) and value == AUTO else size(key, value)
+
+
+def whole(key: str, value: Any, *, least: int = 0) -> int:
+    """A whole number from ``least`` on."""
+    count = _whole(value)
+    if count is None or count < least:
+        raise ConfigError(f"{key}={_shown(value)}: accepted are whole numbers from {least}")
+    return count
+
+
+def whole_or_none(key: str, value: Any) -> int | None:
+    """A whole number, or None."""
+    return None if value is None else whole(key, value)
+
+
+def flag(key: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={_shown(value)}: accepted are True and False")
+    return value
+
+
+def folder(value: Any) -> Path:
+    """A folder by its name."""
+    name = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ConfigError(
+            f"directory={_shown(value)}: accepted is the name of a folder; a missing one is made"
+        )
+    return Path(name)
+
+
+def _whole(value: Any) -> int | None:
+    """``value`` as a whole number, if it is one; True is none."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) and value.is_integer() else None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    """A value in few words."""
+    if isinstance(value, type):
+        return f"{value.__name__} (a class)"
+    if value is not None and not isinstance(value, str | bytes | int | float | os.PathLike):
+        return f"{type(value).__name__} object"
+    text = repr(value)
+    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")

@@ -1,0 +1,386 @@
+"""What an optimizer holds as the state of a parameter while the large tensors of that state are below the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.nn import Parameter
+
+from parallax.errors import SwapError
+from parallax.swap.lms.wrapped import parts, take_apart, wraps
+from parallax.swap.stores.store import Store
+
+_SMALLEST = 4096  # bytes: what a place in a store is rounded up to
+
+
+def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
+    """Keys of the tensors worth moving that share no memory with the parameter or with each other."""
+    held: set[int] = set()
+    for tensor in (parameter, parameter.grad):
+        if tensor is not None and _dense(tensor):
+            held |= {part.untyped_storage().data_ptr() for part in parts(tensor)}
+    return [
+        key
+        for key, value in _tensors(state)
+        if value.device == parameter.device and _alone(value, held)
+    ]
+
+
+def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
+    """Bytes of what is movable."""
+    return sum(
+        part.nbytes
+        for key in movable(parameter, state)
+        for part in parts(state[key])
+        if _large(part)
+    )
+
+
+# Tensors like the parameter that its first step makes, by the settings of its group. A subclass may make others.
+_MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
+    optim.ASGD: lambda group: 1,
+    optim.Adadelta: lambda group: 2,
+    optim.Adam: lambda group: 2 + bool(group["amsgrad"]),
+    optim.AdamW: lambda group: 2 + bool(group["amsgrad"]),
+    optim.Adamax: lambda group: 2,
+    optim.NAdam: lambda group: 2,
+    optim.RAdam: lambda group: 2,
+    optim.RMSprop: lambda group: 1 + bool(group["centered"]) + (group["momentum"] > 0),
+    optim.Rprop: lambda group: 2,
+    optim.SGD: lambda group: int(group["momentum"] != 0),
+}
+
+
+def yet_to_be_made(
+    optimizer: optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> int | None:
+    """Bytes worth moving among the states that the first step of ``parameter`` will make; None: nobody can say."""
+    made, gradient = _MADE.get(type(optimizer)), parameter.grad
+    if made is None or not _known(parameter) or gradient is None or not _dense(gradient):
+        return None
+    return made(group) * sum(part.nbytes for part in parts(parameter) if _large(part))
+
+
+class Below(dict[Any, Any]):
+    """What the optimizer holds as the state of a parameter whose large tensors are below: the small ones, while
+    ``recall`` brings the others up for whoever reaches for them, and returns the state that is in its place then. A
+    copy is an ordinary state."""
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        state: dict[Any, Any],
+        keys: Sequence[Any],
+        store: Store,
+        recall: Callable[[Tensor], dict[Any, Any]],
+    ) -> None:
+        super().__init__({key: value for key, value in state.items() if key not in keys})
+        self.parameter, self._order, self._store, self._recall = (
+            parameter,
+            list(state),
+            store,
+            recall,
+        )
+        self._written = False
+        self._became: dict[Any, Any] = {}
+        self._places: list[_Place] = []
+        self._values: dict[Any, _Value] = {}
+        try:
+            for key in keys:
+                self._values[key] = _Value(state[key], self._put)
+        except SwapError:
+            self.free()
+            raise
+        self.size = sum(place.nbytes for place in self._places)
+
+    def __missing__(self, key: Any) -> Any:
+        return self._live()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order if self._values else self._became)
+
+    def __len__(self) -> int:
+        return len(self._order if self._values else self._became)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in (self._order if self._values else self._became)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed([*self])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._live()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._live()[key]
+
+    def __eq__(self, other: object) -> bool:
+        return self._live() == other
+
+    def __or__(self, other: Any) -> Any:
+        return self._live() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._live()
+
+    def __ior__(self, other: Any) -> Any:
+        state = self._live()
+        state |= other
+        return state
+
+    def __repr__(self) -> str:
+        return repr(self._live())
+
+    def keys(self) -> Any:
+        """Of all, without bringing them up."""
+        return dict.fromkeys(self).keys()
+
+    def values(self) -> Any:
+        """All, brought up."""
+        return self._live().values()
+
+    def items(self) -> Any:
+        """All, brought up."""
+        return self._live().items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """One, brought up with the others if it is below."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Of all, brought up."""
+        return self._live().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Of all, brought up."""
+        return self._live().popitem()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """In all, brought up."""
+        return self._live().setdefault(key, default)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """All, brought up."""
+        self._live().update(*others, **more)
+
+    def clear(self) -> None:
+        """All, brought up."""
+        self._live().clear()
+
+    def copy(self) -> dict[Any, Any]:
+        """The same tensors, brought up."""
+        return self._live().copy()
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        found = memo[id(self)] = {
+            k: deepcopy(v, memo) for k, v in self._with(self._device_copy).items()
+        }
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self._with(self._device_copy),)
+
+    def _live(self) -> dict[Any, Any]:
+        return self._recall(self.parameter) if self._values else self._became
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device's memory holds them: still, already, or for a transfer under way."""
+        return any(place.flat is not None for place in self._places)
+
+    def landed(self) -> bool:
+        """Whether no write is under way; :meth:`land` tells of one that failed."""
+        with suppress(SwapError):
+            return all(place.pending.done() for place in self._places)
+        return True
+
+    def land(self) -> bool:
+        """Wait until all is written, then let go of the device's copy; whether nobody else holds that. Somebody who
+        does may change it: then it stays what it was."""
+        for place in self._places:
+            place.pending.wait()
+        self._written = True
+        gone = [place.let_go() for place in self._places]
+        if not all(gone):
+            self.call()
+        return all(gone)
+
+    def call(self) -> None:
+        """Begin to read what the device does not have."""
+        for place in self._places:
+            if place.flat is None:
+                place.call(self._store)
+
+    def full(self) -> dict[Any, Any]:
+        """The state as the optimizer made it; waits for reads, and for writes that began."""
+        for place in self._places:
+            if self._written or not place.pending.cancel():
+                self._wait(place)
+        return self._with(lambda place: place.tensor(place.held))
+
+    def settle(self) -> dict[Any, Any]:
+        """What :meth:`full` returns, and what who still has this finds from now on; the places are given back."""
+        self.call()
+        self._became = (
+            self.full()
+        )  # before the places go: who is interrupted between may begin again
+        self.free()
+        return self._became
+
+    def on_host(self) -> dict[Any, Any]:
+        """The state, its large tensors as copies on the host."""
+        return self._with(self._host_copy)
+
+    def free(self) -> None:
+        """Give the places back, when nothing runs on them."""
+        self._values = {}
+        while self._places:
+            place = self._places.pop()
+            if not place.pending.cancel():
+                self._wait(place)
+            self._store.free(place.slot)
+        super().clear()
+
+    def _put(self, tensor: Tensor) -> _Place:
+        self._places.append(_Place(tensor, self._store))
+        return self._places[-1]
+
+    def _with(self, fill: Callable[[_Place], Tensor]) -> dict[Any, Any]:
+        """The state, its large tensors made by ``fill``."""
+        return {
+            key: self._values[key].made(fill) if key in self._values else self[key]
+            for key in self._order
+        }
+
+    def _host_copy(self, place: _Place) -> Tensor:
+        return self._copy(place, torch.device("cpu"))
+
+    def _device_copy(self, place: _Place) -> Tensor:
+        return self._copy(place, place.device)
+
+    def _copy(self, place: _Place, device: torch.device) -> Tensor:
+        if place.flat is not None:
+            self._wait(place)
+            return place.tensor(place.flat.to(device, copy=True))
+        found = torch.empty(place.nbytes, dtype=torch.uint8, device=device)
+        self._store.read(place.slot, found).wait()
+        return place.tensor(found)
+
+    def _wait(self, place: _Place) -> None:
+        """A write that failed is no loss while the device has the bytes."""
+        try:
+            place.pending.wait()
+        except SwapError:
+            if self._written:
+                raise
+
+
+class _Value:
+    """A state tensor, of whose parts the large ones have a place."""
+
+    def __init__(self, tensor: Tensor, put: Callable[[Tensor], _Place]) -> None:
+        found, self._rebuild = take_apart(tensor)
+        self._parts = [put(part) if _large(part) else part for part in found]
+
+    def made(self, fill: Callable[[_Place], Tensor]) -> Tensor:
+        """It, each part that has a place made by ``fill``."""
+        return self._rebuild(
+            fill(part) if isinstance(part, _Place) else part for part in self._parts
+        )
+
+
+class _Place:
+    """A plain tensor in the store, or on its way there or back (``flat`` holds its bytes on the device then)."""
+
+    def __init__(self, tensor: Tensor, store: Store) -> None:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.device, self.nbytes = tensor.device, tensor.nbytes
+        storage = tensor.untyped_storage()
+        self.flat: Tensor | None = _flat(storage, tensor.device)
+        self._watch, self._alias = (
+            weakref.ref(storage),
+            None if tensor.is_inference() else tensor.detach(),
+        )
+        self._version = 0 if self._alias is None else self._alias._version
+        self.slot, self.pending = store.write(self.flat)
+
+    @property
+    def held(self) -> Tensor:
+        """Its bytes, where the device has them."""
+        assert self.flat is not None
+        return self.flat
+
+    def let_go(self) -> bool:
+        """Drop the device's copy unless somebody else holds it, or has changed it since the write began."""
+        alias, self._alias = self._alias, None
+        if alias is not None and alias._version != self._version:
+            return False
+        self.flat = alias = None
+        storage = self._watch()
+        if storage is not None:
+            self.flat = _flat(storage, self.device)
+        return storage is None
+
+    def call(self, store: Store) -> None:
+        flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.pending = store.read(self.slot, flat)
+        self.flat = flat  # only now: without a read it would be taken for the bytes
+
+    def tensor(self, flat: Tensor) -> Tensor:
+        found = torch.empty(0, dtype=self._dtype, device=flat.device)
+        return found.set_(flat.untyped_storage(), 0, self._size, self._stride)
+
+
+def _tensors(state: dict[Any, Any]) -> Iterator[tuple[Any, Tensor]]:
+    for key, value in state.items():
+        if (
+            isinstance(value, Tensor)
+            and _whole(value)
+            and any(_large(part) for part in parts(value))
+        ):
+            yield key, value
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether it can be made again of its bytes."""
+    plain = type(tensor) is Tensor or wraps(tensor)
+    return (
+        plain
+        and not tensor.requires_grad
+        and all(type(p) is Tensor and _dense(p) for p in parts(tensor))
+    )
+
+
+def _large(part: Tensor) -> bool:
+    return part.nbytes >= _SMALLEST
+
+
+def _known(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, Parameter) or wraps(parameter)
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _alone(tensor: Tensor, held: set[int]) -> bool:
+    addresses = [part.untyped_storage().data_ptr() for part in parts(tensor)]
+    new = held.isdisjoint(addresses)
+    held.update(addresses)
+    return new
+
+
+def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,495 @@
+"""Large Model Support in any training loop: ``with parallax.swap(model, limit="8GiB", optimizer=optimizer):``.
+
+The engine knows its blocks and its schedule; a loop of somebody else's is known only by what it does. So the limit is
+kept by what torch shows of every loop: what autograd saves goes through the swap manager, and the steps of the
+optimizer are taken in pieces (:mod:`parallax.swap.lms.states`). From the limit comes off first what cannot move:
+
+::
+
+    limit = parameters and buffers + gradients + room
+                                                 └─ saved activations, and optimizer states while they fit beside them
+
+Nothing moves while all fits. A limit is of what the model and autograd hold: what one operator needs while it
+runs, and the results that Python still holds, come on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallax.common.files import disk_free_bytes
+from parallax.common.signals import uninterrupted
+from parallax.common.units import format_bytes, format_seconds
+from parallax.errors import BudgetExceeded, ConfigError, SwapError, check_choice
+from parallax.machine.device import copies_for, no_delay
+from parallax.machine.host import available_memory, relieve_memory
+from parallax.model.saved import SMALL, Selector
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
+from parallax.swap.lms import arguments
+from parallax.swap.lms.arguments import AUTO
+from parallax.swap.lms.limit import (
+    NotObserved,
+    Observed,
+    Share,
+    divide,
+    held_tensors,
+    is_plain,
+    observe,
+)
+from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
+from parallax.swap.lms.wrapped import parts
+from parallax.swap.statistics import SwapStatistics
+from parallax.swap.stores.files import check_directory
+from parallax.swap.stores.lazy import LazyStore
+from parallax.swap.stores.remedies import SCOPE
+from parallax.swap.stores.store import DiskStore, HostStore, Store
+from parallax.swap.verify import Delays
+
+_HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit: all of it is pinned at the first write
+_TAKEN: weakref.WeakSet[Swapping] = weakref.WeakSet()  # scopes that are open
+
+
+def swap(
+    model: nn.Module,
+    limit: int | str = AUTO,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    tier: str = AUTO,
+    directory: str | os.PathLike[str] = AUTO,
+    tier_bytes: int | str = AUTO,
+    threads: int = 2,
+    minimum_bytes: int = 65536,
+    eager: bool = False,
+    n_tensors: int | None = None,
+    swapout_threshold: int = 0,
+    swapin_ahead: int | None = None,
+    lb: int | None = None,
+    swapin_groupby: int = 1,
+    piece_bytes: int | str = PIECE_BYTES,
+    verify: bool = False,
+) -> Swapping:
+    """The context in which a training loop keeps to ``limit`` bytes of device memory.
+
+    ``limit``: what parameters, gradients, saved activations and the states of ``optimizer`` may hold together: bytes,
+    ``"8GiB"``, or auto: what is free now, less a margin. ``model``: whose parameters and buffers stay; several models
+    in one ``nn.ModuleList``. ``optimizer``: one or several, whose states leave the device where the limit asks for it;
+    of others the states are not counted.
+
+    ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder of its own for the disk tier.
+    ``tier_bytes``: what the tier may hold. ``minimum_bytes``: smaller tensors stay. ``piece_bytes``: states that are
+    brought in at one time. ``threads`` and ``verify`` are those of :class:`~parallax.swap.config.SwapConfig`;
+    ``eager``, ``n_tensors``, ``swapout_threshold``, ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of
+    :class:`~parallax.swap.activations.policy.Policy`.
+
+    Raises :class:`ConfigError` for what is not accepted, :class:`BudgetExceeded` where what cannot move exceeds the
+    limit: on entry, or where one operator needs more than the room.
+    """
+    if lb is not None and swapin_ahead is not None:
+        raise ConfigError(
+            f"lb={lb}, swapin_ahead={swapin_ahead}: two names of the same setting; give one"
+        )
+    policy = Policy(
+        eager=arguments.flag("eager", eager),
+        n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
+        swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
+        swapin_ahead=(
+            arguments.whole_or_none("swapin_ahead", swapin_ahead)
+            if lb is None
+            else arguments.whole("lb", lb)
+        ),
+        swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
+    )
+    arguments.check_model(model)
+    optimizers = arguments.optimizers(optimizer)
+    device = _device(model, optimizers)
+    options = Options(
+        limit=arguments.size_or_auto("limit", limit),
+        policy=policy,
+        device=device,
+        tier=_tier(tier, device),
+        directory=_folder() if directory == AUTO else arguments.folder(directory),
+        tier_bytes=arguments.size_or_auto("tier_bytes", tier_bytes),
+        threads=arguments.whole("threads", threads, least=1),
+        minimum_bytes=arguments.whole("minimum_bytes", minimum_bytes),
+        piece_bytes=arguments.size("piece_bytes", piece_bytes),
+        verify=arguments.flag("verify", verify),
+    )
+    return Swapping(model, optimizers, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What :func:`swap` was asked for; None: auto."""
+
+    limit: int | None
+    policy: Policy
+    device: torch.device
+    tier: str
+    directory: Path
+    tier_bytes: int | None
+    threads: int
+    minimum_bytes: int
+    piece_bytes: int
+    verify: bool
+
+    def __post_init__(self) -> None:
+        if self.tier_bytes is not None and self.tier_bytes < self.minimum_bytes:
+            raise ConfigError(
+                f"tier_bytes={self.tier_bytes}: smaller than the smallest tensor that moves "
+                f"(minimum_bytes={self.minimum_bytes}); raise tier_bytes"
+            )
+
+    def check_tier(self) -> None:
+        """Raise :class:`SwapError` now where the tier could not be opened later, in the middle of a step."""
+        if self.tier == "disk":
+            check_directory(self.directory, SCOPE)
+
+    def open_store(self, limit: int) -> Store:
+        """The tier below ``device``, whose limit is ``limit``."""
+        delay = Delays() if self.verify else no_delay
+        copies = copies_for(self.device, delay, SCOPE.pinning)
+        if self.tier == "host":
+            room = min(available_memory() // 2, _HOST_LIMITS * limit)
+            return HostStore(self.tier_bytes or room, copies, SCOPE)
+        room = disk_free_bytes(self.directory) * 8 // 10
+        return DiskStore(
+            self.directory,
+            self.tier_bytes or room,
+            copies,
+            threads=self.threads,
+            delay=delay,
+            remedies=SCOPE,
+        )
+
+
+class Swapping:
+    """An open or closed scope; made by :func:`swap`. Only its own thread's autograd is seen."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
+        self._model, self._optimizers, self._options = model, optimizers, options
+        self._share: Share | None = None
+        self._observed: Observed = NotObserved()
+        self._total = SwapStatistics()
+        self._manager: Callable[[], SwapManager | None] = lambda: None
+        self._states: list[OptimizerStates] = []
+        self._exit = contextlib.ExitStack()
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        self._refuse_twice()
+        self._thread = threading.get_ident()
+        try:
+            self._begin()
+        except KeyboardInterrupt:
+            self._exit.close()  # there is no block yet that could be left
+            raise
+        return self
+
+    @uninterrupted()
+    def _begin(self) -> None:
+        with contextlib.ExitStack() as stack:
+            options = self._options
+            _TAKEN.add(self)
+            stack.callback(_TAKEN.discard, self)
+            self._share = share = divide(
+                self._model, self._optimizers, options.limit, options.device
+            )
+            if share.room < max(1, options.minimum_bytes):
+                raise BudgetExceeded(
+                    f"{share}: what cannot move leaves no room to work in; raise limit, or train less"
+                )
+            options.check_tier()
+            store = LazyStore(options.tier, lambda: options.open_store(share.limit))
+            manager = SwapManager(
+                store, limit_bytes=share.room, policy=options.policy, verify=options.verify
+            )
+            # A graph that is still alive after the exit holds the manager, so its backward works: the store goes with
+            # the last of them, or with the interpreter.
+            weakref.finalize(manager, _close, store)
+            self._total, self._states = SwapStatistics(), []
+            self._manager = lambda: manager
+            stack.callback(setattr, self, "_manager", weakref.ref(manager))
+            for optimizer in self._optimizers:
+                room = _Room(self, len(self._states))
+                self._states.append(
+                    OptimizerStates(optimizer, store, room, piece_bytes=options.piece_bytes)
+                )
+                stack.callback(self._states[-1].close)
+            held = [
+                p
+                for scope in _TAKEN
+                for t in held_tensors(scope._model, scope._optimizers)
+                for p in parts(t)
+            ]
+            selector = Selector(held, options.minimum_bytes)
+            stack.enter_context(_saving(manager, selector, share, self._states))
+            self._observed = observe(self._model, self._optimizers, share.limit, options.device)
+            stack.callback(self._observed.close)
+            self._exit = stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._leave(kind, error, trace)
+        except KeyboardInterrupt:
+            if self.open:  # it came before anything was taken down
+                self._leave(kind, error, trace)
+            raise
+
+    @uninterrupted()
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.open and threading.get_ident() != self._thread:
+            raise SwapError(
+                "this parallax.swap was entered on another thread, where torch has its hooks: leave it on that thread"
+            )
+        try:
+            self._take()
+        finally:
+            self._exit.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise ConfigError(
+                "torch.func.grad, vjp, jacrev and hessian refuse saved-tensor hooks, by which parallax.swap works: use "
+                "torch.autograd.grad or torch.func.jvp and jacfwd here, or call them outside the block"
+            ) from error
+
+    @property
+    def open(self) -> bool:
+        """Whether the loop is inside."""
+        return self in _TAKEN
+
+    @property
+    def statistics(self) -> SwapStatistics:
+        """What happened since the entry, of activations."""
+        self._take()
+        return self._total
+
+    @property
+    def states(self) -> Sequence[OptimizerStates]:
+        """The optimizers' states, in the order given."""
+        return self._states
+
+    def report(self) -> str:
+        """What moved, what it cost, and why."""
+        found = self.statistics
+        lines = [str(self._share) if self._share else "not entered yet"]
+        lines.append(
+            f"activations: {_transfers(found) if found.bytes_out else self._stayed(found)}"
+        )
+        lines.append(
+            f"high water: {format_bytes(found.high_water)} of activations on {self._options.device}, "
+            f"{format_bytes(found.tier_high_water)} in the {self._options.tier} tier"
+        )
+        lines += self._observed.report()
+        lines += [states.report() for states in self._states]
+        reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
+        for reason, (tensors, size) in reasons:
+            own = self._small() if reason is SMALL else reason
+            lines.append(f"  {own}: {tensors} tensors, {format_bytes(size)}")
+        return "\n".join(lines)
+
+    def _small(self) -> str:
+        return f"smaller than minimum_bytes={self._options.minimum_bytes}"
+
+    def _stayed(self, found: SwapStatistics) -> str:
+        """Why nothing left the device."""
+        if found.high_water or SMALL not in found.decisions:
+            return "all fitted"
+        return f"none may move: they are {self._small()}; lower it where they do not fit"
+
+    # ---- the limit
+
+    def room_of(self, index: int) -> int:
+        """What the other optimizers' states leave of the room."""
+        assert self._share is not None
+        return self._share.room - sum(
+            s.device_bytes for i, s in enumerate(self._states) if i != index
+        )
+
+    def activations_now(self) -> int:
+        """Bytes of activations on the device."""
+        manager = self._manager()
+        return manager.resident_bytes if manager is not None else 0
+
+    def activations_most(self) -> int | None:
+        """The most of them so far; None where they filled the room, so that some had to leave."""
+        self._take()
+        return None if self._total.bytes_out else self._total.high_water
+
+    def _refuse_twice(self) -> None:
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        for other in _TAKEN:
+            if other._model is self._model or mine & {
+                id(parameter) for parameter in other._model.parameters()
+            }:
+                raise ConfigError(
+                    f"{type(self._model).__name__} is inside a parallax.swap already: one scope keeps the limit of a "
+                    "model; for models that share parameters, give one nn.ModuleList"
+                )
+        theirs = {id(optimizer) for other in _TAKEN for optimizer in other._optimizers}
+        if theirs & {id(optimizer) for optimizer in self._optimizers}:
+            raise ConfigError(
+                "optimizer= is inside a parallax.swap already: one scope moves the states of an optimizer"
+            )
+
+    def _take(self) -> None:
+        manager = self._manager()
+        if manager is not None:
+            _add(self._total, manager.take_statistics())
+
+
+class _Room:
+    """The room of one optimizer's states."""
+
+    def __init__(self, scope: Swapping, index: int) -> None:
+        self._scope, self._index = weakref.ref(scope), index
+
+    def now(self) -> int:
+        """Beside the activations that are on the device."""
+        relieve_memory()  # of what the piece before needed
+        scope = self._scope()
+        return scope.room_of(self._index) - scope.activations_now() if scope is not None else 0
+
+    def between_steps(self) -> int:
+        """Beside as many activations as there ever were; none where these had to move."""
+        scope = self._scope()
+        most = scope.activations_most() if scope is not None else None
+        return 0 if scope is None or most is None else scope.room_of(self._index) - most
+
+
+def _saving(
+    manager: SwapManager, selector: Selector, share: Share, states: Sequence[OptimizerStates]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """The manager's hooks, with states making way and errors in the words of the limit. Graphs hold these functions,
+    so they must not hold the scope."""
+    hooks = offloading(manager, selector, micro=0)
+
+    def excess(size: int) -> int:
+        held = sum(each.device_bytes for each in states)
+        return manager.resident_bytes + held + size - share.room if held else 0
+
+    def make_way(size: int) -> None:
+        for each in states:
+            if excess(size) > 0:
+                each.give_room(excess(size))
+
+    def pack(tensor: Tensor) -> Any:
+        if any(each.device_bytes for each in states):
+            size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
+            if excess(size) > 0 and selector.moves(tensor):
+                make_way(size)
+        try:
+            return hooks.pack_hook(tensor)
+        except BudgetExceeded as error:
+            raise _exceeded(
+                share, manager, error.needed_bytes
+            ) from None  # its words are those of a plan
+
+    def unpack(packed: Any) -> Tensor:
+        make_way(0)  # what the manager has brought back since
+        try:
+            found: Tensor = hooks.unpack_hook(packed)
+        except BudgetExceeded as error:
+            raise _exceeded(
+                share, manager, error.needed_bytes
+            ) from None  # its words are those of a plan
+        return found
+
+    # Autograd calls these from compiled blocks too, and the compiler would compile them as a part of the block.
+    return torch.autograd.graph.saved_tensors_hooks(
+        torch.compiler.disable(pack), torch.compiler.disable(unpack)
+    )
+
+
+def _transfers(found: SwapStatistics) -> str:
+    return (
+        f"{format_bytes(found.bytes_out)} out, {format_bytes(found.bytes_in)} in, "
+        f"{format_bytes(found.bytes_cancelled)} spared; waited {format_seconds(found.stall_seconds)}, "
+        f"{found.overlap:.0%} of {format_seconds(found.transfer_seconds)} of transfers overlapped"
+    )
+
+
+def _exceeded(share: Share, manager: SwapManager, needed_bytes: int) -> BudgetExceeded:
+    return BudgetExceeded(
+        f"{share}: {format_bytes(manager.resident_bytes)} of activations are in use at the same time and "
+        f"{format_bytes(needed_bytes)} more are needed: raise limit, or use smaller batches",
+        needed_bytes,
+    )
+
+
+def _close(store: Store) -> None:
+    """Close on a thread of its own where a collector runs this on one of the store's, which cannot wait for itself."""
+    if threading.current_thread().name.startswith("parallax-swap"):
+        threading.Thread(target=store.close, name="swap-close").start()
+    else:
+        store.close()
+
+
+def _device(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
+    found = {tensor.device for tensor in held_tensors(model, optimizers)}
+    if len(found) > 1 or {device.type for device in found} - {"cpu", "cuda"}:
+        names = ", ".join(sorted(str(device) for device in found))
+        raise ConfigError(
+            f"model {type(model).__name__} is on {names}: swap keeps the limit of one CPU or CUDA device"
+        )
+    return found.pop() if found else torch.device("cpu")
+
+
+def _tier(tier: str, device: torch.device) -> str:
+    check_choice("tier", str(tier), [AUTO, "host", "disk"])
+    if tier == "host" and device.type == "cpu":
+        raise ConfigError("tier=host: on a CPU the RAM is the device itself; use tier=disk")
+    return tier if tier != AUTO else "host" if device.type == "cuda" else "disk"
+
+
+def _folder() -> Path:
+    """Beside the system's other temporary files that may be large: ``/tmp`` is often memory itself."""
+    large = Path("/var/tmp")
+    base = (
+        large
+        if "TMPDIR" not in os.environ and os.access(large, os.W_OK)
+        else Path(tempfile.gettempdir())
+    )
+    return base / f"parallax-swap-{os.getuid()}"
+
+
+def _add(total: SwapStatistics, new: SwapStatistics) -> None:
+    """Sums of what adds up, the most of what is held."""
+    for name in [field.name for field in fields(new)]:
+        value = getattr(new, name)
+        if name in ("high_water", "tier_high_water", "limit_bytes", "pinned_waste_bytes"):
+            setattr(total, name, max(getattr(total, name), value))
+        elif isinstance(value, int | float):
+            setattr(total, name, getattr(total, name) + value)
+    for reason, (tensors, size) in new.decisions.items():
+        before = total.decisions.get(reason, (0, 0))
+        total.decisions[reason] = (before[0] + tensors, before[1] + size)
+    for micro, part in new.micro.items():
+        sums = total.of(micro)
+        for name in [field.name for field in fields(part)]:
+            setattr(sums, name, getattr(sums, name) + getattr(part, name))
+    for sample in new.samples:
+        total.sample(*sample)

@@ -1,0 +1,1 @@
+"""Optimizer states below the device, stepped there or in pieces."""

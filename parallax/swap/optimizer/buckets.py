@@ -1,0 +1,347 @@
+"""Buckets of an optimizer, and where their states are between steps: beside the weights, in host memory, in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import SwapError
+from parallax.swap.stores.slots import Slot
+from parallax.swap.stores.store import Pending, Store
+from parallax.swap.weights import ResidentWeights, Segment, Weights, part_of, stepped_in
+
+MASTER = "master"  # a state's key: the weights themselves, in full precision
+_LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
+
+
+class _Place(NamedTuple):
+    """Where one state of one segment lies in a bucket's run of bytes."""
+
+    segment: int
+    key: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class Bucket:
+    """One bucket: where its weights are, and the optimizer that steps them."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        optimizer: torch.optim.Optimizer,
+        groups: dict[nn.Parameter, int],
+        owner: int | None,
+    ) -> None:
+        self.weights, self.segments, self.owner = weights, weights.segments, owner
+        self.places: tuple[_Place, ...] = ()
+        self.due = self.count = len({segment.parameter for segment in self.segments})
+        self.future: Future[None] | None = None
+        self._stepped = [
+            nn.Parameter(_nothing(segment), requires_grad=False) for segment in self.segments
+        ]
+        members: dict[int, list[nn.Parameter]] = {}
+        for segment, stepped in zip(self.segments, self._stepped):
+            members.setdefault(groups[segment.parameter], []).append(stepped)
+        self._groups = list(members)
+        self._kernel = _same_kind(
+            optimizer, [{**settings_of(optimizer, g), "params": members[g]} for g in members]
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that have been made."""
+        return self.places[-1].stop if self.places else 0
+
+    def step(self, settings: Sequence[dict[str, Any]], coefficient: Tensor | None) -> None:
+        """One update with the ``settings`` of each group; gradients are multiplied by ``coefficient`` first."""
+        for group, index in zip(self._kernel.param_groups, self._groups):
+            group.update(settings[index])
+        for stepped, (weight, gradient) in zip(self._stepped, self.weights.begin()):
+            if gradient is not None and coefficient is not None:
+                gradient.mul_(coefficient)
+            stepped.data, stepped.grad = weight, gradient
+        self._kernel.step()
+        for stepped, segment in zip(self._stepped, self.segments):
+            stepped.data, stepped.grad = _nothing(segment), None
+        self.weights.stepped()
+
+    def states(self, index: int) -> dict[str, Any]:
+        """The states of one segment."""
+        found: dict[str, Any] = self._kernel.state[self._stepped[index]]
+        return found
+
+    def copies(self, parameter: Tensor) -> list[dict[str, Tensor]]:
+        """All that is known of the segments of ``parameter``, in order."""
+        mine = [
+            index for index, segment in enumerate(self.segments) if segment.parameter is parameter
+        ]
+        masters = self.weights.masters() if mine else []
+        found = []
+        for index in mine:
+            known = {**self.states(index), **({MASTER: masters[index]} if masters else {})}
+            found.append(
+                {key: value.clone() for key, value in known.items() if isinstance(value, Tensor)}
+            )
+        return found
+
+    def restore(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
+        """``parameter`` has been set; what is known of it is ``states``."""
+        in_place = isinstance(self.weights, ResidentWeights)
+        for index, segment in enumerate(self.segments):
+            if segment.parameter is parameter:
+                known = {
+                    key: _cut(value, segment, in_place=in_place) for key, value in states.items()
+                }
+                self.weights.restore(index, known.pop(MASTER, None))
+                self.states(index).clear()
+                self.states(index).update(known)
+
+    def reset(self) -> None:
+        """Forget all states, and what a step left unfinished."""
+        self._kernel.state.clear()
+        self.places, self.due = (), self.count
+        self.weights.reset()
+
+    def measure(self) -> None:
+        """Note which states there are, and where each lies in one run of bytes."""
+        places, at = [], 0
+        for index in range(len(self.segments)):
+            for key, value in self._held(index).items():
+                if isinstance(value, Tensor) and (value.dim() > 0 or key == MASTER):
+                    at = -(-at // value.element_size()) * value.element_size()
+                    places.append(
+                        _Place(
+                            index,
+                            key,
+                            value.shape,
+                            _stride(value),
+                            value.dtype,
+                            at,
+                            at + value.nbytes,
+                        )
+                    )
+                    at += value.nbytes
+        self.places = tuple(places)
+
+    def unload(self, flat: Tensor) -> None:
+        """Put the states into ``flat``, those that are not there already, and let go of them."""
+        for place in self.places:
+            view, held = _view(flat, place), self._held(place.segment)[place.key]
+            if held.data_ptr() != view.data_ptr():
+                view.copy_(held)
+            self._hold(place, None)
+
+    def load(self, flat: Tensor) -> None:
+        """States are what ``flat`` holds."""
+        for place in self.places:
+            self._hold(place, _view(flat, place))
+
+    def _held(self, index: int) -> dict[str, Any]:
+        """What is kept of one segment between steps."""
+        kept = self.weights.kept
+        return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
+
+    def _hold(self, place: _Place, value: Tensor | None) -> None:
+        if place.key == MASTER:
+            self.weights.kept[place.segment] = value
+        else:
+            self.states(place.segment)[place.key] = value
+
+
+class Memory:
+    """States stay in host memory between steps."""
+
+    def ahead(self, bucket: Bucket) -> None:
+        """They are there."""
+
+    def take(self, bucket: Bucket) -> None:
+        """They are there."""
+
+    def give(self, bucket: Bucket) -> None:
+        """They stay there."""
+
+    def leave(self, bucket: Bucket) -> None:
+        """They stay there."""
+
+    def reset(self) -> None:
+        """Each bucket forgets its own."""
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class Shelf:
+    """States lie in a store between steps; those of three buckets at most are out of it: the one that is stepped, the
+    next, which comes, and the last, which goes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._slots: dict[Bucket, Slot] = {}
+        self._coming: dict[Bucket, tuple[Tensor, Pending]] = {}
+        self._here: dict[Bucket, Tensor] = {}
+        self._going: list[tuple[Tensor, Pending]] = []
+
+    def ahead(self, bucket: Bucket) -> None:
+        """Begin to read what will be stepped next."""
+        slot = self._slots.get(bucket)
+        if slot is not None and bucket not in self._coming:
+            flat = torch.empty(slot.size, dtype=torch.uint8)
+            self._coming[bucket] = (flat, self._store.read(slot, flat))
+
+    def take(self, bucket: Bucket) -> None:
+        """The states of a bucket, in memory."""
+        self.ahead(bucket)
+        if bucket in self._coming:
+            flat, pending = self._coming.pop(bucket)
+            pending.wait()
+            bucket.load(flat)
+            self._here[bucket] = flat
+
+    def give(self, bucket: Bucket) -> None:
+        """Begin to write them."""
+        self.flush()
+        bucket.measure()
+        flat = self._here.pop(bucket, None)
+        if flat is None or flat.numel() != bucket.state_bytes:
+            flat = torch.empty(bucket.state_bytes, dtype=torch.uint8)
+        bucket.unload(flat)
+        if bucket in self._slots:
+            self._store.free(
+                self._slots.pop(bucket)
+            )  # first, so that the same place is written again
+        if not bucket.places:
+            return
+        self._slots[bucket], pending = self._store.write(flat)
+        self._going.append((flat, pending))
+
+    def reset(self) -> None:
+        """Forget everything, whatever failed."""
+        for _, pending in [*self._coming.values(), *self._going]:
+            with contextlib.suppress(SwapError):
+                pending.wait()
+        for slot in self._slots.values():
+            self._store.free(slot)
+        for books in (self._slots, self._coming, self._here, self._going):
+            books.clear()
+
+    def leave(self, bucket: Bucket) -> None:
+        """They were only looked at: what is stored is right."""
+        flat = self._here.pop(bucket, None)
+        if flat is not None:
+            bucket.unload(flat)
+
+    def flush(self) -> None:
+        """Wait for writes."""
+        while self._going:
+            self._going.pop()[1].wait()
+
+
+def runs(
+    parameters: Sequence[nn.Parameter],
+    bucket_bytes: int,
+    owner: Callable[[Tensor], int],
+    *,
+    cut: bool,
+) -> Iterator[list[Segment]]:
+    """``parameters`` in runs of at most ``bucket_bytes``, of one type and one owner, and so the same on all replicas.
+    What may not be ``cut``, or does not lie in one piece, is in one run whole."""
+    run: list[Segment] = []
+    room, kind = 0, None
+    for parameter in parameters:
+        most = max(_LANES, bucket_bytes // parameter.element_size())
+        at, count = 0, parameter.numel()
+        while at < count:
+            if not run or room < _LANES or kind != (parameter.dtype, owner(parameter)):
+                if run:
+                    yield run
+                run, room, kind = [], most, (parameter.dtype, owner(parameter))
+            stop = (
+                min(count, at + room // _LANES * _LANES)
+                if cut and parameter.is_contiguous()
+                else count
+            )
+            run.append(Segment(parameter, at, stop))
+            room -= stop - at
+            at = stop
+    if run:
+        yield run
+
+
+def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
+    """What is known of a whole parameter from what is known of its segments; scalars are the same in all."""
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for key, value in part.items():
+            found.setdefault(key, []).append(value)
+    return {key: _join(values, parameter) for key, values in found.items()}
+
+
+def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
+    """A group without its parameters; what is only for graphs on a GPU is switched off."""
+    found = {
+        key: copy.copy(value)
+        for key, value in optimizer.param_groups[group].items()
+        if key != "params"
+    }
+    return {**found, "capturable": False} if "capturable" in found else found
+
+
+def _same_kind(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class over other parameters. Its own ``__init__`` may ask for anything; what it set,
+    beside the groups, is taken over."""
+    kernel = object.__new__(type(optimizer))
+    torch.optim.Optimizer.__init__(kernel, groups, dict(optimizer.defaults))
+    for key, value in vars(optimizer).items():
+        vars(kernel).setdefault(key, value)
+    return kernel
+
+
+def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
+    if values[0].dim() == 0 or len(values) == 1:
+        return values[0]
+    return torch.cat(values).view(parameter.shape)
+
+
+def _cut(value: Tensor, segment: Segment, *, in_place: bool) -> Tensor:
+    """A segment's own copy of the state of a parameter, which lies in memory as what is stepped does: as the parameter,
+    where that is stepped ``in_place``, otherwise in one run on the host."""
+    device = segment.parameter.device if in_place else torch.device("cpu")
+    value = value.detach().to(device).contiguous()
+    if in_place and segment.whole and value.shape == segment.parameter.shape:
+        return (
+            torch.empty_like(segment.parameter, dtype=value.dtype, device=device)
+            .detach()
+            .copy_(value)
+        )
+    return value.clone() if value.dim() == 0 else part_of(value, segment).clone()
+
+
+def _nothing(segment: Segment) -> Tensor:
+    return torch.empty(0, dtype=stepped_in(segment.parameter.dtype))
+
+
+def _view(flat: Tensor, place: _Place) -> Tensor:
+    return flat[place.start : place.stop].view(place.dtype).as_strided(place.shape, place.stride)
+
+
+def _stride(value: Tensor) -> tuple[int, ...]:
+    """That of ``value`` where its elements fill their memory, in whatever order: kernels walk along memory, so weights
+    and states must lie alike."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    return (
+        value.stride()
+        if span == value.numel()
+        else torch.empty(value.shape, device="meta").stride()
+    )

@@ -1,0 +1,130 @@
+"""One step of an optimizer, taken piece by piece by stand-ins, each of which knows some of the parameters only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallax.errors import ConfigError, SwapError
+
+# These look at all parameters together whatever their settings, others by such a setting: they clip or divide by the
+# norm of all gradients inside ``step``. Of a piece the norm would be another, and nothing would tell.
+_WHOLE = (
+    "LBFGS",
+    "ZeroRedundancyOptimizer",
+    "DAdaptAdam",
+    "DAdaptSGD",
+    "Prodigy",
+    "NVLAMB",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "DistributedFusedLAMB",
+)
+_OF_ALL = ("max_grad_norm", "pre_norm")
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
+
+
+class PieceByPiece:
+    """One step in pieces. What a step changes in a group or in the optimizer itself (counters, averages of the rate)
+    it must change alike in every piece, because each begins with the values from before the step."""
+
+    def __init__(self, optimizer: Optimizer, pieces: list[Piece]) -> None:
+        self._optimizer = optimizer
+        self._attributes = dict(vars(optimizer))
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._stand_ins: list[tuple[Optimizer, list[_Group]]] = []
+        self._pieces = pieces
+
+    def stand_in(self, piece: Piece) -> Optimizer:
+        """An optimizer of the same class, settings and states that knows only the parameters of ``piece``."""
+        parameters: dict[int, list[Tensor]] = {}
+        for index, parameter in piece:
+            parameters.setdefault(index, []).append(parameter)
+        groups = [
+            _Group(index, {**self._groups[index], "params": found})
+            for index, found in parameters.items()
+        ]
+        other: Optimizer = object.__new__(type(self._optimizer))
+        vars(other).update(self._attributes, param_groups=[group.narrow for group in groups])
+        self._stand_ins.append((other, groups))
+        return other
+
+    def finish(self) -> None:
+        """Give the optimizer what the step changed in its stand-ins."""
+        for other, groups in self._stand_ins:
+            for key, value in vars(other).items():
+                if key not in ("param_groups", "state") and value is not self._attributes.get(key):
+                    setattr(self._optimizer, key, value)
+            for index, narrow in groups:
+                self._take(self._optimizer.param_groups[index], self._groups[index], narrow)
+
+    def _take(self, group: dict[str, Any], before: dict[str, Any], narrow: dict[str, Any]) -> None:
+        for key, value in narrow.items():
+            if key == "params" or value is before.get(key):
+                continue
+            if group.get(key) is not before.get(key) and group[key] != value:
+                raise SwapError(
+                    f"{type(self._optimizer).__name__} updates parameters together, not each by itself (group value "
+                    f"{key!r} is {group[key]} after one piece and {value} after another): leave optimizer= out"
+                )
+            group[key] = value
+
+
+def plain(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside the wrapper of a framework."""
+    inner = getattr(optimizer, "optimizer", None)
+    return plain(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def check_per_parameter(optimizer: Optimizer) -> None:
+    """Refuse what cannot be stepped in pieces."""
+    names = {name.casefold() for name in _WHOLE}
+    whole = next(
+        (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__.casefold() in names),
+        None,
+    )
+    if whole is not None:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}: {whole} updates all parameters together, so its states cannot "
+            "visit the device in pieces: leave optimizer= out, or use another such as AdamW"
+        )
+    for settings in (optimizer.defaults, vars(optimizer), *optimizer.param_groups):
+        for name in _OF_ALL:
+            if settings.get(name):
+                raise ConfigError(
+                    f"optimizer={type(optimizer).__name__}: {name}={settings[name]} takes the norm of all gradients "
+                    f"inside step, so its states cannot visit the device in pieces: set {name} to 0 and call "
+                    "torch.nn.utils.clip_grad_norm_ before the step, or leave optimizer= out"
+                )
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of its class, without hooks."""
+    step = type(optimizer).step
+    raw: Callable[..., Any] = (
+        getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    )
+    return raw
+
+
+def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a step whose closure has run, once for all pieces."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if len(args) > 1:
+        return (args[0], lambda: loss, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
+
+
+class _Group(NamedTuple):
+    number: int
+    narrow: dict[str, Any]

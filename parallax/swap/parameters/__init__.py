@@ -1,0 +1,1 @@
+"""Parameters that visit the device block by block."""

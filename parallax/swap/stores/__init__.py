@@ -1,0 +1,1 @@
+"""Stores below the device: host memory and disk."""

@@ -1,0 +1,58 @@
+"""A store that costs nothing until something moves, in a process that somebody may interrupt and go on with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from parallax.common.signals import uninterrupted
+from parallax.swap.stores.forks import mind_forks
+from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.store import Pending, Store
+
+
+class LazyStore:
+    """A store that is opened by the first write: where nothing moves there is no file, no thread, no pinned memory."""
+
+    def __init__(self, tier: str, open_store: Callable[[], Store]) -> None:
+        self.tier, self.slots, self.waste_bytes = tier, SlotMap(0, "the unopened tier"), 0
+        self._open: Callable[[], Store] | None = open_store
+        self._store: Store | None = None
+        self.forked()
+        mind_forks(self)
+
+    def forked(self) -> None:
+        """Another thread may have held the lock."""
+        self._lock = threading.Lock()
+
+    @uninterrupted()
+    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+        """Open first where that is needed."""
+        with self._lock:
+            if self._open is not None:
+                self._store, self._open = self._open(), None
+                self.slots, self.waste_bytes = self._store.slots, self._store.waste_bytes
+        assert self._store is not None
+        return self._store.write(data)
+
+    @uninterrupted()
+    def read(self, slot: Slot, target: Tensor) -> Pending:
+        """What was written."""
+        assert self._store is not None
+        return self._store.read(slot, target)
+
+    @uninterrupted()
+    def free(self, slot: Slot) -> None:
+        """What was written."""
+        assert self._store is not None
+        self._store.free(slot)
+
+    @uninterrupted()
+    def close(self) -> None:
+        """Close what was opened."""
+        with self._lock:
+            self._open = None
+            if self._store is not None:
+                self._store.close()

@@ -1,0 +1,348 @@
+"""Tiers below the device. A store writes bytes, reads them back, and frees them; nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from parallax.common.units import format_bytes
+from parallax.errors import SwapError
+from parallax.machine.device import CopyEngine, Event, no_delay
+from parallax.swap.stores.files import private_file
+from parallax.swap.stores.forks import generation, mind_forks
+from parallax.swap.stores.remedies import ENGINE, Remedies
+from parallax.swap.stores.slots import Slot, SlotMap
+
+_REQUEST = (
+    8 * 2**20
+)  # bytes per system call: large enough for bandwidth, small enough to share the disk
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether it has finished; raises :class:`SwapError` if it failed."""
+
+    def wait(self) -> None:
+        """Wait on this thread until the source may be released, or the target be read by the device's
+        stream."""
+
+    def cancel(self) -> bool:
+        """Whether it was stopped before it began."""
+
+    def seconds(self) -> float:
+        """How long it was under way, its time in a queue not counted; asked once it is done."""
+
+
+class Store(Protocol):
+    """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller
+    keeps them alive and unchanged until the transfer is done. ``waste_bytes``: pinned memory allocated beyond what
+    was asked."""
+
+    tier: str
+    slots: SlotMap
+    waste_bytes: int
+
+    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+        """Begin to copy ``data`` down."""
+
+    def read(self, slot: Slot, target: Tensor) -> Pending:
+        """Begin to copy the bytes of ``slot`` into ``target``."""
+
+    def free(self, slot: Slot) -> None:
+        """Give the place back; its bytes may be overwritten at once."""
+
+    def close(self) -> None:
+        """Finish or drop what is under way and release everything."""
+
+
+class _EventPending:
+    """A device-to-host or host-to-device copy, one for each stretch of the place."""
+
+    def __init__(self, copies: Iterable[Event], *, up: bool) -> None:
+        self._copies, self._up = list(copies), up
+
+    def done(self) -> bool:
+        return all(copy.done() for copy in self._copies)
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            if self._up:
+                copy.wait_stream()
+            else:
+                copy.wait_host()
+
+    def cancel(self) -> bool:
+        return False
+
+    def seconds(self) -> float:
+        return sum(copy.seconds() for copy in self._copies)
+
+
+class HostStore:
+    """One arena of host memory, pinned under CUDA, allocated once."""
+
+    tier = "host"
+
+    def __init__(self, capacity: int, copies: CopyEngine, remedies: Remedies = ENGINE) -> None:
+        self.slots = SlotMap(capacity, "the host tier", remedies.host_room)
+        self._copies = copies
+        self._arena = copies.arena(capacity)
+        self.waste_bytes = self._arena.allocated_bytes - capacity
+
+    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+        """Copy down on the side stream."""
+        slot = self.slots.take(data.numel())
+        return slot, _EventPending(
+            (self._copies.copy(part, view) for part, view in self._pairs(slot, data)), up=False
+        )
+
+    def read(self, slot: Slot, target: Tensor) -> Pending:
+        """Copy up on the side stream."""
+        return _EventPending(
+            (self._copies.copy(view, part) for part, view in self._pairs(slot, target)), up=True
+        )
+
+    def free(self, slot: Slot) -> None:
+        """The caller has waited for the transfers of this place."""
+        self.slots.give(slot)
+
+    def close(self) -> None:
+        """Wait for copies, then release the arena."""
+        self._copies.synchronize()
+        self._arena.close()
+
+    def _pairs(self, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of ``data`` and where in the arena each has its place."""
+        at = 0
+        for offset, size in slot.parts(0, slot.size):
+            yield data[at : at + size], self._arena.data[offset : offset + size]
+            at += size
+
+
+class _AtOnce:
+    """Works on the thread that asks."""
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """It is done when this returns."""
+        future: Future[None] = Future()
+        work()
+        future.set_result(None)
+        return future
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
+        """Nothing runs."""
+
+
+class _FilePending:
+    """File work on a worker thread, device copies included. Work that ended, failed or was cancelled is let go of
+    at once: it holds the tensor. So of an error only the words stay, since its traceback holds the frames. A forked
+    child, which has no such threads, does itself what was not done when it began."""
+
+    def __init__(self, pool: ThreadPoolExecutor | _AtOnce, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._failure = ""
+        self._seconds = 0.0
+        self._generation = generation()
+        self._future: Future[None] = pool.submit(self._run)
+
+    def done(self) -> bool:
+        if not self._here().done():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        try:
+            self._here().result()
+        except CancelledError:
+            raise SwapError("the swap tier was closed while this transfer waited") from None
+        if self._failure:
+            raise SwapError(self._failure)
+
+    def cancel(self) -> bool:
+        if self._generation != generation() or not self._future.cancel():
+            return False
+        self._work = None
+        return True
+
+    def seconds(self) -> float:
+        return self._seconds
+
+    def _here(self) -> Future[None]:
+        if self._generation != generation():
+            self._generation = generation()
+            self._future = _AtOnce().submit(self._run if self._work is not None else lambda: None)
+        return self._future
+
+    def _run(self) -> None:
+        work = self._work
+        assert work is not None
+        start = time.perf_counter()
+        try:
+            work()
+        except SwapError as error:
+            self._failure = str(error)
+        except BaseException:
+            self._failure = f"a transfer of swapped data failed:\n{traceback.format_exc()}"
+        self._work = None
+        self._seconds = time.perf_counter() - start
+
+
+class DiskStore:
+    """One file per rank, written and read by worker threads; reads do not queue behind writes, because
+    someone waits for them. What comes back is checked against a sum of what was written (30 GB/s on one core,
+    so it costs nothing beside the file).
+
+    The file is made with mode 0600 in a directory that only its owner can enter, never through a symbolic
+    link, and unlinked while open: whatever ends the process, nothing is left over.
+    """
+
+    tier = "disk"
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int,
+        copies: CopyEngine,
+        *,
+        threads: int,
+        delay: Callable[[], float] = no_delay,
+        remedies: Remedies = ENGINE,
+    ) -> None:
+        self.slots = SlotMap(capacity, f"the disk tier in {directory}", remedies.disk_room)
+        self._remedies = remedies
+        self._copies, self._delay = copies, delay
+        self.directory = directory
+        self._file: int | None = private_file(directory, remedies)
+        self._bounce = copies.bounce(2 * threads, _REQUEST)
+        self.waste_bytes = self._bounce.waste_bytes
+        self._writers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-write", copies)
+        self._readers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-read", copies)
+        self._written: dict[Slot, tuple[int, int]] = {}  # the file that holds it, and the sum
+        self._inherited: list[int] = []
+        self._closed = False
+        mind_forks(self)
+
+    def forked(self) -> None:
+        """Read what the parent wrote before, for as long as it leaves that as it is, and write to a file of one's own,
+        both without threads: a child may only load data, or do no more than leave."""
+        if self._file is not None:
+            self._inherited.append(self._file)
+        self._file, self._writers, self._readers = None, _AtOnce(), _AtOnce()
+
+    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+        """Queue a write."""
+        slot, ready = self.slots.take(data.numel()), self._copies.mark()
+        return slot, _FilePending(self._writers, lambda: self._save(slot, data, ready))
+
+    def read(self, slot: Slot, target: Tensor) -> Pending:
+        """Queue a read."""
+        ready = self._copies.mark()  # earlier work may still use the target's block
+        return _FilePending(self._readers, lambda: self._fill(slot, target, ready))
+
+    def free(self, slot: Slot) -> None:
+        """The caller has waited for the transfers of this place."""
+        self._written.pop(slot, None)
+        self.slots.give(slot)
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for the rest, close the file."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in (self._writers, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._bounce.close()
+        for file in [self._file, *self._inherited]:
+            if file is not None:
+                os.close(file)
+
+    def _save(self, slot: Slot, data: Tensor, ready: Event) -> None:
+        time.sleep(self._delay())
+        total, at, file = 0, 0, self._own_file()
+        for piece in self._bounce.down(data, ready):
+            total += _sum(piece)
+            self._each(slot, at, piece, lambda view, at: os.pwrite(file, view, at), "write")
+            at += piece.numel()
+        self._written[slot] = file, total
+
+    def _fill(self, slot: Slot, target: Tensor, ready: Event) -> None:
+        time.sleep(self._delay())
+        total = at = 0
+        file, expected = self._written.get(slot) or (self._own_file(), None)
+        for piece in self._bounce.up(target, ready):
+            self._each(slot, at, piece, lambda view, at: os.preadv(file, [view], at), "read")
+            total += _sum(piece)
+            at += piece.numel()
+        if total != expected:
+            raise SwapError(
+                f"{format_bytes(slot.size)} at byte {slot.offset} of the swap file in {self.directory} are not what "
+                f"was written: check the disk, or {self._remedies.directory} to another"
+            )
+
+    def _own_file(self) -> int:
+        if self._file is None:
+            self._file = private_file(self.directory, self._remedies)
+        return self._file
+
+    def _each(
+        self, slot: Slot, at: int, piece: Tensor, call: Callable[[memoryview, int], int], verb: str
+    ) -> None:
+        view = memoryview(_array(piece))  # type: ignore[arg-type]
+        done = 0
+        while done < len(view):
+            offset, size = next(slot.parts(at + done, len(view) - done))
+            try:
+                count = call(view[done : done + size], offset)
+            except OSError as error:
+                raise SwapError(
+                    f"cannot {verb} {format_bytes(slot.size)} of swapped data in {self.directory}: "
+                    f"{error.strerror}; {format_bytes(self.slots.used_bytes)} are in use there: "
+                    f"free space or {self._remedies.directory}"
+                ) from error
+            if count == 0:
+                missing = format_bytes(slot.size - at - done)
+                raise SwapError(
+                    f"swap file in {self.directory} ends {missing} too early; something else truncated it"
+                )
+            done += count
+
+
+def _pool(threads: int, name: str, copies: CopyEngine) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, name, initializer=copies.adopt)
+
+
+class _Bytes:
+    """The memory of a tensor, for numpy. ``Tensor.numpy`` would forbid its owner to resize the storage."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.__array_interface__ = {
+            "data": (data.data_ptr(), False),
+            "shape": (data.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._data = data
+
+
+def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.asarray(_Bytes(data))
+
+
+def _sum(data: Tensor) -> int:
+    """Differs after any one flipped bit, and almost surely for a hole or another tensor's bytes."""
+    view = _array(data)
+    whole = view.size - view.size % 8
+    return int(np.add.reduce(view[:whole].view(np.uint64))) + int(
+        np.add.reduce(view[whole:], dtype=np.uint64)
+    )

@@ -1,0 +1,347 @@
+"""What a run shows while it runs: a line for people, numbers for programs, curves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from parallax.common.files import AppendedFile, disk_free_bytes, temporary_folder
+from parallax.common.units import format_bytes
+from parallax.errors import ConfigError, printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """What a run writes beside ``metrics.jsonl``: TensorBoard curves, every rank's actions as events."""
+
+    tensorboard: bool = True
+    events: bool = True
+
+
+class Unwritten:
+    """What a run could not write of its logs. That is no reason to end: it is said when it happens first, counted, and
+    said again at the end."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}
+        self._news: list[str] = []
+
+    @contextlib.contextmanager
+    def trying(self, path: Path | str) -> Iterator[None]:
+        """Around writing to ``path``: an OSError ends the block, and nothing else."""
+        try:
+            yield
+        except OSError as error:
+            text, count = self._found.get(str(path), ("", 0))
+            if not count:
+                text = f"cannot write {printable(str(path))}: {_reason(error, path)}"
+                self._news.append(text)
+            self._found[str(path)] = text, count + 1
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that has not been said."""
+        return bool(self._news)
+
+    def news(self) -> list[str]:
+        """What could not be written for the first time since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def lines(self) -> list[str]:
+        """All that could not be written, and how often."""
+        return [
+            f"{text} ({f'{count} times' if count > 1 else 'once'})"
+            for text, count in self._found.values()
+        ]
+
+
+def _reason(error: OSError, path: Path | str) -> str:
+    why = printable(error.strerror or str(error))
+    if isinstance(path, Path):
+        with contextlib.suppress(OSError):
+            return f"{why}, {format_bytes(disk_free_bytes(path))} free"
+    return why
+
+
+# --------------------------------------------------------------------------------------------- metrics
+
+
+class Curves(Protocol):
+    """Where scalars go to become curves; TensorBoard's own writer has this shape."""
+
+    def add_scalar(self, tag: str, data: float, step: int) -> None:
+        """One point."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class NoCurves:
+    """Curves that nobody asked for."""
+
+    def add_scalar(self, tag: str, data: float, step: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _tensorboard(directory: Path) -> Curves:
+    try:
+        from tensorboard.summary import (
+            Writer,  # 0.3 s, and torch's own writer 1.7 s: only when asked
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"logger.tensorboard=true: tensorboard cannot be imported ({error}); "
+            "pip install tensorboard, or set logger.tensorboard=false"
+        ) from error
+    if not isinstance(threading.excepthook, _ThreadErrors):
+        threading.excepthook = _ThreadErrors(threading.excepthook)
+    return Writer(str(directory))
+
+
+class _ThreadErrors:
+    """TensorBoard's thread tells its writer why it ended, who raises it; a traceback besides is one too many."""
+
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._before = before
+
+    def __call__(self, found: threading.ExceptHookArgs) -> None:
+        if not (
+            isinstance(found.exc_value, OSError)
+            and type(found.thread).__module__.startswith("tensorboard.")
+        ):
+            self._before(found)
+
+
+def load_curves(logger: LoggerConfig) -> None:
+    """Load what a :class:`MetricsLog` will need and use it once: its code and tables belong to the process, not to the
+    stage whose memory is watched from then on."""
+    if logger.tensorboard:
+        with temporary_folder() as folder:
+            curves = _tensorboard(folder)
+            curves.add_scalar("nothing", 0.0, 0)
+            curves.close()
+
+
+class MetricsLog:
+    """Appends records to ``metrics.jsonl`` in ``directory``, and their numbers to ``tensorboard/``.
+
+    Each line is flushed, so a killed run loses at most the line it was writing; that half line is cut off
+    when the file is opened again. A run resumed from an older checkpoint repeats steps: the later line of a
+    step counts.
+    """
+
+    def __init__(
+        self, directory: Path, logger: LoggerConfig, unwritten: Unwritten | None = None
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        _cut_half_line(self.path)
+        self._unwritten = unwritten or Unwritten()
+        self._file = AppendedFile(self.path)
+        self._curves: Curves = NoCurves()
+        if logger.tensorboard:
+            with self._unwritten.trying(directory / "tensorboard"):
+                self._curves = _tensorboard(directory / "tensorboard")
+        self._folder = directory / "tensorboard"
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append ``record``, which has a ``step``; numbers that are not finite become null."""
+        plain = {key: value if _is_json(value) else None for key, value in record.items()}
+        with self._unwritten.trying(self.path):
+            self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
+        curves, self._curves = (
+            self._curves,
+            NoCurves(),
+        )  # a writer that has failed once is of no use any more
+        with self._unwritten.trying(self._folder):
+            for key, value in record.items():
+                if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                    curves.add_scalar(key, float(value), int(record["step"]))
+            self._curves = curves
+
+    def close(self) -> None:
+        """Close the file and the curves."""
+        self._file.close()
+        with self._unwritten.trying(self._folder):
+            self._curves.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_json(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _cut_half_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl`` in order; a last line cut short by a crash is skipped."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+# -------------------------------------------------------------------------------------------- progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """What people see of one step.
+
+    ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
+    ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of all transfers' time that
+    nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most.
+    """
+
+    step: int
+    loss: float
+    rate: float
+    unit: str = "tokens"
+    peak_bytes: int
+    budget_bytes: int
+    offloaded_bytes: int | None = None
+    overlap: float = 1.0
+    stall_seconds: float = 0.0
+
+
+class Progress:
+    """A live line on a terminal; otherwise one plain line per step shown, for logs and batch systems.
+
+    Steps count from ``first_step`` (1 for a fresh run) to ``total_steps``. The time left comes from the last
+    20 lines, so a slow first step or a checkpoint does not spoil it for long.
+    """
+
+    def __init__(
+        self, total_steps: int, first_step: int = 1, *, file: TextIO | None = None
+    ) -> None:
+        self._total = total_steps
+        self._times: deque[tuple[float, int]] = deque(
+            [(time.monotonic(), first_step - 1)], maxlen=20
+        )
+        console = Console(file=file or sys.stdout)
+        self._line: _LiveLine | _PlainLines = (
+            _LiveLine(console) if console.is_terminal else _PlainLines(console)
+        )
+
+    def show(self, line: StepLine) -> None:
+        """Show a step that has ended."""
+        self._times.append((time.monotonic(), line.step))
+        self._line.show(printable(self._text(line)))
+
+    def note(self, text: str) -> None:
+        """Print a line that stays: an evaluation, a checkpoint."""
+        self._line.note(printable(text))
+
+    def __enter__(self) -> Progress:
+        self._line.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.stop()
+
+    def _text(self, line: StepLine) -> str:
+        width = len(str(self._total))
+        share = line.peak_bytes / line.budget_bytes if line.budget_bytes else 0.0
+        return "  ".join(
+            [
+                f"step {line.step:>{width}}/{self._total}",
+                f"loss {line.loss:.4f}",
+                f"{_short(line.rate)} {line.unit}/s",
+                f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
+                *_swapped(line),
+                f"{_clock(self._seconds_left(line.step))} left",
+            ]
+        )
+
+    def _seconds_left(self, step: int) -> float:
+        start, first = self._times[0]
+        done = step - first
+        return (time.monotonic() - start) / done * (self._total - step) if done > 0 else math.nan
+
+
+class _LiveLine:
+    """One line that is rewritten in place; notes scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(
+            console=console, auto_refresh=False
+        )  # no thread; a line appears when there is news
+
+    def start(self) -> None:
+        self._live.start()
+
+    def show(self, text: str) -> None:
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(text))
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+class _PlainLines:
+    """One line after the other, flushed, without control characters."""
+
+    def __init__(self, console: Console) -> None:
+        self._file = console.file
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def show(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def stop(self) -> None:
+        """Nothing to restore."""
+
+
+def _swapped(line: StepLine) -> list[str]:
+    if line.offloaded_bytes is None:
+        return []
+    waited = f"{line.overlap:.0%} overlapped, {line.stall_seconds:.3f} s stalled"
+    return [f"swap {format_bytes(line.offloaded_bytes)} ({waited})"]
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.1f}"
+
+
+def _clock(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
