@@ -44,7 +44,7 @@ def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
     """
     base: Any = import_module("transformers").TrainerCallback
 
-    class SwapCallback(base):
+    class TransformersSwapCallback(base):
         """Enters with the first step and leaves after the last."""
 
         def __init__(self) -> None:
@@ -58,7 +58,7 @@ def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
             """The optimizer has its states again."""
             self.training.end()
 
-    return SwapCallback()
+    return TransformersSwapCallback()
 
 
 def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
     """
     base: Any = import_module("lightning.pytorch").Callback
 
-    class SwapCallback(base):
+    class LightningSwapCallback(base):
         """Enters with the first step and leaves after the last, or where one fails."""
 
         def __init__(self) -> None:
@@ -87,4 +87,4 @@ def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
             """Leave before the trainer gives up."""
             self.training.end()
 
-    return SwapCallback()
+    return LightningSwapCallback()

@@ -42,7 +42,7 @@ from parallax.plan.analytic.efficiency import (
 from parallax.plan.analytic.hardware import device_kind
 from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost.stage import Below, load_stage
+from parallax.plan.cost.stage import OffloadFractions, load_stage
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import in_flight
@@ -180,7 +180,7 @@ class Case:
                 stage.directives,
                 self.rows(index),
                 device=device,
-                below=Below(stage.optimizer_offload),
+                below=OffloadFractions(stage.optimizer_offload),
             )
             flight = in_flight(SCHEDULE, len(self.partition), index, self.micro_batches)
             widened = self.widened(profile, stage.start, stage.stop, replicas)

@@ -20,7 +20,7 @@ from parallax.commands.options import (
 )
 from parallax.common.units import format_seconds
 from parallax.run.feedback import CALIBRATED, correct
-from parallax.run.launch import Run
+from parallax.run.launch import PreparedRun
 from parallax.run.working import working
 
 EXAMPLES = """examples:
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     with working(console, "calibrating") as work:
-        found = Run.read(directory, trusting(words_of(parsed)))
+        found = PreparedRun.read(directory, trusting(words_of(parsed)))
         work.limit(found.config.trainer)
         corrected = correct(found.directory, found.config, found.plan, work)
     if parsed.json:

@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
             with heeding(interrupt):
                 run = launch.prepare(parsed.overrides, safe_console(), held)
         else:
-            run = launch.Run.read(parsed.run_dir, trusts)
+            run = launch.PreparedRun.read(parsed.run_dir, trusts)
             held.enter_context(locked(parsed.run_dir))
         return launch.launch(run)
 

@@ -100,7 +100,7 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
     raise Stopped(number)
 
 
-class _Kept:
+class _KeptHandler:
     """A handler that keeps an interrupt for later; one of an impatient person is taken at once."""
 
     def __init__(self, before: Handler) -> None:
@@ -118,10 +118,10 @@ def uninterrupted() -> Iterator[None]:
     again does not want to wait, and does not; two at once are one. On other threads than the main one none arrives."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    if not main or not callable(before) or isinstance(before, _Kept):
+    if not main or not callable(before) or isinstance(before, _KeptHandler):
         yield
         return
-    keep = _Kept(before)
+    keep = _KeptHandler(before)
     signal.signal(signal.SIGINT, keep)
     try:
         yield

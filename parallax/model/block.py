@@ -1,8 +1,8 @@
 """What a chain is made of: blocks, and the shape of what a model takes and returns.
 
 Between blocks travels a flat tuple of tensors; a model may return tuples and dicts of them. So the last block returns
-the tensors alone, and a template, the same nest with a :class:`Slot` in each tensor's place, rebuilds what the loss is
-given.
+the tensors alone, and a template, the same nest with a :class:`TensorSlot` in each tensor's place, rebuilds what the
+loss is given.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Stands for tensor number ``index``."""
 
     index: int
@@ -56,7 +56,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
     def replace(part: Any) -> Any:
         if isinstance(part, Tensor):
             found.append(part)
-            return Slot(len(found) - 1)
+            return TensorSlot(len(found) - 1)
         return part
 
     template = transform(value, replace)
@@ -65,7 +65,9 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
 
 def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
     """``template`` with ``tensors`` in the places of its slots."""
-    return transform(template, lambda part: tensors[part.index] if isinstance(part, Slot) else part)
+    return transform(
+        template, lambda part: tensors[part.index] if isinstance(part, TensorSlot) else part
+    )
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:

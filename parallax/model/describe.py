@@ -32,7 +32,7 @@ from parallax.model.block import Block, Cut, rebuild
 from parallax.model.families import cut_family
 from parallax.model.recording.cut import cut_trace
 from parallax.model.recording.trace import Sample
-from parallax.model.weights import Weights
+from parallax.model.weights import CheckpointWeights
 
 logger = logging.getLogger("parallax")
 
@@ -201,7 +201,7 @@ def materialise_each(
     device. A shared parameter takes the values of its first user, also where that user is in another stage, and is
     one parameter again within the stage.
     """
-    weights = Weights(chain.weights, chain.rename) if chain.weights else None
+    weights = CheckpointWeights(chain.weights, chain.rename) if chain.weights else None
     aliases = _aliases(chain.model)
     if weights:
         shapes = {n: t.shape for n, t in chain.model.state_dict(keep_vars=True).items()}
@@ -435,7 +435,7 @@ def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
             )
 
 
-class Found(Protocol):
+class BlockFindings(Protocol):
     """What is known of a block, its outputs among it."""
 
     @property
@@ -443,7 +443,7 @@ class Found(Protocol):
         """What the next block takes."""
 
 
-_Found = TypeVar("_Found", bound=Found)
+_Found = TypeVar("_Found", bound=BlockFindings)
 
 
 def block_by_block(

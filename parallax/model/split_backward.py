@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 Ready = Callable[[nn.Parameter], None]
 
 
-class Halves:
+class WeightGradStore:
     """What one micro-batch puts off. Its forward runs inside :meth:`splitting`; after its backward, :meth:`finish`
     computes the rest. Until then it holds, of each product, the input and the gradient of the output."""
 
@@ -102,7 +102,9 @@ class _Apart(torch.autograd.Function):
     """A product whose backward is the input's alone."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, product: _Product, halves: Halves) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, product: _Product, halves: WeightGradStore
+    ) -> Tensor:
         del anchor
         ctx.product, ctx.halves = product, halves
         ctx.save_for_backward(x)
@@ -225,7 +227,7 @@ class _Convolution(_Product):
 class _Splitting(TorchFunctionMode):
     """Replaces products with parameters."""
 
-    def __init__(self, halves: Halves) -> None:
+    def __init__(self, halves: WeightGradStore) -> None:
         super().__init__()
         self._halves = halves
 

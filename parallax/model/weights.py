@@ -22,7 +22,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5  # names in an error
 
 
-class Weights:
+class CheckpointWeights:
     """The tensors of the checkpoint at ``path``; ``rename`` turns a file's name for one into the model's."""
 
     def __init__(self, path: Path, rename: Callable[[str], str] = str) -> None:

@@ -30,7 +30,7 @@ from parallax.common.files import temporary_folder
 from parallax.common.signals import Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import ParallaxError, UserError, printable
 from parallax.runtime.failure.exit_report import LAST_WORDS, read_words
-from parallax.runtime.failure.report import How, Verdict
+from parallax.runtime.failure.report import FailureKind, FailureReport
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,16 @@ class Agent:
                         else ""
                     )
                     return self._say_stopped(
-                        stopped.number, Verdict(0, How.STOPPED, "", what) if what else None
+                        stopped.number,
+                        FailureReport(0, FailureKind.STOPPED, "", what) if what else None,
                     )
                 verdict = read_words(words)
                 return self._say_stopped(relay.first, verdict) if _was_stopped(verdict) else 0
 
-    def _say_stopped(self, number: int, verdict: Verdict | None) -> int:
+    def _say_stopped(self, number: int, verdict: FailureReport | None) -> int:
         """Say how far a run came that was asked to end, by signal ``number`` to this process or by one to its ranks,
         which told; the exit code."""
-        verdict = verdict or Verdict(0, How.STOPPED, "", "before the first step")
+        verdict = verdict or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
         if number:
             verdict = replace(verdict, who=stopped_by(number), code=exit_code(number))
         print(
@@ -133,8 +134,8 @@ class Relay(Requests):
             raise Stopped(number)
 
 
-def _was_stopped(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.how is How.STOPPED
+def _was_stopped(verdict: FailureReport | None) -> bool:
+    return verdict is not None and verdict.how is FailureKind.STOPPED
 
 
 def _explain(failed: ChildFailedError, words: Path) -> int:
@@ -143,7 +144,7 @@ def _explain(failed: ChildFailedError, words: Path) -> int:
     ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     verdict = read_words(words)
     killed = {rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM}
-    if killed and (verdict is None or verdict.how is How.LOST):
+    if killed and (verdict is None or verdict.how is FailureKind.LOST):
         rank, code = next(iter(killed.items()))
         if verdict is not None and verdict.rank in killed:
             rank, code = verdict.rank, killed[verdict.rank]
@@ -152,7 +153,7 @@ def _explain(failed: ChildFailedError, words: Path) -> int:
         known = (
             verdict
             if verdict is not None and verdict.rank == rank
-            else Verdict(rank, How.LOST, f"rank {rank}", "")
+            else FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
         )
         verdict = replace(
             known,

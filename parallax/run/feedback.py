@@ -28,7 +28,7 @@ RECENT_STEPS = 100  # steps of a run that are looked at: the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class CorrectedProfile:
     """A corrected profile, where the next plan will find it, and seconds of a step: as measured, as the plan predicted
     them, and as predicted with the corrected profile."""
 
@@ -51,7 +51,7 @@ class Correction:
 
 def correct(
     directory: Path, config: RunConfig, plan: Plan, progress: Callable[[str], None]
-) -> Correction:
+) -> CorrectedProfile:
     """Correct the profile of the run in ``directory`` and write it. Raises :class:`ConfigError` where the run wrote
     down no steps, :class:`~parallax.errors.PlanError` where its files do not belong together."""
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
@@ -68,7 +68,7 @@ def correct(
     profile = calibrate(inputs.profile, before.spans, measured, plan, inputs.cluster)
     after = predict(profile, inputs.cluster, Pipeline.of(plan))
     (directory / CALIBRATED).write_text(profile.to_json() + "\n", encoding="utf-8")
-    return Correction(
+    return CorrectedProfile(
         profile=profile,
         path=remember_run_profile(profile, config),
         measured_seconds=step_seconds(measured),

@@ -51,7 +51,7 @@ from parallax.run.resume import STORED, load_stored, read_stored, settings
 from parallax.run.working import working
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import LAST_WORDS, depart, follows, leave, say, verdict_on
-from parallax.runtime.failure.report import How, Verdict
+from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
 from parallax.train.loop import PREDICTED_EVENTS, OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
@@ -69,7 +69,7 @@ _STEPS_IN_ONE_ACTION = (
 
 
 @dataclass(frozen=True)
-class Run:
+class PreparedRun:
     """A prepared run directory: the resolved configuration and the plan that every rank reads."""
 
     directory: Path
@@ -77,7 +77,7 @@ class Run:
     plan: Plan
 
     @classmethod
-    def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> Run:
+    def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> PreparedRun:
         """Read what :func:`prepare` wrote. ``trusts`` raises where the class paths of the file must not be imported."""
         text = read_stored(directory)
         trusts(directory / STORED, class_paths(text))
@@ -89,7 +89,7 @@ class Run:
         return configuration.fingerprint(self.config), self.plan.hash()
 
 
-def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> Run:
+def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> PreparedRun:
     """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
     is continued from its last checkpoint, which any plan can load, with its own settings under what is typed."""
     with working(console, "planning") as work:
@@ -112,7 +112,7 @@ def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitSta
     _write(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))
-    return Run(directory, _counted(config, planned.plan.world_size), planned.plan)
+    return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
 
 
 def _free_name() -> str:
@@ -172,7 +172,7 @@ def _set_aside(directory: Path, plan: Plan) -> None:
             path.replace(folder / path.name)
 
 
-def launch(run: Run) -> int:
+def launch(run: PreparedRun) -> int:
     """Train on this machine; the exit code. With ``plan.replan=auto`` a run whose steps are not as predicted stops at
     a checkpoint, once, and goes on under a plan that is made with what it measured."""
     replans = run.config.plan.replan == AUTO
@@ -192,7 +192,7 @@ def _drifted(directory: Path) -> str:
     return str(summary["drift"]) if summary.get("ended") == "drift" else ""
 
 
-def _replanned(run: Run, reason: str, console: Console) -> Run:
+def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
     """The run under the plan that is best by its own measurements; the old one where no other can be had."""
     console.print(f"planning again: {reason}", highlight=False)
     try:
@@ -217,16 +217,16 @@ def _replanned(run: Run, reason: str, console: Console) -> Run:
     )
     _write(run.directory, load_stored(run.directory / STORED, read_stored(run.directory)), planned)
     console.print(plan_table(planned.plan, planned.profile))
-    return Run(run.directory, run.config, planned.plan)
+    return PreparedRun(run.directory, run.config, planned.plan)
 
 
-def _start(run: Run, on_drift: OnDrift) -> int:
+def _start(run: PreparedRun, on_drift: OnDrift) -> int:
     """Start the processes that the plan needs; the exit code."""
     told = rank_environment(run) | {"PARALLAX_ON_DRIFT": on_drift.value}
     return Agent(run.config.name, run.directory, run.plan.world_size).start(told)
 
 
-def rank_environment(run: Run) -> dict[str, str]:
+def rank_environment(run: PreparedRun) -> dict[str, str]:
     """Environment variables of every rank, unless the user has set them."""
     wanted = {"OMP_NUM_THREADS": str(choose_devices(local_cluster(run.config)).threads)}
     wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
@@ -290,18 +290,18 @@ def _meet() -> None:
         ) from error
 
 
-def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> Run:
+def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> PreparedRun:
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
     sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
-    return Run.read(_told_by_first(lambda: prepare(sized, safe_console(), held).directory))
+    return PreparedRun.read(_told_by_first(lambda: prepare(sized, safe_console(), held).directory))
 
 
-def _read_for_all(directory: Path, held: contextlib.ExitStack, trusts: Trusts) -> Run:
+def _read_for_all(directory: Path, held: contextlib.ExitStack, trusts: Trusts) -> PreparedRun:
     """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all, and every rank asks whether
     to trust it; a launcher of ours has done both."""
     if "PARALLAX_RENDEZVOUS" in os.environ:
-        return Run.read(directory)
-    run = Run.read(directory, trusts)
+        return PreparedRun.read(directory)
+    run = PreparedRun.read(directory, trusts)
     _told_by_first(lambda: held.enter_context(locked(directory)))
     return run
 
@@ -321,7 +321,7 @@ def _told_by_first(call: Callable[[], Any]) -> Any:
     return found
 
 
-def _compare(run: Run) -> None:
+def _compare(run: PreparedRun) -> None:
     """The first barrier: every rank has read the same configuration and the same plan."""
     mine = (run.fingerprints(), configuration.dump(run.config), run.plan.to_dict())
     found: list[Any] = [None] * dist.get_world_size()
@@ -334,7 +334,7 @@ def _compare(run: Run) -> None:
             raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
 
 
-def _train(run: Run, watch: Watch) -> int:
+def _train(run: PreparedRun, watch: Watch) -> int:
     """Build, train, report; the signal that ended it early, or 0."""
     choice = choose_devices(local_cluster(run.config))
     settle(choice)
@@ -401,13 +401,13 @@ def _train(run: Run, watch: Watch) -> int:
     return stopped
 
 
-def _tell_stopped(run: Run, summary: Mapping[str, Any]) -> None:
+def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
     """Where no launcher of ours goes on, this is the last line."""
     number, step = int(summary["stopped"]), summary["steps"]
     ours = LAST_WORDS in os.environ
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     what = f"after step {step} of {run.config.trainer.steps}, which is saved"
-    say(Verdict(0, How.STOPPED, stopped_by(number), what, remark, exit_code(number)))
+    say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, exit_code(number)))
 
 
 def _in_run_directory(error: Exception, directory: Path) -> Exception:
@@ -422,7 +422,7 @@ def _in_run_directory(error: Exception, directory: Path) -> Exception:
     return ConfigError(f"cannot open {name}: {error.strerror}; make the run directory writable")
 
 
-def _limits(run: Run) -> tuple[float, float]:
+def _limits(run: PreparedRun) -> tuple[float, float]:
     """Seconds that an action, and that anything else may take."""
     trainer = run.config.trainer
     slow = _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds

@@ -37,7 +37,7 @@ _TURNS_PER_SECOND = 4  # of the sign that it goes on, which must not look like o
 _TIDY_SECONDS = 10.0  # that it has to tidy up after a hang
 
 
-class Work:
+class LongWork:
     """What a command is doing; called with a text, it does that from now on."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -57,11 +57,11 @@ class Work:
 
 
 @contextlib.contextmanager
-def working(console: Console, what: str) -> Iterator[Work]:
+def working(console: Console, what: str) -> Iterator[LongWork]:
     """Work that takes a while: "planning", "profiling". Raises :class:`ParallaxError` where it hangs, with what it
     does, the limit, and the line of the user's code."""
     with console.status(what, refresh_per_second=_TURNS_PER_SECOND) as status:
-        work = Work(status.update)
+        work = LongWork(status.update)
         work.limit(TrainerConfig())  # until the run says otherwise
         work.phase = (what,)
         if under_torchrun() or threading.current_thread() is not threading.main_thread():
@@ -80,7 +80,7 @@ class _Onlooker:
     """The thread that looks on. Handlers of signals stay those of the caller, to which each is passed on: while it
     starts and closes at the end of that, for half of either would end a process that goes on."""
 
-    def __init__(self, what: str, work: Work) -> None:
+    def __init__(self, what: str, work: LongWork) -> None:
         self._what, self._work = what, work
         self._requests, self._complaint = Requests(), ""
         self._deadline, self._last_words, self._code = float("inf"), "", ParallaxError.exit_code

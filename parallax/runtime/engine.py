@@ -30,13 +30,13 @@ from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.model.split_backward import Halves
+from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import actions, evaluation_actions, splits
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
-from parallax.runtime.executor import Executor, Keep, Loss, Now, Program, Step
+from parallax.runtime.executor import CurrentAction, Executor, Keep, Loss, RankProgram, StepContext
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm
 from parallax.runtime.optim.tiers import Tiers
@@ -110,7 +110,7 @@ class Engine:
         self._optimizer = self._open_optimizer(configs, copies)
         if self._optimizer.waiting:
             self._stage.wait_for_weights(self._optimizer.ready)
-        self._programs: dict[tuple[bool, int], Program] = {}
+        self._programs: dict[tuple[bool, int], RankProgram] = {}
         split = splits(plan.schedule)
         self._sync = sync_for(
             self._stage, mesh, self._optimizer.reduced, configs.replicas, split=split
@@ -233,7 +233,7 @@ class Engine:
         return self._step
 
     @property
-    def current(self) -> Now | None:
+    def current(self) -> CurrentAction | None:
         """The action that this rank is in, its step, and since when by time.perf_counter; None between steps. For a
         thread that watches."""
         return self._executor.current
@@ -346,7 +346,7 @@ class Engine:
         keep: Keep | None = None,
     ) -> list[Span]:
         micro_batches = self.plan.micro_batches(len(batch))
-        step = Step(
+        step = StepContext(
             index=self._step,
             batch=batch,
             micro_batches=micro_batches,
@@ -366,7 +366,7 @@ class Engine:
         finally:
             self._executor.abandon()
 
-    def _program(self, micro_batches: int, *, training: bool) -> Program:
+    def _program(self, micro_batches: int, *, training: bool) -> RankProgram:
         plan, position = self.plan, self.mesh.stage
         if (training, micro_batches) not in self._programs:
             arguments = (plan.schedule, plan.positions, position, micro_batches)
@@ -375,7 +375,7 @@ class Engine:
                 listed = actions(*arguments, interleave=plan.interleave, offload=offload)
             else:
                 listed = evaluation_actions(*arguments, interleave=plan.interleave)
-            self._programs[training, micro_batches] = Program(listed)
+            self._programs[training, micro_batches] = RankProgram(listed)
         return self._programs[training, micro_batches]
 
     def _denominator(self, batch: Rows) -> float:
@@ -486,7 +486,7 @@ def _touch_libraries(precision: PrecisionConfig) -> None:
         )
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
         for _ in range(2):
-            halves = Halves()
+            halves = WeightGradStore()
             with precision.autocast("cpu"), halves.splitting():
                 outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(
                     0, 1

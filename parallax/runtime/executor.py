@@ -22,20 +22,20 @@ from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.model.split_backward import Halves
+from parallax.model.split_backward import WeightGradStore
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.batch import Rows, to_device
 from parallax.runtime.channels.message import Spec, spec_of
-from parallax.runtime.channels.stage_io import Crossings, Tensors
+from parallax.runtime.channels.stage_io import StageIO, Tensors
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.replicas.replicate import GradientSync
-from parallax.runtime.stage import Stage, Where, private_random_state
+from parallax.runtime.stage import MicroBatchContext, Stage, private_random_state
 from parallax.swap.activations.manager import SwapManager
 
 Loss = Callable[[Any, Any], Tensor]
 Keep = Callable[[int, Any], None]
 Key = tuple[int, int]  # stage, micro-batch
-Now = tuple[Action, int, float]  # what is done, in which step, and since when
+CurrentAction = tuple[Action, int, float]  # what is done, in which step, and since when
 
 
 class _Entrance(torch.autograd.Function):
@@ -111,10 +111,10 @@ class _Flight:
 
     roots: Sequence[Tensor | GradientEdge | None] = ()
     entry: _Entry | None = None
-    halves: Halves | None = None
+    halves: WeightGradStore | None = None
 
 
-class Program:
+class RankProgram:
     """An action list with what can be said of it before it runs. A receive is posted one message ahead per channel:
     ``first`` are those to begin with, ``following[n]`` what the n-th action is followed by. ``last`` holds each stage's
     last backward, and last weight half."""
@@ -139,7 +139,7 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepContext:
     """What one run of a program is about. The loss is divided by ``denominator``: the rows of the whole batch, or its
     counted targets; its gradient is multiplied by ``scale``. At UPDATE ``update`` is called with this rank's share of
     the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows."""
@@ -148,7 +148,7 @@ class Step:
     batch: Rows
     micro_batches: int
     denominator: float
-    program: Program
+    program: RankProgram
     training: bool
     update: Callable[[float], None]
     scale: float = 1.0
@@ -170,7 +170,7 @@ class Executor:
         swap: tuple[SwapManager, Selector] | None,
         stall_seconds: Callable[[], float],
     ) -> None:
-        self.current: Now | None = None
+        self.current: CurrentAction | None = None
         self._chain, self._stage, self._mesh, self._loss, self._precision = (
             chain,
             stage,
@@ -180,7 +180,7 @@ class Executor:
         )
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
-        self._crossings = Crossings(chain, mesh, channels)
+        self._crossings = StageIO(chain, mesh, channels)
         self._last_stage, self._positions = len(mesh.plan.stages) - 1, mesh.plan.positions
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._counts = hasattr(loss, "count")
@@ -190,7 +190,7 @@ class Executor:
         self._gradients: dict[Key, Tensors] = {}
         self._flights: dict[Key, _Flight] = {}
 
-    def run(self, step: Step) -> list[Span]:
+    def run(self, step: StepContext) -> list[Span]:
         """Execute the program of ``step``; the spans of all its actions."""
         spans: list[Span] = []
         rank, index, clock = self._mesh.rank, step.index, time.perf_counter
@@ -233,7 +233,7 @@ class Executor:
 
     # ---- actions; each gives the seconds it only waited
 
-    def _receive(self, action: Action, step: Step) -> float:
+    def _receive(self, action: Action, step: StepContext) -> float:
         start = time.perf_counter()
         key = action.stage, action.micro
         if action.kind is Kind.RECEIVE_GRADIENT:
@@ -247,29 +247,29 @@ class Executor:
             self._received[key] = inputs, entry
         return time.perf_counter() - start
 
-    def _send(self, action: Action, step: Step) -> float:
+    def _send(self, action: Action, step: StepContext) -> float:
         del step
         self._crossings.send(action, self._outgoing.pop((action.stage, action.micro), ()))
         return 0.0
 
-    def _offload(self, action: Action, step: Step) -> float:
+    def _offload(self, action: Action, step: StepContext) -> float:
         """Opens a micro-batch for the swap manager, which learns its name with the first saved tensor."""
         del action, step
         return 0.0
 
-    def _fetch(self, action: Action, step: Step) -> float:
+    def _fetch(self, action: Action, step: StepContext) -> float:
         if self._swap is not None:
             self._swap[0].fetch(self._name(action, step))
         return 0.0
 
-    def _forward(self, action: Action, step: Step) -> float:
+    def _forward(self, action: Action, step: StepContext) -> float:
         stage, micro = action.stage, action.micro
         first, rows = self._crossings.rows(micro)
         before = self._stall_seconds()
         if rows == 0:
             self._stage.skip()
             return self._stall_seconds() - before
-        flight = _Flight(halves=Halves(self._device) if step.program.splits else None)
+        flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         if stage == 0:
             inputs = self._chain.arguments(
                 to_device(step.batch.inputs(first, first + rows), self._device)
@@ -281,7 +281,7 @@ class Executor:
         outputs = self._stage.run(
             stage,
             inputs,
-            where=Where(step.index, first, rows, self._crossings.size(micro)),
+            where=MicroBatchContext(step.index, first, rows, self._crossings.size(micro)),
             micro=self._name(action, step),
             swap=self._swap,
             halves=flight.halves,
@@ -301,7 +301,7 @@ class Executor:
             self._flights[stage, micro] = flight
         return self._stall_seconds() - before
 
-    def _backward(self, action: Action, step: Step) -> float:
+    def _backward(self, action: Action, step: StepContext) -> float:
         key = action.stage, action.micro
         flight = self._flights.get(key)
         if flight is None:
@@ -327,7 +327,7 @@ class Executor:
             self._outgoing[key] = flight.entry.take_gradients()
         return self._stall_seconds() - before
 
-    def _backward_weight(self, action: Action, step: Step) -> float:
+    def _backward_weight(self, action: Action, step: StepContext) -> float:
         flight = self._flights.pop((action.stage, action.micro), None)
         if flight is not None and flight.halves is not None:
             completes = self._completes(action, step)
@@ -336,22 +336,22 @@ class Executor:
             )
         return 0.0
 
-    def _reduce(self, action: Action, step: Step) -> float:
+    def _reduce(self, action: Action, step: StepContext) -> float:
         del action, step
         return self._sync.finish()
 
-    def _update(self, action: Action, step: Step) -> float:
+    def _update(self, action: Action, step: StepContext) -> float:
         del action
         step.update(self.loss_share)
         return 0.0
 
     # ---- parts of actions
 
-    def _completes(self, action: Action, step: Step) -> bool:
+    def _completes(self, action: Action, step: StepContext) -> bool:
         """Whether a stage's gradients are complete after ``action``, on all its replicas."""
         return action in step.program.last and self._crossings.reaches_all(action.micro)
 
-    def _name(self, action: Action, step: Step) -> int:
+    def _name(self, action: Action, step: StepContext) -> int:
         """What the swap manager calls a micro-batch on one of the stages here."""
         return action.micro + step.micro_batches * (action.stage // self._positions)
 
@@ -370,7 +370,7 @@ class Executor:
             ]
 
     def _add_loss(
-        self, step: Step, outputs: Tensors, targets: Any, rows: int
+        self, step: StepContext, outputs: Tensors, targets: Any, rows: int
     ) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, now counted among the batch's, and the gradient that its backward begins with."""
         with self._precision.autocast(self._device.type):
@@ -387,7 +387,7 @@ class Executor:
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
 
-_DO: dict[Kind, Callable[[Executor, Action, Step], float]] = {
+_DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {
     Kind.RECEIVE_ACTIVATION: Executor._receive,
     Kind.RECEIVE_GRADIENT: Executor._receive,
     Kind.SEND_ACTIVATION: Executor._send,

@@ -19,7 +19,7 @@ from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 from parallax.model.layers.norms import Norms
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.model.split_backward import Halves
+from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -34,7 +34,7 @@ _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples lie as far a
 _POSITIVE = 2**63 - 1
 
 
-class Where(NamedTuple):
+class MicroBatchContext(NamedTuple):
     """What a stage runs on: ``rows`` of one micro-batch, the first of them in the global batch, and how many the
     micro-batch has over all replicas."""
 
@@ -237,10 +237,10 @@ class Stage(nn.Module):
         stage: int,
         inputs: tuple[Tensor, ...],
         *,
-        where: Where,
+        where: MicroBatchContext,
         micro: int,
         swap: tuple[SwapManager, Selector] | None,
-        halves: Halves | None = None,
+        halves: WeightGradStore | None = None,
     ) -> tuple[Tensor, ...]:
         """Forward of one of the stages here. ``swap`` opens offloading for ``micro``; ``halves`` puts weight gradients
         off, of blocks that keep what they save: others would have to keep it, too."""
@@ -270,7 +270,7 @@ class Stage(nn.Module):
         return inputs
 
     def _run_copies(
-        self, copy: bool, place: int, where: Where, *inputs: Tensor
+        self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         """Run a block that will be run again: its inputs must stay as they are, so one that changes them in place gets
         copies. The first run finds out. Both runs of one micro-batch copy or neither does: a copy may lie otherwise in
@@ -283,7 +283,7 @@ class Stage(nn.Module):
         self._changes[place] = before != [copied._version for copied in copies]
         return outputs
 
-    def _seed_of(self, place: int, where: Where) -> int:
+    def _seed_of(self, place: int, where: MicroBatchContext) -> int:
         """Unrelated between steps and blocks; of a block's micro-batches, as far apart as odd multiples can be."""
         if where.step != self._seeded:
             self._seeds = [block_seed(self._seed, where.step, index) for index in self._indices]
@@ -291,7 +291,7 @@ class Stage(nn.Module):
         return (self._seeds[place] + where.first * _ODD) & _POSITIVE
 
     def _run_block(
-        self, place: int, where: Where, halves: Halves | None, *inputs: Tensor
+        self, place: int, where: MicroBatchContext, halves: WeightGradStore | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
         relieve_memory()

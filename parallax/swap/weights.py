@@ -17,7 +17,7 @@ from parallax.machine.device import CopyEngine, Event
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-class Segment(NamedTuple):
+class ParameterSegment(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, flattened."""
 
     parameter: nn.Parameter
@@ -30,13 +30,13 @@ class Segment(NamedTuple):
         return self.stop - self.start == self.parameter.numel()
 
 
-class Weights(Protocol):
+class BucketWeights(Protocol):
     """Where the weights and gradients of one bucket are, and how a step reaches them. In a step below the device,
     ``reduced`` and ``wait`` are called on the main thread, the others beside it, in the order begin, stepped, shared,
     end; where another replica steps the bucket, shared and end alone."""
 
     @property
-    def segments(self) -> Sequence[Segment]:
+    def segments(self) -> Sequence[ParameterSegment]:
         """What is in the bucket, in order."""
 
     @property
@@ -79,7 +79,7 @@ class Weights(Protocol):
 class ResidentWeights:
     """Weights that are stepped where they are. Of those of two bytes the masters lie beside them."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[ParameterSegment]) -> None:
         self.segments = segments
         dtype = segments[0].parameter.dtype
         self.kept: list[Tensor | None] = (
@@ -140,7 +140,12 @@ class CopiedWeights:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], copies: CopyEngine, place: Tensor, *, owned: bool
+        self,
+        segments: Sequence[ParameterSegment],
+        copies: CopyEngine,
+        place: Tensor,
+        *,
+        owned: bool,
     ) -> None:
         self.segments, self._copies, self._place, self._owned = segments, copies, place, owned
         self._dtype = stepped_in(segments[0].parameter.dtype)
@@ -234,7 +239,7 @@ class CopiedWeights:
         return found
 
 
-def bytes_of(segment: Segment) -> int:
+def bytes_of(segment: ParameterSegment) -> int:
     """Of the weights."""
     return (segment.stop - segment.start) * segment.parameter.element_size()
 
@@ -249,17 +254,17 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.to(stepped_in(tensor.dtype), copy=True)
 
 
-def part_of(tensor: Tensor, segment: Segment) -> Tensor:
+def part_of(tensor: Tensor, segment: ParameterSegment) -> Tensor:
     """The whole tensor as it is, or a run of its elements."""
     return tensor if segment.whole else tensor.view(-1)[segment.start : segment.stop]
 
 
-def _gradient(segment: Segment) -> Tensor | None:
+def _gradient(segment: ParameterSegment) -> Tensor | None:
     gradient = segment.parameter.grad
     return None if gradient is None else part_of(gradient, segment)
 
 
-def _zero_gradients(segments: Sequence[Segment]) -> None:
+def _zero_gradients(segments: Sequence[ParameterSegment]) -> None:
     for segment in segments:
         gradient = _gradient(segment)
         if gradient is not None:

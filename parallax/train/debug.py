@@ -80,7 +80,7 @@ def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.devi
         if cuda
         else _profiler(path, device, memory=True)
     )
-    return Memory(Window(config.steps, *about), path.with_suffix(".csv"), device)
+    return MemoryTable(Window(config.steps, *about), path.with_suffix(".csv"), device)
 
 
 class NoRecord:
@@ -179,7 +179,7 @@ def _allocations(path: Path, device: torch.device) -> tuple[Call, Call]:
     return start, stop
 
 
-class Memory:
+class MemoryTable:
     """What was held after each step of the run as a table, and every allocation of some."""
 
     def __init__(self, allocations: Window, table: Path, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from parallax.commands import plan
 from parallax.common.terminal import SafeConsole, SafeFormatter, print_exception
 from parallax.errors import ConfigError
 from parallax.runtime.failure.exit_report import say
-from parallax.runtime.failure.report import How, Verdict
+from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.monitor import Progress
 
 HOSTILE = "a\x1b[31m\x9b2J\x07\r\u202eb[/red][bold]\udc80\nparallax: all is well"
@@ -65,7 +65,7 @@ def test_the_error_line(
 
 
 def test_last_words_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
-    say(Verdict(0, How.RAISED, HOSTILE, HOSTILE))
+    say(FailureReport(0, FailureKind.RAISED, HOSTILE, HOSTILE))
     assert harmless(capfd.readouterr().err)
     file = io.StringIO()
     with Progress(2, file=file) as progress:

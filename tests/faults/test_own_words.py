@@ -167,7 +167,7 @@ def test_a_prepared_directory_of_a_stranger(
         )
     assert not (folder / "imported").exists()
     named = trusting({"model.target": "marks:listing"})
-    assert launch.Run.read(run, named).config.model.target == "marks:listing"  # at the user's word
+    assert launch.PreparedRun.read(run, named).config.model.target == "marks:listing"  # at the user's word
 
 
 def test_what_was_named_is_remembered_for_its_folder(folder: Path) -> None:

@@ -30,7 +30,7 @@ from parallax.machine.device import (
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
-from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.slots import SlotMap, StoreSlot
 from parallax.swap.stores.store import DiskStore, HostStore, Pending, Store
 
 MIB = 2**20
@@ -273,7 +273,7 @@ class ManualStore:
         self.log: list[str] = []
         self.bytes_out = self.bytes_in = 0
 
-    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         slot = self.slots.take(data.numel())
 
         def work() -> None:
@@ -282,14 +282,14 @@ class ManualStore:
 
         return slot, self._begin(slot, f"write {slot.size}", work)
 
-    def read(self, slot: Slot, target: Tensor) -> Pending:
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         def work() -> None:
             target.copy_(self.places[slot.offset])
             self.bytes_in += slot.size
 
         return self._begin(slot, f"read {slot.size}", work)
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: StoreSlot) -> None:
         assert not [t for t in self.running.pop(slot.offset, []) if not (t.finished or t.cancelled)]
         self.places.pop(slot.offset, None)
         self.slots.give(slot)
@@ -304,7 +304,7 @@ class ManualStore:
             transfer.finish()
         self.transfers = [t for t in self.transfers if not (t.finished or t.cancelled)]
 
-    def _begin(self, slot: Slot, name: str, work: Callable[[], None]) -> ManualPending:
+    def _begin(self, slot: StoreSlot, name: str, work: Callable[[], None]) -> ManualPending:
         assert not [t for t in self.running.get(slot.offset, []) if not (t.finished or t.cancelled)]
         self.transfers.append(ManualPending(self, name, work))
         self.running.setdefault(slot.offset, []).append(self.transfers[-1])

@@ -150,13 +150,13 @@ def test_a_stage_reads_its_own_shards_only(tmp_path: Path) -> None:
     opened: list[str] = []
     from parallax.model import weights as module
 
-    class Spy(module.Weights):
+    class Spy(module.CheckpointWeights):
         def fill(self, tensor: torch.Tensor, name: str) -> None:
             opened.append(index[name])
             super().fill(tensor, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallax.model.describe.Weights", Spy)
+        patch.setattr("parallax.model.describe.CheckpointWeights", Spy)
         materialise(chain, 1, 2, CPU)
     assert set(opened) == mine
 

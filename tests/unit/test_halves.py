@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallax.model.split_backward import Halves
+from parallax.model.split_backward import WeightGradStore
 
 
 class Doubled(torch.autograd.Function):
@@ -94,7 +94,7 @@ def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     """The same, all input halves before the first weight half."""
     found, owed = [], []
     for x in inputs:
-        x, halves = x.clone().requires_grad_(), Halves()
+        x, halves = x.clone().requires_grad_(), WeightGradStore()
         with halves.splitting():
             outputs = model(x)
         outputs.square().sum().backward()
@@ -177,7 +177,7 @@ def test_recomputed_blocks_split_as_well() -> None:
     torch.manual_seed(1)
     model = OfAllKinds()
     twin, x = copy.deepcopy(model), torch.randn(2, 3, 8, requires_grad=True)
-    halves = Halves()
+    halves = WeightGradStore()
 
     def run(y: Tensor) -> Tensor:
         with halves.splitting():
@@ -194,7 +194,7 @@ def test_recomputed_blocks_split_as_well() -> None:
 
 def test_who_waits_is_told_when_a_gradient_is_final() -> None:
     torch.manual_seed(1)
-    model, halves, told = OfAllKinds(), Halves(), []
+    model, halves, told = OfAllKinds(), WeightGradStore(), []
     with halves.splitting():
         outputs = model(torch.randn(2, 3, 8))
     outputs.sum().backward()
@@ -212,7 +212,7 @@ def test_who_waits_is_told_when_a_gradient_is_final() -> None:
 
 
 def test_nothing_is_held_after_the_second_half() -> None:
-    model, halves = OfAllKinds(), Halves()
+    model, halves = OfAllKinds(), WeightGradStore()
     with halves.splitting():
         outputs = model(torch.randn(2, 3, 8))
     assert halves.deferred_bytes == 0
@@ -223,7 +223,7 @@ def test_nothing_is_held_after_the_second_half() -> None:
 
 
 def test_without_gradients_nothing_changes() -> None:
-    model, halves = nn.Linear(4, 4), Halves()
+    model, halves = nn.Linear(4, 4), WeightGradStore()
     with halves.splitting(), torch.no_grad():
         assert not model(torch.ones(2, 4)).requires_grad
     x = torch.ones(2, 4)
@@ -249,7 +249,7 @@ def test_what_is_owed_is_not_added_to_by_the_next_micro_batch() -> None:
     model, rows = Positions(), [torch.randn(1, 3, 4) for _ in range(3)]
     twin, owed = copy.deepcopy(model), []
     for x in rows:
-        halves = Halves()
+        halves = WeightGradStore()
         with halves.splitting():
             outputs = twin(x)
         outputs.backward(torch.ones_like(outputs) * (1 + len(owed)))
@@ -264,7 +264,7 @@ def test_what_is_owed_is_not_added_to_by_the_next_micro_batch() -> None:
 
 
 def test_a_derivative_taken_in_a_forward_owes_nothing() -> None:
-    layer, halves = nn.Linear(4, 1), Halves()
+    layer, halves = nn.Linear(4, 1), WeightGradStore()
     x = torch.randn(3, 4, requires_grad=True)
     with halves.splitting():
         (slope,) = torch.autograd.grad(layer(x).sum(), x)
@@ -279,7 +279,7 @@ def test_a_derivative_taken_in_a_forward_owes_nothing() -> None:
 
 def test_gradients_lie_in_memory_as_their_weights_do() -> None:
     """Fused optimizers walk along memory. The gradient of a channels_last input comes out channels_last."""
-    layer, halves = nn.Conv2d(3, 4, 3), Halves()
+    layer, halves = nn.Conv2d(3, 4, 3), WeightGradStore()
     x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
     with halves.splitting():
         outputs = layer(x)
@@ -290,7 +290,7 @@ def test_gradients_lie_in_memory_as_their_weights_do() -> None:
 
 
 def test_what_a_split_layer_returns_may_be_changed_in_place() -> None:
-    layer, halves = nn.Linear(4, 4), Halves()
+    layer, halves = nn.Linear(4, 4), WeightGradStore()
     with halves.splitting():
         outputs = torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True)))
     outputs.sum().backward()

@@ -11,10 +11,10 @@ import pytest
 
 from parallax.errors import TransportError
 from parallax.runtime.failure import links
-from parallax.runtime.failure.links import Link, addresses, reach, welcome
+from parallax.runtime.failure.links import PeerLink, addresses, reach, welcome
 
 
-def everything(end: Link) -> list[dict[str, Any]]:
+def everything(end: PeerLink) -> list[dict[str, Any]]:
     """What comes until the peer has gone."""
     messages: list[dict[str, Any]] = []
     with contextlib.suppress(ConnectionError):
@@ -49,7 +49,7 @@ def test_the_first_address_that_answers_is_used() -> None:
         joining = threads.submit(
             reach, ["127.0.0.2", "no such host.", "127.0.0.1"], port, "word", 1
         )
-        ends: list[Link] = [*welcome(listener, "word", 1).values(), joining.result()]
+        ends: list[PeerLink] = [*welcome(listener, "word", 1).values(), joining.result()]
         assert ends[1].socket.getpeername()[0] == "127.0.0.1"
         for end in ends:
             end.close()

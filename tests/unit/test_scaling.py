@@ -12,7 +12,7 @@ from parallax.runtime.optim.scaling import (
     FIRST_FACTOR,
     GROWTH_STEPS,
     PATIENCE,
-    Correction,
+    GradientCorrection,
     LossScale,
     gradient_norm,
 )
@@ -105,7 +105,7 @@ def test_corrected_gradients_are_those_that_torch_clips(clip: float, scale: floa
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.grad is not None])
     found = torch.tensor(gradient_norm([p.grad for p in mine if p.grad is not None]) / scale)
     assert torch.equal(found, norm)
-    Correction(norm, clip, scale).apply(mine)
+    GradientCorrection(norm, clip, scale).apply(mine)
     if clip:
         torch.nn.utils.clip_grads_with_norm_(plain, clip, norm)
     for one, other in zip(plain, mine):

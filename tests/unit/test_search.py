@@ -21,7 +21,7 @@ from parallax.plan.cost.stage import load_block
 from parallax.plan.cost.traffic import TIER_FLOOR
 from parallax.plan.plan import Directive, Plan, StagePlan
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
-from parallax.plan.search.exact_stage import Flight, StageFitter
+from parallax.plan.search.exact_stage import ExactStageFitter, Flight
 from parallax.plan.search.request import Request
 from parallax.plan.search.search import CANDIDATES, find_candidates, search
 from tests.unit.brute_force import brute_force
@@ -336,7 +336,7 @@ def test_the_peak_is_monotone_in_the_budget(r: random.Random, count: int, flight
     before = 0
     for memory in range(400, 12_000, 400):
         device = cluster(1, memory, write=machines.devices[0].write, tier=2 * TIER_FLOOR).devices[0]
-        fitter = StageFitter(model, device, allowed=list(Directive))
+        fitter = ExactStageFitter(model, device, allowed=list(Directive))
         found = fitter.fit(0, count, Flight(1, 2, flight))
         peak = found[0].peak_bytes if found else 0
         assert peak >= before

@@ -15,7 +15,7 @@ from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.search.bounds import StepBound
-from parallax.plan.search.greedy import QuickSearch
+from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.microbatches import dealt
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
@@ -64,7 +64,7 @@ def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) ->
         global_batch=question.global_batch,
         runnable=False,
     )
-    quick, bound = QuickSearch(request), StepBound(request)
+    quick, bound = GreedySearch(request), StepBound(request)
     shapes = random.Random(1).sample(list(request.shapes()), 60)
     looked = 0
     for shape in shapes:
@@ -129,7 +129,7 @@ def test_what_is_refused_is_refused_soon() -> None:
     request = Request(
         question.profile, question.cluster, PlanConfig(), global_batch=2048, runnable=False
     )
-    quick, shapes = QuickSearch(request), list(request.shapes())
+    quick, shapes = GreedySearch(request), list(request.shapes())
     lean = quick.leanest(shapes)
     assert len(lean) < len(shapes) / 20
     assert {shape.schedule for shape in lean} == {"1f1b"}
@@ -213,7 +213,7 @@ def test_a_forecast_is_never_below_the_longest_path(name: str) -> None:
         global_batch=question.global_batch,
         runnable=False,
     )
-    quick = QuickSearch(request)
+    quick = GreedySearch(request)
     for shape in random.Random(2).sample(list(request.shapes()), 40):
         solved = quick.solve(shape)
         if solved is None or solved.candidate is None:

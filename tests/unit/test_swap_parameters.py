@@ -24,7 +24,7 @@ from parallax.runtime.optim.scaling import gradient_norm
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.optimizer.host import HostOptimizer
-from parallax.swap.parameters.prefetch_order import Visits
+from parallax.swap.parameters.prefetch_order import PrefetchOrder
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
@@ -553,7 +553,7 @@ def test_the_next_block_comes_while_one_runs() -> None:
 
 
 def test_a_step_is_expected_to_go_as_the_last_one() -> None:
-    visits = Visits()
+    visits = PrefetchOrder()
     step = [0, 1, 2, 0, 1, 2, 1, 0, 2, 1, 0]  # two forwards, two backwards of three blocks
     guessed = []
     for block in step:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import parallax
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
-from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.slots import SlotMap, StoreSlot
 from parallax.swap.stores.store import DiskStore, HostStore, Store
 
 MIB = 2**20
@@ -26,13 +26,13 @@ PAGE = 4096
 LONGEST = 1.25  # times the most bytes that were in use
 
 
-def places(slot: Slot) -> list[tuple[int, int]]:
+def places(slot: StoreSlot) -> list[tuple[int, int]]:
     return list(slot.parts(0, slot.size))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * PAGE)), max_size=150))
 def test_the_line_is_bounded_by_what_was_in_use(asked: list[tuple[bool, int]]) -> None:
-    slots, taken, most = SlotMap(2**40, "the tier"), list[Slot](), 0
+    slots, taken, most = SlotMap(2**40, "the tier"), list[StoreSlot](), 0
     for give, size in asked:
         if give and taken:
             slots.give(taken.pop(size % len(taken)))
@@ -48,7 +48,7 @@ def test_the_line_is_bounded_by_what_was_in_use(asked: list[tuple[bool, int]]) -
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * PAGE)), max_size=150))
 def test_a_tier_is_full_only_when_its_bytes_are_in_use(asked: list[tuple[bool, int]]) -> None:
     capacity = 20 * PAGE
-    slots, taken = SlotMap(capacity, "the tier"), list[Slot]()
+    slots, taken = SlotMap(capacity, "the tier"), list[StoreSlot]()
     for give, size in asked:
         if give and taken:
             slots.give(taken.pop(size % len(taken)))
@@ -63,11 +63,11 @@ def test_a_tier_is_full_only_when_its_bytes_are_in_use(asked: list[tuple[bool, i
 
 
 def test_parts_of_a_place_in_several_stretches() -> None:
-    slot = Slot(100, 25, ((100, 10), (0, 10), (50, 10)))
+    slot = StoreSlot(100, 25, ((100, 10), (0, 10), (50, 10)))
     assert list(slot.parts(0, 25)) == [(100, 10), (0, 10), (50, 5)]
     assert list(slot.parts(8, 4)) == [(108, 2), (0, 2)]
     assert list(slot.parts(20, 5)) == [(50, 5)]
-    assert list(Slot(7, 9).parts(2, 3)) == [(9, 3)]
+    assert list(StoreSlot(7, 9).parts(2, 3)) == [(9, 3)]
 
 
 @pytest.fixture(params=["disk", "host"])

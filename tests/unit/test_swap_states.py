@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import parallax
 from parallax.errors import BudgetExceeded
-from parallax.swap.lms.below import Below
+from parallax.swap.lms.below import StatesBelow
 from parallax.swap.lms.scope import Swapping
 from tests.unit.swap_fakes import assert_equal
 
@@ -57,7 +57,7 @@ def tight(scratch: Path) -> Callable[..., Swapping]:
 
 
 def below(optimizer: Optimizer) -> int:
-    return sum(isinstance(state, Below) for state in optimizer.state.values())
+    return sum(isinstance(state, StatesBelow) for state in optimizer.state.values())
 
 
 def saved(value: Any) -> Any:

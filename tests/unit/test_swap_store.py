@@ -25,7 +25,7 @@ from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
-from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.slots import SlotMap, StoreSlot
 from parallax.swap.stores.store import DiskStore, HostStore, Store
 from tests.unit.swap_fakes import MIB, save, settle
 
@@ -35,7 +35,7 @@ PAGE = 4096
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * PAGE)), max_size=80))
 def test_places_never_overlap_and_none_is_lost(asked: list[tuple[bool, int]]) -> None:
     capacity = 40 * PAGE
-    slots, taken = SlotMap(capacity, "the tier"), list[Slot]()
+    slots, taken = SlotMap(capacity, "the tier"), list[StoreSlot]()
     for give, size in asked:
         if give and taken:
             slots.give(taken.pop(size % len(taken)))

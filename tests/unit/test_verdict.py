@@ -7,15 +7,24 @@ import json
 import pytest
 
 from parallax.plan.schedule import Action, Kind
-from parallax.runtime.failure.report import How, Seen, Verdict, complaint, culprit, name
+from parallax.runtime.failure.report import (
+    FailureKind,
+    FailureReport,
+    RankStatus,
+    complaint,
+    culprit,
+    name,
+)
 
 LIMIT = 60.0
 LONG, SHORT = 61.0, 59.0
 
 
-def seen(kind: Kind | None, step: int = 3, seconds: float = LONG, silent: float = 0.0) -> Seen:
+def seen(
+    kind: Kind | None, step: int = 3, seconds: float = LONG, silent: float = 0.0
+) -> RankStatus:
     micro = -1 if kind in (Kind.REDUCE, Kind.UPDATE) else 2
-    return Seen(Action(kind, 0, micro) if kind else None, step, seconds, silent)
+    return RankStatus(Action(kind, 0, micro) if kind else None, step, seconds, silent)
 
 
 NOBODY = [
@@ -33,14 +42,14 @@ NOBODY = [
 
 
 @pytest.mark.parametrize("ranks", [ranks for _, ranks in NOBODY], ids=[text for text, _ in NOBODY])
-def test_nobody_is_to_blame(ranks: list[Seen]) -> None:
+def test_nobody_is_to_blame(ranks: list[RankStatus]) -> None:
     assert culprit(ranks, LIMIT) is None
 
 
 def outside(
     phase: str = "loading data", seconds: float = LONG, idle: float = LONG, *, waits: bool = False
-) -> Seen:
-    return Seen(seconds=seconds, phase=phase, idle_seconds=idle, waits=waits)
+) -> RankStatus:
+    return RankStatus(seconds=seconds, phase=phase, idle_seconds=idle, waits=waits)
 
 
 OUTSIDE = [
@@ -53,15 +62,17 @@ OUTSIDE = [
         0,
     ),
     ("all wait for each other", [outside(waits=True), outside(waits=True, seconds=99.0)], 1),
-    ("before anything is said of phases", [Seen(seconds=9e9), Seen(seconds=9e9)], None),
+    ("before anything is said of phases", [RankStatus(seconds=9e9), RankStatus(seconds=9e9)], None),
 ]
 
 
 @pytest.mark.parametrize(
     ("ranks", "rank"), [case[1:] for case in OUTSIDE], ids=[case[0] for case in OUTSIDE]
 )
-def test_outside_of_steps_who_shows_no_sign_of_life(ranks: list[Seen], rank: int | None) -> None:
-    assert culprit(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, How.HANGS))
+def test_outside_of_steps_who_shows_no_sign_of_life(
+    ranks: list[RankStatus], rank: int | None
+) -> None:
+    assert culprit(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, FailureKind.HANGS))
 
 
 BLAMED = [
@@ -92,25 +103,25 @@ BLAMED = [
 @pytest.mark.parametrize(
     ("ranks", "rank"), [case[1:] for case in BLAMED], ids=[case[0] for case in BLAMED]
 )
-def test_the_one_that_keeps_the_others_waiting(ranks: list[Seen], rank: int) -> None:
-    assert culprit(ranks, LIMIT) == (rank, How.HANGS)
+def test_the_one_that_keeps_the_others_waiting(ranks: list[RankStatus], rank: int) -> None:
+    assert culprit(ranks, LIMIT) == (rank, FailureKind.HANGS)
 
 
 def test_silence_explains_everything_else() -> None:
     ranks = [seen(Kind.FORWARD), seen(None, seconds=0.0, silent=LONG), seen(Kind.REDUCE)]
-    assert culprit(ranks, LIMIT) == (1, How.SILENT)
+    assert culprit(ranks, LIMIT) == (1, FailureKind.SILENT)
 
 
 def test_what_is_said() -> None:
     ranks = [seen(Kind.RECEIVE_GRADIENT), seen(Kind.BACKWARD)]
-    assert "".join(complaint(ranks, 1, How.HANGS, LIMIT)) == (
+    assert "".join(complaint(ranks, 1, FailureKind.HANGS, LIMIT)) == (
         "has been in backward of micro-batch 2, step 3, for 61 s while rank 0 waits in receive_gradient of micro-batch "
         "2, step 3; the limit is 60 s (trainer.watchdog_seconds; 0 sets none)"
     )
-    assert complaint([seen(None), seen(Kind.UPDATE)], 0, How.HANGS, LIMIT)[0] == (
+    assert complaint([seen(None), seen(Kind.UPDATE)], 0, FailureKind.HANGS, LIMIT)[0] == (
         "has been outside of a step, after step 3, for 61 s"
     )
-    assert complaint([seen(None, silent=LONG)], 0, How.SILENT, LIMIT)[0].endswith(
+    assert complaint([seen(None, silent=LONG)], 0, FailureKind.SILENT, LIMIT)[0].endswith(
         "is gone), last seen after step 3"
     )
     assert name(3, None) == "rank 3"
@@ -121,9 +132,11 @@ def test_what_is_said() -> None:
 
 
 def test_what_travels_comes_back() -> None:
-    for each in (seen(Kind.UPDATE, seconds=2.5), seen(None), Seen(), outside(waits=True)):
-        assert Seen.from_list(json.loads(json.dumps(each.to_list()))) == each
-    verdict = Verdict(1, How.LOST, "rank 1", "ended without a word", ", last seen after step 3")
-    assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
+    for each in (seen(Kind.UPDATE, seconds=2.5), seen(None), RankStatus(), outside(waits=True)):
+        assert RankStatus.from_list(json.loads(json.dumps(each.to_list()))) == each
+    verdict = FailureReport(
+        1, FailureKind.LOST, "rank 1", "ended without a word", ", last seen after step 3"
+    )
+    assert FailureReport.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
     assert verdict.text == "rank 1 ended without a word, last seen after step 3"
-    assert Verdict(0, How.RAISED, "", "wrong input").text == "wrong input"
+    assert FailureReport(0, FailureKind.RAISED, "", "wrong input").text == "wrong input"

@@ -31,7 +31,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.clock import Clock
 from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
 from parallax.model.saved import Saved
-from parallax.model.split_backward import Halves
+from parallax.model.split_backward import WeightGradStore
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
@@ -240,16 +240,16 @@ class _Bench:
                 results = self._forward(block, entering, None)
             return results if targets is None else self._add_loss(results, targets)
 
-        def split(_: object) -> tuple[Tensors, Halves]:
-            halves = Halves(self._device)
+        def split(_: object) -> tuple[Tensors, WeightGradStore]:
+            halves = WeightGradStore(self._device)
             with halves.splitting():
                 return self._forward(block, enter(), targets), halves
 
-        def input_half(found: tuple[Tensors, Halves]) -> Halves:
+        def input_half(found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
             backward(found[0])
             return found[1]
 
-        def weight_half(halves: Halves) -> None:
+        def weight_half(halves: WeightGradStore) -> None:
             halves.finish()
 
         forward_seconds, backward_seconds = self._time(forward, backward)
@@ -304,7 +304,7 @@ class _Bench:
 
     def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
         """Whether any gradient of a parameter is put off."""
-        halves = Halves(self._device)
+        halves = WeightGradStore(self._device)
         with halves.splitting():
             results = [
                 tensor for tensor in self._forward(block, inputs, targets) if tensor.requires_grad

@@ -20,14 +20,22 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from parallax.errors import DescribeError
-from parallax.model.block import Block, Cut, Slot, transform
-from parallax.model.recording.program import ROWS, Kind, Program, Step, map_steps, read, written
+from parallax.model.block import Block, Cut, TensorSlot, transform
+from parallax.model.recording.program import (
+    ROWS,
+    ForwardProgram,
+    ForwardStep,
+    ValueKind,
+    map_steps,
+    read,
+    written,
+)
 from parallax.model.recording.trace import Sample, input_names, record, required_inputs
 
 logger = logging.getLogger("parallax")
 
 
-class Segment(nn.Module):
+class RecordedSegment(nn.Module):
     """Some steps of a model's forward as a module. It holds the modules and tensors that they use, which are the
     model's own, under names that are the same for segments that do the same."""
 
@@ -61,7 +69,7 @@ def cut_trace(model: nn.Module, sample: Sample | None) -> Cut:
         samples[0] = _on_meta(sample(1))
     graph, modules = record(model, given)
     program = read(graph, modules, model, samples)
-    cutter = _Cutter(model, program)
+    cutter = _ProgramCutter(model, program)
     bounds = cutter.bounds()
     if not any(step.heavy for step in program.steps):
         raise DescribeError(
@@ -76,7 +84,7 @@ def cut_trace(model: nn.Module, sample: Sample | None) -> Cut:
             type(model).__name__,
             cutter.reason or "one part holds all parameters",
         )
-    whole = isinstance(program.returned, Step)
+    whole = isinstance(program.returned, ForwardStep)
     return Cut(tuple(blocks), input_names(model, given), None if whole else cutter.template)
 
 
@@ -100,24 +108,24 @@ def _on_meta(value: Any) -> tuple[Tensor, ...]:
     return tuple(tensor.to("meta") for tensor in parts)
 
 
-class _Cutter:
+class _ProgramCutter:
     """Finds where to cut, and builds what lies between."""
 
-    def __init__(self, model: nn.Module, program: Program) -> None:
+    def __init__(self, model: nn.Module, program: ForwardProgram) -> None:
         self._model, self._steps = model, program.steps
         self.reason = ""
-        results: list[Step] = []
+        results: list[ForwardStep] = []
 
         def number(part: Any) -> Any:
-            if not isinstance(part, Step):
+            if not isinstance(part, ForwardStep):
                 return part
-            if part.kind in (Kind.NUMBER, Kind.OTHER):
+            if part.kind in (ValueKind.NUMBER, ValueKind.OTHER):
                 raise DescribeError(
                     f"{type(model).__name__} returns something that is no tensor, made by {part.target}: let its "
                     "forward return tensors, in tuples or dicts"
                 )
             results.append(part)
-            return Slot(len(results) - 1)
+            return TensorSlot(len(results) - 1)
 
         self.template = transform(program.returned, number)
         self._results = results
@@ -173,14 +181,14 @@ class _Cutter:
                     setattr(module, f"unused_{path.replace('.', '_')}_{name}", tensor)
         return len(list(module.named_modules())) + len(module.state_dict()) > before
 
-    def _use(self, steps: list[Step], position: int) -> None:
+    def _use(self, steps: list[ForwardStep], position: int) -> None:
         """``steps`` are used at ``position``; of numbers, the tensors whose sizes they are made from."""
         for step in steps:
             self._last_use[step.position] = max(self._last_use[step.position], position)
-            if step.kind is Kind.NUMBER:
+            if step.kind is ValueKind.NUMBER:
                 self._use(step.used, position)
 
-    def _alive(self, position: int) -> list[Step]:
+    def _alive(self, position: int) -> list[ForwardStep]:
         """What steps from ``position`` on use of those before."""
         before = self._steps[:position]
         return [s for s in before if self._last_use[s.position] >= position and _passes(s)]
@@ -191,10 +199,10 @@ class _Cutter:
             return None
         alive = self._alive(position)
         for step in alive:
-            if step.kind is Kind.OTHER or step.rows is None:
+            if step.kind is ValueKind.OTHER or step.rows is None:
                 why = (
                     "is no tensor"
-                    if step.kind is Kind.OTHER
+                    if step.kind is ValueKind.OTHER
                     else "depends on the rows and has no dimension of them"
                 )
                 self.reason = (
@@ -214,32 +222,32 @@ class _Cutter:
         return [(low, high) for low, high in found if low < high]
 
 
-def _passes(step: Step) -> bool:
-    return step.kind in (Kind.TENSOR, Kind.OTHER)
+def _passes(step: ForwardStep) -> bool:
+    return step.kind in (ValueKind.TENSOR, ValueKind.OTHER)
 
 
 class _Builder:
     """Writes the program of one block."""
 
-    def __init__(self, model: nn.Module, entering: list[Step], *, unfold: bool) -> None:
+    def __init__(self, model: nn.Module, entering: list[ForwardStep], *, unfold: bool) -> None:
         self._model, self._graph = model, fx.Graph()
-        self._nodes: dict[Step, fx.Node] = {}
+        self._nodes: dict[ForwardStep, fx.Node] = {}
         self._members: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self.paths: list[str] = []
-        self._entering, self._added = entering, list[Step]()
+        self._entering, self._added = entering, list[ForwardStep]()
         for step in entering:
             self._nodes[step] = self._create("placeholder", f"x{len(self._nodes)}", (), {})
         for step in entering if unfold else ():
             self._nodes[step] = self._turn(step, self._nodes[step])
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ForwardStep) -> None:
         """One of the block's own steps."""
         self._added.append(step)
-        if step.kind is not Kind.PARAMETER:  # those come where they are used
+        if step.kind is not ValueKind.PARAMETER:  # those come where they are used
             self._make(step)
 
-    def build(self, leaving: list[Step], *, fold: bool) -> Segment:
+    def build(self, leaving: list[ForwardStep], *, fold: bool) -> RecordedSegment:
         """The module that returns ``leaving``."""
         results = tuple(
             self._turn(step, self._node(step)) if fold else self._node(step) for step in leaving
@@ -248,9 +256,9 @@ class _Builder:
         code = self._graph.python_code("self")
         names = dict(code.globals)
         exec(code.src, names)  # as torch.fx does with the programs that it writes
-        return Segment(code.src.strip(), names["forward"], self._members)
+        return RecordedSegment(code.src.strip(), names["forward"], self._members)
 
-    def plain(self, leaving: list[Step]) -> nn.Module | None:
+    def plain(self, leaving: list[ForwardStep]) -> nn.Module | None:
         """The model's own module where the block does nothing but call it."""
         calls = [step for step in self._added if step.op not in ("placeholder",)]
         if len(calls) != 1 or calls[0].op != "call_module" or calls[0].kwargs or leaving != calls:
@@ -263,11 +271,11 @@ class _Builder:
             step.module if straight and step.values and isinstance(step.values[0], Tensor) else None
         )
 
-    def _node(self, step: Step) -> fx.Node:
+    def _node(self, step: ForwardStep) -> fx.Node:
         """The node of ``step``; numbers and parameters from before are made anew."""
         return self._nodes[step] if step in self._nodes else self._make(step)
 
-    def _make(self, step: Step) -> fx.Node:
+    def _make(self, step: ForwardStep) -> fx.Node:
         args, kwargs = map_steps(step.args, self._node), map_steps(step.kwargs, self._node)
         target = step.target
         if step.op == "call_module":
@@ -292,7 +300,7 @@ class _Builder:
                 self.paths.append(path)
         return self._names[id(member)]
 
-    def _turn(self, step: Step, node: fx.Node) -> fx.Node:
+    def _turn(self, step: ForwardStep, node: fx.Node) -> fx.Node:
         """Rows come first on the way; where they were further behind, they return there."""
         if step.rows in (0, -1, None):
             return node

@@ -88,7 +88,7 @@ _PRODUCTS = (
 )
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a step gives: a tensor; a number that can be made anew from tensors' sizes; a parameter, which every block
     that uses it holds; anything else, which cannot pass from block to block."""
 
@@ -99,7 +99,7 @@ class Kind(Enum):
 
 
 @dataclass(eq=False)
-class Step:
+class ForwardStep:
     """One instruction. ``rows`` is the dimension that has the micro-batch's rows; -1: none has, and the values do not
     depend on them; None: they depend on them otherwise, or that is not known."""
 
@@ -109,11 +109,11 @@ class Step:
     kwargs: dict[str, Any]
     position: int
     module: nn.Module | None = None
-    kind: Kind = Kind.TENSOR
+    kind: ValueKind = ValueKind.TENSOR
     rows: int | None = 0
     nbytes: int = 1
     values: tuple[Any, ...] = ()
-    used: list[Step] = field(default_factory=list)
+    used: list[ForwardStep] = field(default_factory=list)
 
     @property
     def heavy(self) -> bool:
@@ -123,14 +123,14 @@ class Step:
                 True for _ in self.module.buffers()
             )
         name = getattr(self.target, "__name__", self.target)
-        return name in _PRODUCTS and any(step.kind is Kind.PARAMETER for step in self.used)
+        return name in _PRODUCTS and any(step.kind is ValueKind.PARAMETER for step in self.used)
 
 
 @dataclass(frozen=True)
-class Program:
+class ForwardProgram:
     """The steps in order, the inputs first, and what the forward returns: steps in a nest."""
 
-    steps: list[Step]
+    steps: list[ForwardStep]
     returned: Any
 
 
@@ -139,13 +139,13 @@ def read(
     modules: Mapping[str, nn.Module],
     model: nn.Module,
     samples: list[tuple[Any, ...]],
-) -> Program:
+) -> ForwardProgram:
     """The program of ``graph``; ``samples`` are inputs on the meta device for two numbers of rows, or none."""
     values = _run_all(graph, modules, model, samples)
     reader = _Reader(modules, model, values, tuple(_rows(sample) for sample in samples))
     for node in graph.nodes:
         reader.add(node)
-    return Program(reader.steps, reader.returned)
+    return ForwardProgram(reader.steps, reader.returned)
 
 
 class _Reader:
@@ -158,7 +158,7 @@ class _Reader:
         values: dict[fx.Node, tuple[Any, ...]],
         rows: tuple[int, ...],
     ) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ForwardStep] = []
         self.returned: Any = None
         self._modules, self._model, self._values, self._rows = modules, model, values, rows
         self._whole: dict[
@@ -181,18 +181,22 @@ class _Reader:
 
     def _pick(self, target: Any, args: tuple[Any, ...]) -> list[Any]:
         """A part of a nest, which needs no step of its own; none where it is no such part."""
-        if target not in (operator.getitem, getattr) or len(args) < 2 or isinstance(args[1], Step):
+        if (
+            target not in (operator.getitem, getattr)
+            or len(args) < 2
+            or isinstance(args[1], ForwardStep)
+        ):
             return []
         nest = self._parts.get(id(args[0]), args[0])
         try:
-            return [] if isinstance(nest, Step) else [nest[args[1]]]
+            return [] if isinstance(nest, ForwardStep) else [nest[args[1]]]
         except (TypeError, KeyError, IndexError):
             return []
 
     def _append(
         self, op: str, target: Any, args: Any, kwargs: Any, values: tuple[Any, ...]
-    ) -> Step:
-        step = Step(op, target, tuple(args), dict(kwargs), len(self.steps), values=values)
+    ) -> ForwardStep:
+        step = ForwardStep(op, target, tuple(args), dict(kwargs), len(self.steps), values=values)
         step.used = [part for _, part in _steps_in((step.args, step.kwargs))]
         if op == "call_module":
             step.module = self._modules[target]
@@ -200,7 +204,7 @@ class _Reader:
         self.steps.append(step)
         return step
 
-    def _take_apart(self, step: Step) -> Any:
+    def _take_apart(self, step: ForwardStep) -> Any:
         """A nest of tensors becomes a nest of steps that pick them; the nest of a class of its own also stays whole."""
         if not step.values or isinstance(step.values[0], Tensor | torch.Size):
             return step
@@ -210,10 +214,10 @@ class _Reader:
             isinstance(part, Tensor) for _, part in paths
         ):
             return step
-        step.kind = Kind.OTHER
+        step.kind = ValueKind.OTHER
         picked: dict[tuple[Any, ...], Any] = {}
 
-        def pick(path: tuple[Any, ...]) -> Step:
+        def pick(path: tuple[Any, ...]) -> ForwardStep:
             if path not in picked:
                 parent = pick(path[:-1]) if len(path) > 1 else step
                 found = tuple(_at(value, path) for value in step.values)
@@ -221,28 +225,28 @@ class _Reader:
                     "call_function", operator.getitem, (parent, path[-1]), {}, found
                 )
                 if not isinstance(found[0], Tensor):
-                    picked[path].kind = Kind.OTHER
+                    picked[path].kind = ValueKind.OTHER
             return picked[path]
 
         order = iter([None if part is None else pick(path) for path, part in paths])
         self._parts[id(step)] = nest = transform(value, lambda _: next(order))
         return nest if type(value) in (tuple, list, dict) else step
 
-    def _judge(self, step: Step) -> None:
+    def _judge(self, step: ForwardStep) -> None:
         """Kind, rows and bytes of a step."""
         if step.op == "get_attr":
             parameter = isinstance(_attribute(self._model, step.target), nn.Parameter)
-            step.kind, step.rows = Kind.PARAMETER if parameter else Kind.TENSOR, -1
+            step.kind, step.rows = ValueKind.PARAMETER if parameter else ValueKind.TENSOR, -1
             step.nbytes = _attribute(self._model, step.target).nbytes
             return
         if _is_number(step):
-            step.kind, step.rows = Kind.NUMBER, None if _counts_rows(step) else -1
+            step.kind, step.rows = ValueKind.NUMBER, None if _counts_rows(step) else -1
         elif (step.values and not isinstance(step.values[0], Tensor)) or isinstance(
             step.module, _TUPLES
         ):
-            step.kind = Kind.OTHER
+            step.kind = ValueKind.OTHER
         if step.values and isinstance(step.values[0], Tensor):
-            step.kind, step.nbytes = Kind.TENSOR, step.values[-1].nbytes
+            step.kind, step.nbytes = ValueKind.TENSOR, step.values[-1].nbytes
             step.rows = _row_dimension([tuple(value.shape) for value in step.values], self._rows)
             if step.rows == -1 and _depends_on_rows(step):
                 step.rows = None
@@ -250,50 +254,50 @@ class _Reader:
                 step.rows is None and self._rows[0] == self._rows[1] and not _depends_on_rows(step)
             ):
                 step.rows = -1
-        elif not step.values and step.op != "placeholder" and step.kind is not Kind.NUMBER:
+        elif not step.values and step.op != "placeholder" and step.kind is not ValueKind.NUMBER:
             self._guess(step)
 
-    def _guess(self, step: Step) -> None:
+    def _guess(self, step: ForwardStep) -> None:
         """Where no sample says it."""
-        if step.kind is Kind.TENSOR and step.used[:1] and step.target is operator.getitem:
+        if step.kind is ValueKind.TENSOR and step.used[:1] and step.target is operator.getitem:
             source, index = step.used[0], step.args[1]
             if (
                 isinstance(source.module, nn.RNNBase) and index == 1
             ):  # states: rows are in dimension 1
                 step.rows, step.kind = (
                     None,
-                    Kind.OTHER if isinstance(source.module, nn.LSTM) else Kind.TENSOR,
+                    ValueKind.OTHER if isinstance(source.module, nn.LSTM) else ValueKind.TENSOR,
                 )
                 return
-            if source.kind is Kind.OTHER and source.rows is None:
+            if source.kind is ValueKind.OTHER and source.rows is None:
                 step.rows = None
                 return
         if not _depends_on_rows(step):
             step.rows = -1
-        elif not any(other.kind is not Kind.NUMBER for other in step.used):
+        elif not any(other.kind is not ValueKind.NUMBER for other in step.used):
             step.rows = None  # made of the number of rows: in which dimension it has them, the program does not say
 
 
-def _steps_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Step]]:
+def _steps_in(value: Any) -> Iterator[tuple[tuple[Any, ...], ForwardStep]]:
     for path, part in leaves(value):
         if isinstance(part, slice):
             yield from _steps_in((part.start, part.stop, part.step))
-        elif isinstance(part, Step):
+        elif isinstance(part, ForwardStep):
             yield path, part
 
 
-def map_steps(value: Any, change: Callable[[Step], Any]) -> Any:
+def map_steps(value: Any, change: Callable[[ForwardStep], Any]) -> Any:
     """Arguments with every step in them replaced."""
 
     def replace(part: Any) -> Any:
         if isinstance(part, slice):
             return slice(*(map_steps(end, change) for end in (part.start, part.stop, part.step)))
-        return change(part) if isinstance(part, Step) else part
+        return change(part) if isinstance(part, ForwardStep) else part
 
     return transform(value, replace)
 
 
-def written(step: Step) -> Iterator[Step]:
+def written(step: ForwardStep) -> Iterator[ForwardStep]:
     """The steps whose tensors ``step`` changes in place: its first argument and what that is a view of."""
     name = getattr(step.target, "__name__", step.target) if step.op != "call_module" else ""
     changes = (
@@ -310,7 +314,7 @@ def written(step: Step) -> Iterator[Step]:
         source = source.used[0] if source.used and name in _VIEWS else None
 
 
-def _is_number(step: Step) -> bool:
+def _is_number(step: ForwardStep) -> bool:
     """Whether it can be made anew from the sizes of tensors."""
     if step.op == "call_method" and step.target in _SIZES:
         return True
@@ -322,10 +326,10 @@ def _is_number(step: Step) -> bool:
         return False
     module = getattr(step.target, "__module__", "") or ""
     plain = module in ("_operator", "math", "builtins", "operator")
-    return plain and bool(step.used) and all(other.kind is Kind.NUMBER for other in step.used)
+    return plain and bool(step.used) and all(other.kind is ValueKind.NUMBER for other in step.used)
 
 
-def _depends_on_rows(step: Step) -> bool:
+def _depends_on_rows(step: ForwardStep) -> bool:
     """Whether its values depend on the values of tensors that have rows."""
     if step.op == "placeholder":
         return True
@@ -334,10 +338,10 @@ def _depends_on_rows(step: Step) -> bool:
     return any(other.rows != -1 for other in used)
 
 
-def _counts_rows(step: Step) -> bool:
+def _counts_rows(step: ForwardStep) -> bool:
     """Whether a number may be made from the number of rows: it is, or may be, the size of dimension 0."""
     source = step.used[0]
-    if source.kind is not Kind.NUMBER:
+    if source.kind is not ValueKind.NUMBER:
         sizes = step.target in ("size", "numel", "nelement") or (
             step.target is getattr and step.args[1] == "shape"
         )

@@ -14,7 +14,7 @@ from parallax.errors import check_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class BytesPerParameter:
     """Bytes of one number. ``dtype`` is the one of matrix products, ``compute`` its bytes; ``residual`` those of the
     stream between blocks, which autocast leaves in full precision because norms do. Per parameter: ``weight``,
     ``gradient``, ``master`` (full-precision copy), ``optimizer`` (AdamW: two moments), and ``cast``, the copy that
@@ -30,8 +30,8 @@ class Recipe:
     cast: int = 0
 
 
-def _full(dtype: str, size: int) -> Recipe:
-    return Recipe(
+def _full(dtype: str, size: int) -> BytesPerParameter:
+    return BytesPerParameter(
         dtype=dtype,
         compute=size,
         residual=size,
@@ -42,19 +42,21 @@ def _full(dtype: str, size: int) -> Recipe:
     )
 
 
-def _mixed(dtype: str) -> Recipe:
-    return Recipe(dtype=dtype, compute=2, residual=2, weight=2, gradient=2, master=4, optimizer=8)
+def _mixed(dtype: str) -> BytesPerParameter:
+    return BytesPerParameter(
+        dtype=dtype, compute=2, residual=2, weight=2, gradient=2, master=4, optimizer=8
+    )
 
 
-def _cast(dtype: str) -> Recipe:
-    return Recipe(
+def _cast(dtype: str) -> BytesPerParameter:
+    return BytesPerParameter(
         dtype=dtype, compute=2, residual=4, weight=4, gradient=4, master=0, optimizer=8, cast=2
     )
 
 
 AUTOCAST = "fp32+bf16 autocast"
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, BytesPerParameter] = {
     "fp32": _full("fp32", 4),
     "tf32": _full("tf32", 4),
     "fp64": _full("fp64", 8),
@@ -66,7 +68,7 @@ RECIPES: dict[str, Recipe] = {
 """By name. fp16 and bf16 alone are mixed precision in Megatron's way."""
 
 
-def recipe(precision: str) -> Recipe:
+def recipe(precision: str) -> BytesPerParameter:
     """The recipe of that name; raises :class:`~parallax.errors.ConfigError` naming the nearest."""
     check_choice("precision", precision, RECIPES)
     return RECIPES[precision]

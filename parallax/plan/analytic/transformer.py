@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from parallax.errors import ConfigError, check_choice, check_positive
-from parallax.plan.analytic.recipe import Recipe, recipe
+from parallax.plan.analytic.recipe import BytesPerParameter, recipe
 from parallax.plan.profile import Affine
 from parallax.plan.work import BlockWork, ModelWork, Work
 
@@ -141,7 +141,7 @@ class _Op:
 class _Shape:
     """The blocks of one model under one recipe: first the operations, then the lists of them."""
 
-    def __init__(self, config: TransformerConfig, how: Recipe) -> None:
+    def __init__(self, config: TransformerConfig, how: BytesPerParameter) -> None:
         self.c, self.how = config, how
         self.tokens = config.sequence
         self.stream = float(how.residual * config.hidden * self.tokens)

@@ -147,7 +147,7 @@ def _fullest(
 ) -> int:
     """Bytes of the fullest stage of the best cut."""
     flights = [in_flight(SCHEDULE, stages, stage, micro_batches) for stage in range(stages)]
-    cutter = _Cutter(profile, directive, rows)
+    cutter = _ChainCutter(profile, directive, rows)
     low, high = 0.0, 1.0
     while cutter.cut(high, flights) is None:
         low, high = high, high * 2
@@ -164,7 +164,7 @@ def _fullest(
     )
 
 
-class _Cutter:
+class _ChainCutter:
     """Cuts a model so that no stage needs more than a limit, if that can be."""
 
     def __init__(self, profile: ModelProfile, directive: Directive, rows: int) -> None:

@@ -17,7 +17,7 @@ from parallax.plan.schedule import Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Pass:
     """Blocks that compute without a stop; ``moved`` are the bytes that block ``block`` offloads after it, or needs back
     before it."""
 
@@ -74,29 +74,29 @@ class Passes:
         return again / whole if whole > 0 else 0.0
 
     @cached_property
-    def forward(self) -> tuple[Run, ...]:
+    def forward(self) -> tuple[Pass, ...]:
         """Each run but the last ends with a block that offloads."""
         runs, seconds = [], 0.0
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
             if block.moved_bytes > 0:
-                runs.append(Run(seconds, index, block.moved_bytes))
+                runs.append(Pass(seconds, index, block.moved_bytes))
                 seconds = 0.0
-        return (*runs, Run(seconds))
+        return (*runs, Pass(seconds))
 
     @cached_property
-    def backward(self) -> tuple[Run, ...]:
+    def backward(self) -> tuple[Pass, ...]:
         """A block that offloaded is a run of its own."""
         runs, seconds = [], 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
             if block.moved_bytes > 0:
-                runs += [Run(seconds), Run(block.backward_seconds, index, block.moved_bytes)]
+                runs += [Pass(seconds), Pass(block.backward_seconds, index, block.moved_bytes)]
                 seconds = 0.0
             else:
                 seconds += block.backward_seconds - (
                     block.weight_seconds if self._later(index) else 0.0
                 )
-        return (*runs, Run(seconds))
+        return (*runs, Pass(seconds))
 
     @cached_property
     def rises(self) -> dict[Kind, Rise]:

@@ -48,7 +48,7 @@ class BlockLoad:
         return max(self.kept_bytes, self.deferred_bytes)
 
 
-class Below(NamedTuple):
+class OffloadFractions(NamedTuple):
     """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below.
     ``sharded``: of the states that are on the device each replica holds and steps its part, and sends what is new to
     the others."""
@@ -58,13 +58,13 @@ class Below(NamedTuple):
     sharded: bool = False
 
     @classmethod
-    def of(cls, stage: StagePlan) -> Below:
+    def of(cls, stage: StagePlan) -> OffloadFractions:
         """Those of a planned stage."""
         return cls(stage.optimizer_offload, stage.parameter_offload, stage.shard_optimizer)
 
 
-ALL_ON_DEVICE = Below()
-SHARDED = Below(sharded=True)
+ALL_ON_DEVICE = OffloadFractions()
+SHARDED = OffloadFractions(sharded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def load_stage(
     rows: float,
     *,
     device: Device,
-    below: Below = ALL_ON_DEVICE,
+    below: OffloadFractions = ALL_ON_DEVICE,
     replicas: int = 1,
     split: bool = False,
 ) -> StageLoad:
@@ -273,7 +273,7 @@ def load_planned(
         stage.directives,
         rows,
         device=device,
-        below=Below.of(stage),
+        below=OffloadFractions.of(stage),
         replicas=stage.replicas,
         split=split,
     )
@@ -291,7 +291,7 @@ def load_states(
     profile: ModelProfile,
     sizes: Sizes,
     device: Device,
-    below: Below = ALL_ON_DEVICE,
+    below: OffloadFractions = ALL_ON_DEVICE,
     replicas: int = 1,
 ) -> StateLoad:
     """Parameters of these ``sizes`` in training, on one of ``replicas``.

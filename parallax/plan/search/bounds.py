@@ -8,7 +8,7 @@ before it::
 
 for every p. What stands behind t_p is its *weight*: most for the last position, least for the first. How little the
 most of weight times t can be over all cuts is found by cutting the blocks so
-(:class:`~parallax.plan.search.greedy.QuickSearch`); before that, positions are taken to be as even as the weights
+(:class:`~parallax.plan.search.greedy.GreedySearch`); before that, positions are taken to be as even as the weights
 allow. No rank updates before all have reduced their gradients, so an update comes on top.
 
 The parts cannot be less than these, whatever is cut where and whatever becomes of activations:

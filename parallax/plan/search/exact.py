@@ -17,7 +17,7 @@ from parallax.plan.cluster import Device
 from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import in_flight
-from parallax.plan.search.exact_stage import StageChoice, StageFitter
+from parallax.plan.search.exact_stage import ExactStageFitter, StageChoice
 from parallax.plan.search.request import WORST, Candidate, Request, Score, Shape
 
 EFFORT = 400_000  # looks at partial pipelines, and choices kept, after which a search ends: about ten seconds
@@ -43,14 +43,14 @@ class _Partial:
         )
 
 
-class PipelineSearch:
+class ExactSearch:
     """All shapes of one request. ``compared`` counts whole pipelines, ``exact`` turns false once there was too much to
     look at."""
 
     def __init__(self, request: Request, effort: float = EFFORT) -> None:
         self.request, self._effort = request, effort
         self.compared = self._looks = 0
-        self._fitters: dict[tuple[Device, bool, bool], StageFitter] = {}
+        self._fitters: dict[tuple[Device, bool, bool], ExactStageFitter] = {}
         self._reduce = lru_cache(maxsize=None)(self._find_reduce)
 
     @property
@@ -190,13 +190,13 @@ class PipelineSearch:
         gradients = parameter_bytes * self.request.profile.gradient_bytes
         return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
 
-    def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> StageFitter:
+    def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:
         """For stages on devices ``first`` to ``stop``; ``plain`` ones keep everything."""
         key = self.request.device(first, stop), plain, shape.split
         if key not in self._fitters:
             allowed = [Directive.KEEP] if plain else self.request.allowed
             states = self.request.states_below(shape)
-            self._fitters[key] = StageFitter(
+            self._fitters[key] = ExactStageFitter(
                 self.request.profile, key[0], allowed=allowed, host_states=states
             )
         return self._fitters[key]

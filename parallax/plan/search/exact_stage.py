@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.collective import broadcast_seconds
-from parallax.plan.cost.stage import ALL_ON_DEVICE, Below, BlockLoad, load_block, load_stage
+from parallax.plan.cost.stage import (
+    ALL_ON_DEVICE,
+    BlockLoad,
+    OffloadFractions,
+    load_block,
+    load_stage,
+)
 from parallax.plan.cost.traffic import (
     TIER_FLOOR,
     TIER_SLACK,
@@ -73,7 +79,7 @@ def judge_stage(
     start: int,
     directives: tuple[Directive, ...],
     where: Flight,
-    below: Below,
+    below: OffloadFractions,
 ) -> StageChoice | None:
     """The stage under these directives with ``below`` of its states in the tier; None where it does not fit."""
     load = load_stage(
@@ -151,7 +157,7 @@ class _Front:
         return replace(self, columns=self.columns[rows], directives=self.directives[rows])
 
 
-class StageFitter:
+class ExactStageFitter:
     """Fits stages of one profile on one kind of device; remembers what it was asked. ``exact`` turns false once it
     could not look at every choice. ``host_states`` are the shares of states below the device to try, least first."""
 
@@ -161,7 +167,7 @@ class StageFitter:
         device: Device,
         *,
         allowed: Sequence[Directive],
-        host_states: Sequence[Below] = (ALL_ON_DEVICE,),
+        host_states: Sequence[OffloadFractions] = (ALL_ON_DEVICE,),
     ) -> None:
         self._profile, self._device, self._host_states = profile, device, host_states
         self._allowed = [directive for directive in OFFERED if directive in allowed]
@@ -206,7 +212,9 @@ class StageFitter:
             self._profile.optimizer_seconds > self._device.host_update_seconds * self._device.speed
         )
 
-    def _fastest(self, start: int, stop: int, where: Flight, below: Below) -> StageChoice | None:
+    def _fastest(
+        self, start: int, stop: int, where: Flight, below: OffloadFractions
+    ) -> StageChoice | None:
         """The fewest seconds per micro-batch."""
         if Directive.KEEP in self._allowed:
             choice = self._judge(start, (Directive.KEEP,) * (stop - start), where, below)
@@ -246,7 +254,7 @@ class StageFitter:
         the tier has too little room."""
         return min(self._least(start, stop, where, below) for below in self._host_states)
 
-    def _least(self, start: int, stop: int, where: Flight, below: Below) -> float:
+    def _least(self, start: int, stop: int, where: Flight, below: OffloadFractions) -> float:
         kinds = self._kinds[start:stop]
         lean = self._leanest(kinds, where.rows, where.split)
         smallest = self._needed(lean, start, stop, where, below).argmin()
@@ -258,19 +266,21 @@ class StageFitter:
         return float(needed.min())
 
     def _judge(
-        self, start: int, directives: tuple[Directive, ...], where: Flight, below: Below
+        self, start: int, directives: tuple[Directive, ...], where: Flight, below: OffloadFractions
     ) -> StageChoice | None:
         return judge_stage(self._profile, self._device, start, directives, where, below)
 
     def _fits(
-        self, front: _Front, start: int, stop: int, where: Flight, below: Below
+        self, front: _Front, start: int, stop: int, where: Flight, below: OffloadFractions
     ) -> NDArray[np.bool_]:
         fits: NDArray[np.bool_] = (
             self._needed(front, start, stop, where, below) <= self._device.memory_bytes
         )
         return fits
 
-    def _waiting(self, front: _Front, start: int, stop: int, where: Flight, below: Below) -> Floats:
+    def _waiting(
+        self, front: _Front, start: int, stop: int, where: Flight, below: OffloadFractions
+    ) -> Floats:
         """Seconds per micro-batch for which a backward waits, where there is no room to read ahead."""
         moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
         room = buffer_bytes(largest, where.in_flight * moved)
@@ -286,7 +296,7 @@ class StageFitter:
         start: int,
         stop: int,
         where: Flight,
-        below: Below,
+        below: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
         """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if no other
@@ -299,7 +309,7 @@ class StageFitter:
         return needed
 
     def _has_room(
-        self, front: _Front, start: int, stop: int, where: Flight, below: Below
+        self, front: _Front, start: int, stop: int, where: Flight, below: OffloadFractions
     ) -> NDArray[np.bool_]:
         moved = front.columns[:, _MOVED]
         places = np.where(moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
@@ -312,7 +322,7 @@ class StageFitter:
         return tuple(self._allowed[d] for d in directives)
 
     def _find_base(
-        self, start: int, stop: int, where: Flight, below: Below
+        self, start: int, stop: int, where: Flight, below: OffloadFractions
     ) -> tuple[int, int, int, float]:
         """What does not depend on a stage's directives: bytes that are static, at its boundary, and in the tier, and
         the seconds that streaming parameters occupies the way there for."""

@@ -17,11 +17,11 @@ from typing import NamedTuple
 from parallax.plan.cluster import Device
 from parallax.plan.config import AUTO
 from parallax.plan.cost.collective import all_reduce_seconds
-from parallax.plan.cost.stage import Below, Sizes, StateLoad
+from parallax.plan.cost.stage import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import in_flight
 from parallax.plan.search.exact_stage import StageChoice, judge_stage
-from parallax.plan.search.greedy_stage import BlockChain, Lane, Lanes, Part
+from parallax.plan.search.greedy_stage import BlockChain, GreedyStage, GreedyStages, Part
 from parallax.plan.search.request import Candidate, Request, Shape
 
 MOST_MEMORY = 2**60  # no device will have as much
@@ -31,11 +31,11 @@ MOVES = 12  # devices moved between positions of the best candidates
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PositionPlace:
     """One position: its parts, their blocks per stage of the pipeline, and what was found for it."""
 
     parts: tuple[Part, ...]
-    lane: Lane
+    lane: GreedyStage
 
 
 class Way(NamedTuple):
@@ -49,7 +49,7 @@ class _Cut(NamedTuple):
     """Positions filled within a ceiling: none where that failed, and then any ceiling below ``next_ceiling`` fails
     alike."""
 
-    places: list[_Place]
+    places: list[_PositionPlace]
     next_ceiling: float = math.inf
 
 
@@ -62,16 +62,16 @@ class Solved:
     least_cost: float
 
 
-class QuickSearch:
+class GreedySearch:
     """Shapes of one request by the greedy rule, one at a time. ``looks`` counts the positions filled."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.looks = 0
         self._chain = BlockChain.of(request.profile)
-        self._lanes: dict[tuple[object, ...], Lanes] = {}
+        self._lanes: dict[tuple[object, ...], GreedyStages] = {}
         self._stated: dict[
-            tuple[object, ...], dict[Sizes, list[tuple[Below, StateLoad, float]]]
+            tuple[object, ...], dict[Sizes, list[tuple[OffloadFractions, StateLoad, float]]]
         ] = {}
         self._flights: dict[tuple[str, int, int, int], list[int]] = {}
 
@@ -174,7 +174,7 @@ class QuickSearch:
             def fits(
                 start: int,
                 stop: int = stop,
-                lanes: Lanes = lanes,
+                lanes: GreedyStages = lanes,
                 flight: int = flight,
                 budget: int = budget,
             ) -> bool:
@@ -250,7 +250,7 @@ class QuickSearch:
         """Positions filled from the last, none of which costs more than ``ceiling`` seconds over its weight."""
         self.looks += shape.positions
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        places: list[_Place] = []
+        places: list[_PositionPlace] = []
         stop, length, dearer = len(self.request.profile.blocks), 1, math.inf
         for position in reversed(range(shape.positions)):
             lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
@@ -259,10 +259,10 @@ class QuickSearch:
             def lane_from(
                 start: int,
                 stop: int = stop,
-                lanes: Lanes = lanes,
+                lanes: GreedyStages = lanes,
                 flight: int = flight,
                 weight: float = weight,
-            ) -> Lane | None:
+            ) -> GreedyStage | None:
                 nonlocal dearer
                 least = lanes.least_seconds(start, stop) * weight
                 lane = lanes.find(((start, stop, flight),)) if least <= ceiling else None
@@ -272,14 +272,16 @@ class QuickSearch:
                     return None
                 return lane
 
-            def works(start: int, lane_from: Callable[[int], Lane | None] = lane_from) -> bool:
+            def works(
+                start: int, lane_from: Callable[[int], GreedyStage | None] = lane_from
+            ) -> bool:
                 return lane_from(start) is not None
 
             start = 0 if position == 0 else _furthest(works, position, stop - 1, stop - length)
             lane = lane_from(start)
             if lane is None:
                 return _Cut([], dearer)
-            places.append(_Place(((start, stop, flight),), lane))
+            places.append(_PositionPlace(((start, stop, flight),), lane))
             stop, length = start, stop - start
         return _Cut(places[::-1])
 
@@ -297,7 +299,7 @@ class QuickSearch:
             lane = lanes.find(parts)
             if lane is None or lane.cost * weight > ceiling:
                 return _Cut([])
-            places.append(_Place(parts, lane))
+            places.append(_PositionPlace(parts, lane))
         return _Cut(places)
 
     def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
@@ -308,7 +310,7 @@ class QuickSearch:
 
     def _dealt(
         self, shape: Shape, replicas: tuple[int, ...], way: Way
-    ) -> Iterator[tuple[tuple[Part, ...], Lanes, Device]]:
+    ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
         """What each position holds, and where."""
         stages = shape.positions * shape.interleave
         cuts = even_cuts(
@@ -339,13 +341,13 @@ class QuickSearch:
     def _any(self, shape: Shape) -> Way:
         return Way(tuple(self.request.allowed_in(shape)))
 
-    def _states_below(self, shape: Shape, way: Way) -> tuple[Below, ...]:
+    def _states_below(self, shape: Shape, way: Way) -> tuple[OffloadFractions, ...]:
         found = self.request.states_below(shape)
         return tuple(b for b in found if way.sharded is None or b.sharded == way.sharded) or tuple(
             found
         )
 
-    def _lanes_of(self, shape: Shape, first: int, replicas: int, way: Way) -> Lanes:
+    def _lanes_of(self, shape: Shape, first: int, replicas: int, way: Way) -> GreedyStages:
         device, rows = (
             self.request.device(first, first + replicas),
             -(-shape.microbatch // replicas),
@@ -354,7 +356,7 @@ class QuickSearch:
         key = device, link, rows, replicas, micro_batches, shape.interleave > 1, shape.split, way
         if key not in self._lanes:
             below = self._states_below(shape, way)
-            self._lanes[key] = Lanes(
+            self._lanes[key] = GreedyStages(
                 self.request.profile,
                 self._chain,
                 device,
@@ -371,7 +373,7 @@ class QuickSearch:
         return self._lanes[key]
 
     def _candidate(
-        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_Place], way: Way
+        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_PositionPlace], way: Way
     ) -> Candidate | None:
         """The pipeline with its score; None where rounding says that a stage does not fit after all."""
         stages: dict[int, StagePlan] = {}
@@ -400,7 +402,7 @@ class QuickSearch:
         return Candidate(score, shape, plans, self.request.order)
 
     def _choices(
-        self, shape: Shape, place: _Place, first: int, replicas: int, way: Way
+        self, shape: Shape, place: _PositionPlace, first: int, replicas: int, way: Way
     ) -> list[StageChoice]:
         """The stages of one position, each proved on its own share of the device."""
         device = self.request.device(first, first + replicas)
@@ -430,7 +432,7 @@ def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
     return [*cuts, blocks]
 
 
-def _slowest(places: Sequence[_Place], weights: Sequence[float]) -> float:
+def _slowest(places: Sequence[_PositionPlace], weights: Sequence[float]) -> float:
     return max(place.lane.cost * weight for place, weight in zip(places, weights))
 
 

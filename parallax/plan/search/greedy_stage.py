@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.collective import broadcast_seconds
 from parallax.plan.cost.stage import (
-    Below,
     BlockLoad,
+    OffloadFractions,
     Sizes,
     StateLoad,
     gap_bytes,
@@ -41,20 +41,20 @@ Floats = NDArray[np.float64]
 Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
 Content = tuple[object, ...]
 _States = tuple[
-    Below, StateLoad, float
+    OffloadFractions, StateLoad, float
 ]  # a share below, what it leaves where, and seconds after the last micro-batch
 _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class GreedyStage:
     """The greedy answer: seconds per micro-batch, the same with its part of what comes after the last one, and which
     blocks of the parts, counted through, are recomputed and offloaded. ``below`` are the shares of its states in the
     tier."""
 
     seconds: float
     cost: float
-    below: Below
+    below: OffloadFractions
     recomputed: tuple[int, ...]
     offloaded: tuple[int, ...]
 
@@ -132,7 +132,7 @@ class BlockChain:
         )
 
 
-class Lanes:
+class GreedyStages:
     """All positions of one kind of device with so many ``replicas`` and ``link`` between them, whose ranks have
     ``rows`` rows of each of ``micro_batches``, under schedules that do or do not ``split`` backwards.
     ``stated`` remembers what does not depend on rows."""
@@ -145,7 +145,7 @@ class Lanes:
         rows: int,
         *,
         allowed: Sequence[Directive],
-        host_states: Sequence[Below],
+        host_states: Sequence[OffloadFractions],
         replicas: int,
         link: Link,
         micro_batches: int,
@@ -193,8 +193,8 @@ class Lanes:
         ]
         self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
         self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
-        self._known: dict[Content, Lane | None] = {}
-        self._found: dict[tuple[Part, ...], Lane | None] = {}
+        self._known: dict[Content, GreedyStage | None] = {}
+        self._found: dict[tuple[Part, ...], GreedyStage | None] = {}
         self._least: dict[Content, float] = {}
 
     def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
@@ -202,7 +202,7 @@ class Lanes:
             self._kinds
         ]
 
-    def find(self, parts: tuple[Part, ...]) -> Lane | None:
+    def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
         """The fastest answer for a position that holds ``parts``; None where nothing fits."""
         if parts not in self._found:
             content = self._content(parts)
@@ -229,7 +229,7 @@ class Lanes:
         ends = tuple((start == 0, stop == len(self._kinds)) for start, stop, _ in parts)
         return blocks, ends, self._sizes(parts), self._buffer_bytes(parts)
 
-    def _fastest(self, parts: tuple[Part, ...]) -> Lane | None:
+    def _fastest(self, parts: tuple[Part, ...]) -> GreedyStage | None:
         """Of all shares of states below that let anything fit, the one that costs least, its step after the last
         micro-batch included; of equal ones the first, which is the least. In small questions replicas share states
         only where more activations then stay, as in the exact search."""
@@ -258,7 +258,7 @@ class Lanes:
             ):
                 continue
             if best is None or found[0] + tail < best.cost:
-                best = Lane(found[0], found[0] + tail, below, found[1], found[2])
+                best = GreedyStage(found[0], found[0] + tail, below, found[1], found[2])
         return best
 
     def _fewest(self, parts: tuple[Part, ...]) -> float:
@@ -289,7 +289,7 @@ class Lanes:
             self._stated[sizes] = [self._load(sizes, below) for below in self._host_states]
         return self._stated[sizes]
 
-    def _load(self, sizes: Sizes, below: Below) -> _States:
+    def _load(self, sizes: Sizes, below: OffloadFractions) -> _States:
         states = load_states(self._profile, sizes, self._device, below, self._replicas)
         sent = (
             broadcast_seconds(sizes.parameters, self._replicas, self._link)

@@ -11,8 +11,8 @@ from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.plan import Directive
-from parallax.plan.search.exact import PipelineSearch
-from parallax.plan.search.greedy import QuickSearch
+from parallax.plan.search.exact import ExactSearch
+from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.microbatches import sizes
 from parallax.plan.search.request import Request
 
@@ -101,10 +101,10 @@ def _least_memory(request: Request) -> int | None:
     """The fewest bytes per device with which a plan exists; None where no memory helps."""
     plain = [shape for shape in request.shapes() if shape.interleave == 1]
     if plain and request.small and not request.mixed:
-        needed = PipelineSearch(request).least_memory(plain)
+        needed = ExactSearch(request).least_memory(plain)
         return None if math.isinf(needed) else math.ceil(needed)
     found = [
-        QuickSearch(ordered).least_memory(list(ordered.shapes())) for ordered in request.orders()
+        GreedySearch(ordered).least_memory(list(ordered.shapes())) for ordered in request.orders()
     ]
     able = [needed for needed in found if needed is not None]
     return min(able) if able else None

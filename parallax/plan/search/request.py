@@ -20,7 +20,7 @@ from parallax.errors import ConfigError, check_count
 from parallax.plan.cluster import Cluster, Device, Link
 from parallax.plan.config import AUTO, INTERLEAVES, PlanConfig
 from parallax.plan.cost.collective import link_among
-from parallax.plan.cost.stage import ALL_ON_DEVICE, SHARDED, Below, Sizes, load_states
+from parallax.plan.cost.stage import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
@@ -34,12 +34,12 @@ EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 MANY = 24  # positions up to which every number is tried
 FEW_ENOUGH = 128  # positions beyond which only numbers that divide the devices are tried
 OPTIMIZER_BELOW = (
-    Below(0.25),
-    Below(0.5),
-    Below(0.75),
-    Below(1.0),
+    OffloadFractions(0.25),
+    OffloadFractions(0.5),
+    OffloadFractions(0.75),
+    OffloadFractions(1.0),
 )  # shares below the device that are tried
-PARAMETERS_BELOW = (Below(1.0, 0.5), Below(1.0, 1.0))
+PARAMETERS_BELOW = (OffloadFractions(1.0, 0.5), OffloadFractions(1.0, 1.0))
 
 Score = tuple[float, float]  # predicted step seconds; the same if every rank had cores of its own
 WORST: Score = (math.inf, math.inf)
@@ -174,7 +174,7 @@ class Request:
         return [d for d in wanted if d is not Directive.OFFLOAD or self.swap]
 
     @cached_property
-    def host_states(self) -> tuple[Below, ...]:
+    def host_states(self) -> tuple[OffloadFractions, ...]:
         """Shares of states below the device that may be tried, least first."""
         able = self.swap and all(device.host_update_seconds > 0 for device in self.devices)
         optimizer, parameters = self.config.optimizer, self.config.parameters
@@ -187,23 +187,23 @@ class Request:
         if self.config.shard == "optimizer":
             return self._on_device
         if parameters == "host":
-            return (Below(1.0, 1.0),)
+            return (OffloadFractions(1.0, 1.0),)
         tied = self.runnable and self.profile.ties
         streamed = (
             PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" and not tied else ()
         )
         if optimizer == "host":
-            return (Below(1.0), *streamed)
+            return (OffloadFractions(1.0), *streamed)
         return (*self._on_device, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
 
     @property
-    def _on_device(self) -> tuple[Below, ...]:
+    def _on_device(self) -> tuple[OffloadFractions, ...]:
         """Ways to have all states on the device."""
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
         )
 
-    def states_below(self, shape: Shape) -> tuple[Below, ...]:
+    def states_below(self, shape: Shape) -> tuple[OffloadFractions, ...]:
         """Those of :attr:`host_states` that a shape can have."""
         streams = not self.runnable or (shape.interleave == 1 and not shape.split)
         return tuple(below for below in self.host_states if streams or not below.parameters)

@@ -16,8 +16,8 @@ from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.plan import Alternative, Directive, Plan, Prediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.exact import EFFORT as EXACT_EFFORT
-from parallax.plan.search.exact import PipelineSearch, worst
-from parallax.plan.search.greedy import QuickSearch
+from parallax.plan.search.exact import ExactSearch, worst
+from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.refusal import refusal
 from parallax.plan.search.request import Candidate, Request
 from parallax.plan.search.survey import EFFORT as SURVEY_EFFORT
@@ -32,7 +32,7 @@ TIE = 1e-6  # of the step: a gain that is none
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search over all orders of the devices found: pipelines, those of the formula's best ``candidates`` among
     them, how many were ``compared``, whether none can score better by the formula, and a lower bound."""
 
@@ -99,7 +99,7 @@ def find_candidates(
     forecasts: Forecasts | None = None,
     *,
     progress: Progress = lambda text: None,
-) -> Found:
+) -> SearchResult:
     """The pipelines that may be the best over all orders of the devices. Small questions are also answered exactly by
     the formula: their ``most`` best."""
     timed: list[Timed] = []
@@ -117,7 +117,7 @@ def find_candidates(
         if not request.small:
             exact, bound = False, min(bound, survey.bound_seconds)
             continue
-        thorough = PipelineSearch(ordered, EXACT_EFFORT / len(orders))
+        thorough = ExactSearch(ordered, EXACT_EFFORT / len(orders))
         shapes = list(ordered.shapes())
         whole, alone = worst(best, 1)  # only what beats the greedy rule's best is looked for
         better = thorough.best(
@@ -135,7 +135,7 @@ def find_candidates(
         unseen = [shape for shape in possible if not seen or shape.interleave > 1]
         bound = min(bound, min((shape.bound[0] for shape in unseen), default=math.inf))
     first = best[0].score[0] if best else math.inf
-    return Found(
+    return SearchResult(
         timed,
         best,
         compared,
@@ -163,7 +163,7 @@ def _fits(request: Request) -> bool:
     """Whether a plan for this question exists, predicted in full. One of the leanest shapes shows it soonest."""
     forecasts = Forecasts(request)
     for ordered in request.orders():
-        quick = QuickSearch(ordered)
+        quick = GreedySearch(ordered)
         for shape in quick.leanest(list(ordered.shapes())):
             solved = quick.solve(shape)
             if solved is None or solved.candidate is None:
@@ -233,7 +233,7 @@ def _plan(
     request: Request,
     pipeline: Pipeline,
     forecast: Forecast,
-    found: Found,
+    found: SearchResult,
     others: Sequence[Alternative],
 ) -> Plan:
     profile, devices = request.profile, request.cluster.devices

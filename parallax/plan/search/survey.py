@@ -17,7 +17,7 @@ from functools import cached_property
 from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.plan import Directive
 from parallax.plan.search.bounds import StepBound
-from parallax.plan.search.greedy import QuickSearch, Solved
+from parallax.plan.search.greedy import GreedySearch, Solved
 from parallax.plan.search.request import Candidate, Request, Shape
 from parallax.plan.simulation.predict import Forecast, Pipeline, placements, predict, quick_seconds
 
@@ -86,7 +86,7 @@ class _Looker:
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._forecasts = forecasts
-        self.request, self.quick, self.bound = request, QuickSearch(request), StepBound(request)
+        self.request, self.quick, self.bound = request, GreedySearch(request), StepBound(request)
 
     def look(self, shape: Shape) -> _Found:
         """The pipelines of a shape that may take less than the best that is forecast: with all directives, and, where

@@ -39,7 +39,7 @@ class Signal:
 
 
 @dataclass(eq=False, slots=True)
-class Work(Signal):
+class Transfer(Signal):
     """Something that takes time; it happens when the time is over. ``due`` is the clock of its resource then, and
     ``factor`` its own speed beside that of the resource."""
 
@@ -63,7 +63,7 @@ class Resource:
     read_at: float = 0.0
     announced: int = 0
     told: float = 0.0
-    ends: list[tuple[float, int, Work]] = field(default_factory=list)
+    ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
 
     def advance(self, now: float, change: int) -> None:
         """Let the clock run until ``now``, then let so many more use it; beyond what was measured, they share the last
@@ -95,7 +95,7 @@ class Simulator:
     def __init__(self) -> None:
         self.now = 0.0
         self._ready: deque[Routine] = deque()
-        self._next: list[tuple[float, int, int, Resource | Work]] = []
+        self._next: list[tuple[float, int, int, Resource | Transfer]] = []
         self._blocked: dict[Routine, Name] = {}
         self._number = count()
 
@@ -104,9 +104,9 @@ class Simulator:
         self._ready.append(routine)
         self._blocked[routine] = name
 
-    def work(self, seconds: float, resource: Resource, factor: float = 1.0) -> Work:
+    def work(self, seconds: float, resource: Resource, factor: float = 1.0) -> Transfer:
         """Begin work that alone, at its own speed ``factor``, would take ``seconds`` / ``factor``."""
-        work = Work(factor=factor)
+        work = Transfer(factor=factor)
         if seconds <= 0:
             work.done = True
             return work
@@ -118,14 +118,14 @@ class Simulator:
             self._announce(resource)
         return work
 
-    def timer(self, seconds: float) -> Work:
+    def timer(self, seconds: float) -> Transfer:
         """Work that shares nothing."""
-        work = Work(done=seconds <= 0)
+        work = Transfer(done=seconds <= 0)
         if not work.done:
             heappush(self._next, (self.now + seconds, next(self._number), _ALONE, work))
         return work
 
-    def rescale(self, work: Work, resource: Resource, factor: float) -> None:
+    def rescale(self, work: Transfer, resource: Resource, factor: float) -> None:
         """Let what remains of ``work`` go on at another speed of its own."""
         if work.done or work.factor == factor:
             return
@@ -165,7 +165,7 @@ class Simulator:
                 return
         del self._blocked[routine]
 
-    def _place(self, work: Work, seconds: float, resource: Resource) -> None:
+    def _place(self, work: Transfer, seconds: float, resource: Resource) -> None:
         work.due = resource.clock + seconds / work.factor
         heappush(resource.ends, (work.due, next(self._number), work))
 
@@ -180,7 +180,7 @@ class Simulator:
 
     def _jump(self) -> bool:
         """Go to the next end of work, and end all that ends then, in the order in which it was begun."""
-        ended: list[tuple[int, Work]] = []
+        ended: list[tuple[int, Transfer]] = []
         limit = float("inf")
         upcoming = self._next
         while upcoming and upcoming[0][0] <= limit:
@@ -190,7 +190,7 @@ class Simulator:
             if not ended:
                 self.now = max(self.now, at)
                 limit = self.now + _EPSILON
-            if isinstance(owner, Work):
+            if isinstance(owner, Transfer):
                 ended.append((number, owner))
             else:
                 self._end(owner, ended)
@@ -199,7 +199,7 @@ class Simulator:
             self.set(work)
         return bool(ended)
 
-    def _end(self, resource: Resource, ended: list[tuple[int, Work]]) -> None:
+    def _end(self, resource: Resource, ended: list[tuple[int, Transfer]]) -> None:
         """End what ends now in one resource: one piece of work at least, for that is why we came."""
         resource.advance(self.now, 0)
         due, users = resource.next_end(), 0

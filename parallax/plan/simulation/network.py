@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.collective import all_reduce_parts, broadcast_seconds, link_among
-from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator, Work
+from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator, Transfer
 
 
 def at_once() -> Routine:
@@ -27,7 +27,7 @@ class Core:
     def __init__(self, simulator: Simulator, cores: Resource, loss: float) -> None:
         self._simulator, self._cores, self._loss = simulator, cores, loss
         self._carried = 0
-        self._working = Work(done=True)
+        self._working = Transfer(done=True)
 
     def compute(self, seconds: float) -> Signal:
         """Begin to compute; one rank does one thing at a time."""

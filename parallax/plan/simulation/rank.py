@@ -19,7 +19,7 @@ from parallax.plan.rows import micro_batch_rows, peers, replica_rows
 from parallax.plan.schedule import Action, Kind
 from parallax.plan.simulation.fluid import Routine, Signal
 from parallax.plan.simulation.network import Network
-from parallax.plan.simulation.swapping import Swapping
+from parallax.plan.simulation.swapping import SimulatedSwap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Rank:
         self._passes = lru_cache(maxsize=None)(self._priced)
         self._neighbours = lru_cache(maxsize=None)(self._sharing)
         plans = [world.stages[stage] for stage in self._stages]
-        self._swapping = Swapping(
+        self._swapping = SimulatedSwap(
             world.network.simulator,
             world.network.tier(self.rank),
             self._device,

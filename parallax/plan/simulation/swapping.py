@@ -31,7 +31,7 @@ class Held:
         self.wanted = False
 
 
-class Swapping:
+class SimulatedSwap:
     """All that one rank has offloaded. ``stalled`` are the seconds that its compute waited, ``written`` the bytes that
     went to the tier, ``peak`` the most that lay there at one time."""
 

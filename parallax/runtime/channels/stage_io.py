@@ -37,7 +37,7 @@ class _Part:
     above: dict[int, Shares]
 
 
-class Crossings:
+class StageIO:
     """The channels of one rank, and the rows that they carry. :meth:`begin` says what a step's micro-batches are."""
 
     def __init__(self, chain: Chain, mesh: Mesh, channels: Channels) -> None:

@@ -21,7 +21,7 @@ from typing import NoReturn
 from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable
-from parallax.runtime.failure.report import How, Verdict
+from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 
 LAST_WORDS = (
@@ -43,7 +43,7 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
     ):  # of the model's own, or before there was a watch, which heeds Ctrl-C
         code = exit_code(signal.SIGINT)
         if watch is not None:
-            watch.claim(Verdict(watch.rank, How.STOPPED, "", "", code=code))
+            watch.claim(FailureReport(watch.rank, FailureKind.STOPPED, "", "", code=code))
             time.sleep(PATIENCE_SECONDS)
         os._exit(code)
     if follows(error):
@@ -78,7 +78,7 @@ def depart(code: int) -> NoReturn:
     os._exit(code)
 
 
-def say(verdict: Verdict) -> None:
+def say(verdict: FailureReport) -> None:
     """Why the run ended: to the launcher, which knows more and says it; otherwise to whoever reads this rank's errors.
 
     Written past Python's buffers: the main thread may hold their locks for ever.
@@ -97,10 +97,10 @@ def say(verdict: Verdict) -> None:
         )
 
 
-def read_words(words: Path) -> Verdict | None:
+def read_words(words: Path) -> FailureReport | None:
     """What the ranks told; None where none was able to."""
     try:
-        return Verdict.from_dict(json.loads(words.read_text(encoding="utf-8")))
+        return FailureReport.from_dict(json.loads(words.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -110,17 +110,19 @@ def follows(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
 
 
-def verdict_on(error: BaseException, watch: Watch | None) -> Verdict:
+def verdict_on(error: BaseException, watch: Watch | None) -> FailureReport:
     """What is said of an exception. Wrong input, for one, is the same for every rank: no one is named."""
     said, text = os.environ.get("RANK", "0"), printable(str(error))
     rank = int(said) if said.isdecimal() else 0  # what else it says may be the error
     if isinstance(error, ParallaxError) and error.common:
-        return Verdict(rank, How.RAISED, "", text, code=error.exit_code)
+        return FailureReport(rank, FailureKind.RAISED, "", text, code=error.exit_code)
     code = error.exit_code if isinstance(error, ParallaxError) else 1
     cause = text if isinstance(error, ParallaxError) else f"{type(error).__name__}: {text}"
     if watch is None:
-        return Verdict(rank, How.RAISED, f"rank {rank}", f"failed: {cause}", code=code)
-    return watch.failed(How.RAISED, cause, code)
+        return FailureReport(
+            rank, FailureKind.RAISED, f"rank {rank}", f"failed: {cause}", code=code
+        )
+    return watch.failed(FailureKind.RAISED, cause, code)
 
 
 def _speaks_first() -> bool:

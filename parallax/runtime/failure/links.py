@@ -33,7 +33,7 @@ _SEND_SECONDS = (
 _LONGEST_LINE = 1 << 16
 
 
-class Link:
+class PeerLink:
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -71,7 +71,7 @@ class Meeting:
     rank: int
     pids: tuple[int, ...]
     hosts: tuple[str, ...]
-    links: dict[int, Link]
+    links: dict[int, PeerLink]
 
 
 def meet() -> Meeting:
@@ -144,12 +144,12 @@ def _listener(one_host: bool) -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def reach(hosts: list[str], port: int, word: str, rank: int) -> Link:
+def reach(hosts: list[str], port: int, word: str, rank: int) -> PeerLink:
     """Connect with rank 0 at the first of ``hosts`` where it is, and not a stranger, that answers."""
     refused: list[str] = []
     for host in hosts:
         try:
-            link = Link(socket.create_connection((host, port), _ANSWER_SECONDS))
+            link = PeerLink(socket.create_connection((host, port), _ANSWER_SECONDS))
         except OSError as error:
             refused.append(f"{host}: {error}")
             continue
@@ -165,9 +165,9 @@ def reach(hosts: list[str], port: int, word: str, rank: int) -> Link:
     )
 
 
-def welcome(listener: socket.socket, word: str, count: int) -> dict[int, Link]:
+def welcome(listener: socket.socket, word: str, count: int) -> dict[int, PeerLink]:
     """The links of ``count`` ranks that know the word; whoever does not is turned away."""
-    links: dict[int, Link] = {}
+    links: dict[int, PeerLink] = {}
     end = time.monotonic() + MEETING_SECONDS
     while len(links) < count:
         listener.settimeout(max(0.0, end - time.monotonic()))
@@ -179,7 +179,7 @@ def welcome(listener: socket.socket, word: str, count: int) -> dict[int, Link]:
                 "over the run: open the network between the hosts, or name the interface that connects them in "
                 "GLOO_SOCKET_IFNAME"
             ) from None
-        link = Link(connection)
+        link = PeerLink(connection)
         hello = _first_message(link, _ANSWER_SECONDS)
         if hmac.compare_digest(str(hello.get("word")).encode(), word.encode()):
             links[int(hello["rank"])] = link
@@ -189,7 +189,7 @@ def welcome(listener: socket.socket, word: str, count: int) -> dict[int, Link]:
     return links
 
 
-def _first_message(link: Link, patience_seconds: float) -> dict[str, Any]:
+def _first_message(link: PeerLink, patience_seconds: float) -> dict[str, Any]:
     """The first message; an empty one where none comes, or something else than a message."""
     end = time.monotonic() + patience_seconds
     while time.monotonic() < end:

@@ -20,7 +20,7 @@ ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OFFLO
 _BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: what is loaded may keep Python's lock
 
 
-class How(StrEnum):
+class FailureKind(StrEnum):
     """How a rank came to its end: it raised, its process ended without a word, it stays in one action, it does not
     answer, or somebody stopped it on purpose."""
 
@@ -32,7 +32,7 @@ class How(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RankStatus:
     """What a rank was last seen doing: its action, in which step, for how many seconds as it said itself, and how many
     seconds ago it said anything.
 
@@ -55,7 +55,7 @@ class Seen:
         return [action, self.step, self.seconds, self.phase, self.idle_seconds, self.waits]
 
     @classmethod
-    def from_list(cls, plain: Sequence[Any]) -> Seen:
+    def from_list(cls, plain: Sequence[Any]) -> RankStatus:
         """What :meth:`to_list` gave."""
         action, step, seconds, phase, idle, waits = plain
         done = Action(Kind(action[0]), int(action[1]), int(action[2])) if action else None
@@ -81,12 +81,12 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FailureReport:
     """Why the run ends: ``who`` is the rank in words, ``what`` it did, ``remark`` what may help. All ranks leave with
     ``code``."""
 
     rank: int
-    how: How
+    how: FailureKind
     who: str
     what: str
     remark: str = ""
@@ -102,9 +102,9 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Verdict:
+    def from_dict(cls, plain: dict[str, Any]) -> FailureReport:
         """What :meth:`to_dict` gave."""
-        return cls(**{**plain, "how": How(plain["how"])})
+        return cls(**{**plain, "how": FailureKind(plain["how"])})
 
 
 def name(rank: int, place: tuple[int, int] | None, action: Action | None = None) -> str:
@@ -116,8 +116,8 @@ def name(rank: int, place: tuple[int, int] | None, action: Action | None = None)
 
 
 def culprit(
-    seen: Sequence[Seen], limit_seconds: float, phase_seconds: float = 0.0
-) -> tuple[int, How] | None:
+    seen: Sequence[RankStatus], limit_seconds: float, phase_seconds: float = 0.0
+) -> tuple[int, FailureKind] | None:
     """The rank that keeps the others from going on, and how; None as long as somebody goes on.
 
     A rank that is not heard of explains everything else; then comes one that computes for too long. Waiting is never
@@ -135,11 +135,11 @@ def culprit(
         if seen[r].silent_seconds > limit_seconds * (1 if seen[r].step >= 0 else _BEFORE_STEPS)
     ]
     if silent:
-        return max(silent, key=lambda r: seen[r].silent_seconds), How.SILENT
+        return max(silent, key=lambda r: seen[r].silent_seconds), FailureKind.SILENT
     still = [r for r in ranks if seen[r].seconds > limit_seconds]
     alone = [r for r in still if (action := seen[r].action) and action.kind in ALONE]
     if alone:
-        return max(alone, key=lambda r: seen[r].seconds), How.HANGS
+        return max(alone, key=lambda r: seen[r].seconds), FailureKind.HANGS
     inside = [r for r in ranks if seen[r].action]
     if not inside:
         return _culprit_outside(seen, limit_seconds, phase_seconds)
@@ -148,13 +148,13 @@ def culprit(
     if len(inside) < len(seen):
         return max(
             (r for r in still if not seen[r].action), key=lambda r: seen[r].seconds
-        ), How.HANGS
-    return min(inside, key=lambda r: (seen[r].step, -seen[r].seconds)), How.HANGS
+        ), FailureKind.HANGS
+    return min(inside, key=lambda r: (seen[r].step, -seen[r].seconds)), FailureKind.HANGS
 
 
 def _culprit_outside(
-    seen: Sequence[Seen], limit_seconds: float, phase_seconds: float
-) -> tuple[int, How] | None:
+    seen: Sequence[RankStatus], limit_seconds: float, phase_seconds: float
+) -> tuple[int, FailureKind] | None:
     idle = all(each.phase and min(each.idle_seconds, each.seconds) > limit_seconds for each in seen)
     late = [
         r
@@ -163,16 +163,20 @@ def _culprit_outside(
     ]
     found = [r for r in (range(len(seen)) if idle else late) if not seen[r].waits]
     if found:
-        return max(found, key=lambda r: seen[r].seconds), How.HANGS
+        return max(found, key=lambda r: seen[r].seconds), FailureKind.HANGS
     if not idle:
         return None
     return max(
         range(len(seen)), key=lambda r: seen[r].seconds
-    ), How.HANGS  # each waits: who came least far
+    ), FailureKind.HANGS  # each waits: who came least far
 
 
 def complaint(
-    seen: Sequence[Seen], rank: int, how: How, limit_seconds: float, phase_seconds: float = 0.0
+    seen: Sequence[RankStatus],
+    rank: int,
+    how: FailureKind,
+    limit_seconds: float,
+    phase_seconds: float = 0.0,
 ) -> tuple[str, str]:
     """What ``rank`` does wrong and what the others wait in, as ``what`` and ``remark`` of a verdict."""
     found = seen[rank]
@@ -184,7 +188,7 @@ def complaint(
     ]
     late = not found.action and bool(phase_seconds) and found.seconds > phase_seconds
     remark = f"{f' while {waiting[0]}' if waiting else ''}; {remedy(limit_seconds, phase_seconds if late else 0.0)}"
-    if how is How.SILENT:
+    if how is FailureKind.SILENT:
         what = f"has not answered for {found.silent_seconds:.0f} s (stopped, or its host is gone){found.last}"
         return what, remark
     where = f"in {found}" if found.action else str(found)

@@ -35,7 +35,14 @@ from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
 from parallax.runtime.failure.life import Life, waits_for_others, where
 from parallax.runtime.failure.links import Meeting, meet
-from parallax.runtime.failure.report import How, Seen, Verdict, complaint, culprit, name
+from parallax.runtime.failure.report import (
+    FailureKind,
+    FailureReport,
+    RankStatus,
+    complaint,
+    culprit,
+    name,
+)
 
 PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
 _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
@@ -61,7 +68,7 @@ class Watched(Protocol):
 class Watch:
     """One rank's watch. Made by :meth:`start`, and closed where the run ends in order."""
 
-    def __init__(self, met: Meeting, say: Callable[[Verdict], None]) -> None:
+    def __init__(self, met: Meeting, say: Callable[[FailureReport], None]) -> None:
         self.rank, self._met, self._say = met.rank, met, say
         self._links = dict(met.links)
         size = len(met.pids)
@@ -76,14 +83,14 @@ class Watch:
         self._life = Life()
         self._examined = time.monotonic()
         self._current: object = None
-        self._seen = [Seen()] * size
+        self._seen = [RankStatus()] * size
         self._looked = self._told = time.monotonic()
         self._heard = [self._looked] * size
         self._requests = Requests()
         self._serving = False
         self._leaving = float("inf")
-        self._claim: Verdict | None = None
-        self._verdict: Verdict | None = None
+        self._claim: FailureReport | None = None
+        self._verdict: FailureReport | None = None
         self._judged = threading.Event()
         self._speaking = threading.Lock()
         self._closing = False
@@ -99,7 +106,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="parallax-watch", daemon=True)
 
     @classmethod
-    def start(cls, say: Callable[[Verdict], None]) -> Watch:
+    def start(cls, say: Callable[[FailureReport], None]) -> Watch:
         """Begin to watch. Called by the main thread of every rank, with torch's world initialised where there is one.
         ``say`` is called on the rank that speaks, by any thread."""
         watch = cls(meet(), say)
@@ -138,14 +145,14 @@ class Watch:
         """The signal that asked this rank to end; 0 where none has."""
         return self._requests.first
 
-    def failed(self, how: How, cause: str, code: int) -> Verdict:
+    def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
         """The verdict on this rank, by what it is in the middle of."""
         current = self._attended[0].current if self._attended else None
-        where = f" in {Seen(current[0], current[1])}" if current else ""
+        where = f" in {RankStatus(current[0], current[1])}" if current else ""
         who = self._name(self.rank, current[0] if current else None)
-        return Verdict(self.rank, how, who, f"failed{where}: {cause}", code=code)
+        return FailureReport(self.rank, how, who, f"failed{where}: {cause}", code=code)
 
-    def claim(self, verdict: Verdict) -> None:
+    def claim(self, verdict: FailureReport) -> None:
         """Tell the others, without waiting, that this rank has failed. What is claimed later follows from it."""
         if self._claim is None:
             self._claim = verdict
@@ -155,7 +162,7 @@ class Watch:
         """Wait until it is this rank's turn to speak; where another one failed first, the process ends meanwhile."""
         self._judged.wait(PATIENCE_SECONDS)
 
-    def say(self, verdict: Verdict) -> None:
+    def say(self, verdict: FailureReport) -> None:
         """Say it, once."""
         if self._speaking.acquire(blocking=False):
             self._say(verdict)
@@ -189,9 +196,9 @@ class Watch:
             for message in self._links[peer].receive():
                 self._heard[peer] = time.monotonic()
                 if "seen" in message:
-                    self._seen[peer] = Seen.from_list(message["seen"])
+                    self._seen[peer] = RankStatus.from_list(message["seen"])
                 elif "verdict" in message:
-                    self._decide(Verdict.from_dict(message["verdict"]))
+                    self._decide(FailureReport.from_dict(message["verdict"]))
                 elif "bye" in message:
                     self._part(peer)
                     return
@@ -199,8 +206,12 @@ class Watch:
             self._part(peer)
             seen = self._seen[peer]
             self._decide(
-                Verdict(
-                    peer, How.LOST, self._name(peer, seen.action), "ended without a word", seen.last
+                FailureReport(
+                    peer,
+                    FailureKind.LOST,
+                    self._name(peer, seen.action),
+                    "ended without a word",
+                    seen.last,
                 )
             )
 
@@ -220,8 +231,12 @@ class Watch:
                 and (self._requests.impatient or not self._serving)
             ):
                 doing = str(self._seen[self.rank])
-                self._claim = Verdict(
-                    self.rank, How.STOPPED, stopped_by(number), doing, code=exit_code(number)
+                self._claim = FailureReport(
+                    self.rank,
+                    FailureKind.STOPPED,
+                    stopped_by(number),
+                    doing,
+                    code=exit_code(number),
                 )
         if self._claim is None or self._verdict is not None:
             return
@@ -229,7 +244,7 @@ class Watch:
             self._links[0].send(
                 {"verdict": self._claim.to_dict()}
             )  # comes back, or another one does
-            if self._claim.how is How.STOPPED:
+            if self._claim.how is FailureKind.STOPPED:
                 self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
         else:
             self._decide(self._claim)
@@ -247,11 +262,11 @@ class Watch:
         same, self._current = doing is self._current, doing
         seconds = before.seconds + gap if same else 0.0
         if current is not None:
-            seen = Seen(current[0], current[1], seconds)
+            seen = RankStatus(current[0], current[1], seconds)
             self._steps.add(current[1])
         else:
             idle, waits = self._examine(before, gap if same else 0.0)
-            seen = Seen(
+            seen = RankStatus(
                 None, before.step, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
             )
         action, step, self._seen[self.rank] = seen.action, seen.step, seen
@@ -265,7 +280,7 @@ class Watch:
         if self._limit_seconds and self._verdict is None:
             self._judge(now)
 
-    def _examine(self, before: Seen, gap: float) -> tuple[float, bool]:
+    def _examine(self, before: RankStatus, gap: float) -> tuple[float, bool]:
         """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""
         idle = before.idle_seconds + gap if gap else 0.0
         if min(self._looked - self._examined, before.seconds) < _EXAMINE_SECONDS:
@@ -289,13 +304,13 @@ class Watch:
             for rank, each in enumerate(self._seen)
         ]
         found = culprit(seen, limit, self._phase_seconds)
-        if found is None or (self.rank != 0 and found != (0, How.SILENT)):
+        if found is None or (self.rank != 0 and found != (0, FailureKind.SILENT)):
             return
         rank, how = found
         what, remark = complaint(seen, rank, how, self._limit_seconds, self._phase_seconds)
-        self._decide(Verdict(rank, how, self._name(rank, seen[rank].action), what, remark))
+        self._decide(FailureReport(rank, how, self._name(rank, seen[rank].action), what, remark))
 
-    def _decide(self, verdict: Verdict) -> None:
+    def _decide(self, verdict: FailureReport) -> None:
         """The first verdict holds. Rank 0 tells it to all; then the process ends."""
         if self._verdict is not None:
             return
@@ -305,14 +320,14 @@ class Watch:
                 link.send({"verdict": verdict.to_dict()})
         if verdict.rank == self.rank:
             self._judged.set()
-            if verdict.how is How.RAISED:
+            if verdict.how is FailureKind.RAISED:
                 time.sleep(PATIENCE_SECONDS)  # the main thread speaks and leaves
-            if verdict.how is How.HANGS:
+            if verdict.how is FailureKind.HANGS:
                 verdict = self._with_stacks(verdict)
         if self._speaker(verdict) == self.rank:
             self.say(verdict)
             if (
-                verdict.how is How.SILENT
+                verdict.how is FailureKind.SILENT
                 and self._met.hosts[verdict.rank] == self._met.hosts[self.rank]
             ):
                 with contextlib.suppress(ProcessLookupError):
@@ -320,19 +335,19 @@ class Watch:
         else:
             time.sleep(
                 _FOLLOW_SECONDS
-                + (2 * _BEAT_SECONDS * self._pace if verdict.how is How.SILENT else 0.0)
+                + (2 * _BEAT_SECONDS * self._pace if verdict.how is FailureKind.SILENT else 0.0)
             )
         os._exit(verdict.code)
 
-    def _speaker(self, verdict: Verdict) -> int:
+    def _speaker(self, verdict: FailureReport) -> int:
         """The rank that failed; where it cannot, the first beside it on its host, otherwise the first of all."""
-        if verdict.how not in (How.LOST, How.SILENT):
+        if verdict.how not in (FailureKind.LOST, FailureKind.SILENT):
             return verdict.rank
         hosts = self._met.hosts
         others = [rank for rank in range(len(hosts)) if rank != verdict.rank]
         return min(others, key=lambda rank: (hosts[rank] != hosts[verdict.rank], rank), default=-1)
 
-    def _with_stacks(self, verdict: Verdict) -> Verdict:
+    def _with_stacks(self, verdict: FailureReport) -> FailureReport:
         """Say where this rank hangs, and leave the stacks of its threads."""
         verdict = replace(verdict, remark=f"{verdict.remark}; it is in {where()}")
         if self._directory is None:

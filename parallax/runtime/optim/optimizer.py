@@ -14,7 +14,7 @@ from parallax.errors import ConfigError, check_choice, check_positive
 from parallax.machine.device import CopyEngine
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.resident import DeviceOptimizer
-from parallax.runtime.optim.scaling import Correction
+from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.runtime.stage import first_below
 from parallax.swap.optimizer.host import Exchange, HostOptimizer
 from parallax.swap.parameters.streamed import StreamedParameters
@@ -230,9 +230,11 @@ class StageOptimizer:
         ):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        self._on_device.step(Correction(norm, self._config.clip_norm, scale))
+        self._on_device.step(GradientCorrection(norm, self._config.clip_norm, scale))
         if self._host is not None:
-            self._host.commit(Correction(norm.cpu(), self._config.clip_norm, scale).coefficient)
+            self._host.commit(
+                GradientCorrection(norm.cpu(), self._config.clip_norm, scale).coefficient
+            )
 
     def skip(self) -> None:
         """Update nothing: the gradients, which overflowed, are dropped."""

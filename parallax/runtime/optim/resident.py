@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from parallax.runtime.optim.scaling import Correction
+from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, runs, settings_of
 from parallax.swap.optimizer.host import Exchange
 from parallax.swap.weights import ResidentWeights, stepped_in
@@ -61,7 +61,7 @@ class DeviceOptimizer:
         """Gradients become zero."""
         self.optimizer.zero_grad(set_to_none=False)
 
-    def step(self, correction: Correction) -> None:
+    def step(self, correction: GradientCorrection) -> None:
         """Update all parameters, with gradients corrected. Replicas that share all call it."""
         if not self._buckets:
             correction.apply(self._parameters)

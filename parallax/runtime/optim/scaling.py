@@ -90,7 +90,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Correction:
+class GradientCorrection:
     """What gradients that are ``scale`` times too large are multiplied by before a step: their global ``norm``, without
     the scale, becomes ``clip_norm`` where it is above that (0: whatever it is), as in torch.nn.utils."""
 

@@ -21,7 +21,7 @@ _NOTHING = torch.empty(0)
 _FEW = 2048  # saved tensors alive at one time, up to which the history of each is looked at
 
 
-class _Kept:
+class _KeptTensor:
     """A saved tensor that stays where it is. Without its history: a saved output whose history holds what was
     packed would be a cycle that no collector sees. A leaf has none, and what is put into it later by ``.data`` counts,
     as it does without hooks."""
@@ -38,7 +38,7 @@ class _Kept:
         return self.tensor
 
 
-class _Moved:
+class _MovedTensor:
     """A saved tensor whose storage is an entry.
 
     ``_counter`` is a tensor without bytes that shares the version counter of what was saved: so a change is seen
@@ -71,14 +71,16 @@ class _Moved:
 
 class _Offloading(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, manager: SwapManager, selector: Selector, micro: int) -> None:
-        def pack(tensor: Tensor) -> _Kept | _Moved:
+        def pack(tensor: Tensor) -> _KeptTensor | _MovedTensor:
             reason = (selector.why_kept if manager.saved < _FEW else selector.why_kept_itself)(
                 tensor
             )
             if reason is not None:
                 manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
-                return _Kept(tensor)
-            return _Moved(tensor, manager.add(tensor, micro, operation=operation_number()), manager)
+                return _KeptTensor(tensor)
+            return _MovedTensor(
+                tensor, manager.add(tensor, micro, operation=operation_number()), manager
+            )
 
         super().__init__(pack, _unpack)
         self._manager = manager
@@ -96,7 +98,7 @@ def offloading(
     return _Offloading(manager, selector, micro)
 
 
-def _unpack(packed: _Kept | _Moved) -> Tensor:
+def _unpack(packed: _KeptTensor | _MovedTensor) -> Tensor:
     return packed.unpack()
 
 

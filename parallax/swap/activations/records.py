@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from parallax.swap.stores.slots import Slot
+from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
 
 
@@ -69,7 +69,7 @@ class Record:
         self.batch, self.ordinal, self.clock = batch, batch.saved, clock
         self.state = State.KEPT
         self.transfer: Pending | None = None
-        self.slot: Slot | None = None
+        self.slot: StoreSlot | None = None
         self.wanted = self.leaving = self.used = self.returned = False
         self.differentiable = tensor.requires_grad
         self.undecided = "kept"  # why it stays, until it leaves, is used or dies

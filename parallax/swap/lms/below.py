@@ -67,7 +67,7 @@ def yet_to_be_made(
     return made(group) * sum(part.nbytes for part in parts(parameter) if _large(part))
 
 
-class Below(dict[Any, Any]):
+class StatesBelow(dict[Any, Any]):
     """What the optimizer holds as the state of a parameter whose large tensors are below: the small ones, while
     ``recall`` brings the others up for whoever reaches for them, and returns the state that is in its place then. A
     copy is an ordinary state."""
@@ -89,7 +89,7 @@ class Below(dict[Any, Any]):
         )
         self._written = False
         self._became: dict[Any, Any] = {}
-        self._places: list[_Place] = []
+        self._places: list[_StatePlace] = []
         self._values: dict[Any, _Value] = {}
         try:
             for key in keys:
@@ -251,24 +251,24 @@ class Below(dict[Any, Any]):
             self._store.free(place.slot)
         super().clear()
 
-    def _put(self, tensor: Tensor) -> _Place:
-        self._places.append(_Place(tensor, self._store))
+    def _put(self, tensor: Tensor) -> _StatePlace:
+        self._places.append(_StatePlace(tensor, self._store))
         return self._places[-1]
 
-    def _with(self, fill: Callable[[_Place], Tensor]) -> dict[Any, Any]:
+    def _with(self, fill: Callable[[_StatePlace], Tensor]) -> dict[Any, Any]:
         """The state, its large tensors made by ``fill``."""
         return {
             key: self._values[key].made(fill) if key in self._values else self[key]
             for key in self._order
         }
 
-    def _host_copy(self, place: _Place) -> Tensor:
+    def _host_copy(self, place: _StatePlace) -> Tensor:
         return self._copy(place, torch.device("cpu"))
 
-    def _device_copy(self, place: _Place) -> Tensor:
+    def _device_copy(self, place: _StatePlace) -> Tensor:
         return self._copy(place, place.device)
 
-    def _copy(self, place: _Place, device: torch.device) -> Tensor:
+    def _copy(self, place: _StatePlace, device: torch.device) -> Tensor:
         if place.flat is not None:
             self._wait(place)
             return place.tensor(place.flat.to(device, copy=True))
@@ -276,7 +276,7 @@ class Below(dict[Any, Any]):
         self._store.read(place.slot, found).wait()
         return place.tensor(found)
 
-    def _wait(self, place: _Place) -> None:
+    def _wait(self, place: _StatePlace) -> None:
         """A write that failed is no loss while the device has the bytes."""
         try:
             place.pending.wait()
@@ -288,18 +288,18 @@ class Below(dict[Any, Any]):
 class _Value:
     """A state tensor, of whose parts the large ones have a place."""
 
-    def __init__(self, tensor: Tensor, put: Callable[[Tensor], _Place]) -> None:
+    def __init__(self, tensor: Tensor, put: Callable[[Tensor], _StatePlace]) -> None:
         found, self._rebuild = take_apart(tensor)
         self._parts = [put(part) if _large(part) else part for part in found]
 
-    def made(self, fill: Callable[[_Place], Tensor]) -> Tensor:
+    def made(self, fill: Callable[[_StatePlace], Tensor]) -> Tensor:
         """It, each part that has a place made by ``fill``."""
         return self._rebuild(
-            fill(part) if isinstance(part, _Place) else part for part in self._parts
+            fill(part) if isinstance(part, _StatePlace) else part for part in self._parts
         )
 
 
-class _Place:
+class _StatePlace:
     """A plain tensor in the store, or on its way there or back (``flat`` holds its bytes on the device then)."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:

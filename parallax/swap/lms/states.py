@@ -35,12 +35,12 @@ from torch.utils.hooks import RemovableHandle
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ParallaxError, SwapError
-from parallax.swap.lms.below import Below, movable, moved_bytes, yet_to_be_made
+from parallax.swap.lms.below import StatesBelow, movable, moved_bytes, yet_to_be_made
 from parallax.swap.lms.wrapped import local_bytes
 from parallax.swap.optimizer.chunked_step import (
     Arguments,
+    ChunkedStep,
     Piece,
-    PieceByPiece,
     check_per_parameter,
     evaluated,
     raw_step,
@@ -81,8 +81,8 @@ class OptimizerStates:
             room,
             piece_bytes,
         )
-        self._below: dict[Tensor, Below] = {}
-        self._leaving: deque[Below] = deque()
+        self._below: dict[Tensor, StatesBelow] = {}
+        self._leaving: deque[StatesBelow] = deque()
         self._here: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
         self._shared: set[Tensor] = (
@@ -91,7 +91,7 @@ class OptimizerStates:
         self.device_bytes = self.bytes_out = self.bytes_in = 0
         self.stall_seconds = 0.0
         self._closed_bytes = 0
-        self._current: PieceByPiece | None = None
+        self._current: ChunkedStep | None = None
         self._half_done = False
         self._spare = 0
         self._register, self._last = (
@@ -126,7 +126,7 @@ class OptimizerStates:
         for parameter in [p for p, below in self._below.items() if state.get(p) is not below]:
             self._drop(self._below.pop(parameter), object())
         for parameter in [
-            p for p, s in state.items() if isinstance(s, Below) and p not in self._below
+            p for p, s in state.items() if isinstance(s, StatesBelow) and p not in self._below
         ]:
             state[parameter] = state[parameter].settle()  # moved here from another parameter
         self._shared.clear()
@@ -194,7 +194,7 @@ class OptimizerStates:
         expected = sum(self._size(*each) for piece in pieces for each in piece)
         if not pieces or (not self._below and (len(pieces) < 2 or expected <= self._spare)):
             return args, kwargs
-        self._current = PieceByPiece(optimizer, pieces)
+        self._current = ChunkedStep(optimizer, pieces)
         try:
             return (self._step_all_but_last(self._current, pieces, args, kwargs), *args[1:]), kwargs
         except ParallaxError as error:
@@ -277,7 +277,7 @@ class OptimizerStates:
             )
 
     def _step_all_but_last(
-        self, step: PieceByPiece, pieces: list[Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, step: ChunkedStep, pieces: list[Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optimizer:
         """The stand-in that is to step the last piece; the step is half done until then."""
         kept = 0
@@ -378,7 +378,7 @@ class OptimizerStates:
         if not size:
             return
         state = self._optimizer.state[parameter]
-        below = Below(parameter, state, movable(parameter, state), self._store, self._recall)
+        below = StatesBelow(parameter, state, movable(parameter, state), self._store, self._recall)
         self._optimizer.state[parameter] = self._below[parameter] = below
         self._leaving.append(below)
 
@@ -408,7 +408,7 @@ class OptimizerStates:
             self._land()
 
     @uninterrupted()
-    def _call(self, below: Below) -> None:
+    def _call(self, below: StatesBelow) -> None:
         below.call()
         self.device_bytes += below.size
         self.bytes_in += below.size
@@ -425,7 +425,7 @@ class OptimizerStates:
         return found
 
     @uninterrupted()
-    def _return(self, parameter: Tensor, below: Below) -> None:
+    def _return(self, parameter: Tensor, below: StatesBelow) -> None:
         if not below.on_device:
             self._call(below)
         start = time.perf_counter()
@@ -440,7 +440,7 @@ class OptimizerStates:
         self._leaving = deque(other for other in self._leaving if id(other) != key)
 
     @uninterrupted()
-    def _drop(self, below: Below, alone: object) -> None:
+    def _drop(self, below: StatesBelow, alone: object) -> None:
         """The optimizer has it no more. Somebody else may have it, unlike ``alone``, perhaps to give it to another
         parameter."""
         self._forget_write(id(below))

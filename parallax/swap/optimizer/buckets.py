@@ -12,15 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
-from parallax.swap.stores.slots import Slot
+from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
-from parallax.swap.weights import ResidentWeights, Segment, Weights, part_of, stepped_in
+from parallax.swap.weights import (
+    BucketWeights,
+    ParameterSegment,
+    ResidentWeights,
+    part_of,
+    stepped_in,
+)
 
 MASTER = "master"  # a state's key: the weights themselves, in full precision
 _LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
 
 
-class _Place(NamedTuple):
+class _BucketPlace(NamedTuple):
     """Where one state of one segment lies in a bucket's run of bytes."""
 
     segment: int
@@ -37,13 +43,13 @@ class Bucket:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: BucketWeights,
         optimizer: torch.optim.Optimizer,
         groups: dict[nn.Parameter, int],
         owner: int | None,
     ) -> None:
         self.weights, self.segments, self.owner = weights, weights.segments, owner
-        self.places: tuple[_Place, ...] = ()
+        self.places: tuple[_BucketPlace, ...] = ()
         self.due = self.count = len({segment.parameter for segment in self.segments})
         self.future: Future[None] | None = None
         self._stepped = [
@@ -120,7 +126,7 @@ class Bucket:
                 if isinstance(value, Tensor) and (value.dim() > 0 or key == MASTER):
                     at = -(-at // value.element_size()) * value.element_size()
                     places.append(
-                        _Place(
+                        _BucketPlace(
                             index,
                             key,
                             value.shape,
@@ -151,14 +157,14 @@ class Bucket:
         kept = self.weights.kept
         return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
 
-    def _hold(self, place: _Place, value: Tensor | None) -> None:
+    def _hold(self, place: _BucketPlace, value: Tensor | None) -> None:
         if place.key == MASTER:
             self.weights.kept[place.segment] = value
         else:
             self.states(place.segment)[place.key] = value
 
 
-class Memory:
+class InHostMemory:
     """States stay in host memory between steps."""
 
     def ahead(self, bucket: Bucket) -> None:
@@ -180,13 +186,13 @@ class Memory:
         """Nothing is under way."""
 
 
-class Shelf:
+class InStore:
     """States lie in a store between steps; those of three buckets at most are out of it: the one that is stepped, the
     next, which comes, and the last, which goes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._slots: dict[Bucket, Slot] = {}
+        self._slots: dict[Bucket, StoreSlot] = {}
         self._coming: dict[Bucket, tuple[Tensor, Pending]] = {}
         self._here: dict[Bucket, Tensor] = {}
         self._going: list[tuple[Tensor, Pending]] = []
@@ -252,10 +258,10 @@ def runs(
     owner: Callable[[Tensor], int],
     *,
     cut: bool,
-) -> Iterator[list[Segment]]:
+) -> Iterator[list[ParameterSegment]]:
     """``parameters`` in runs of at most ``bucket_bytes``, of one type and one owner, and so the same on all replicas.
     What may not be ``cut``, or does not lie in one piece, is in one run whole."""
-    run: list[Segment] = []
+    run: list[ParameterSegment] = []
     room, kind = 0, None
     for parameter in parameters:
         most = max(_LANES, bucket_bytes // parameter.element_size())
@@ -270,7 +276,7 @@ def runs(
                 if cut and parameter.is_contiguous()
                 else count
             )
-            run.append(Segment(parameter, at, stop))
+            run.append(ParameterSegment(parameter, at, stop))
             room -= stop - at
             at = stop
     if run:
@@ -314,7 +320,7 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
     return torch.cat(values).view(parameter.shape)
 
 
-def _cut(value: Tensor, segment: Segment, *, in_place: bool) -> Tensor:
+def _cut(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
     """A segment's own copy of the state of a parameter, which lies in memory as what is stepped does: as the parameter,
     where that is stepped ``in_place``, otherwise in one run on the host."""
     device = segment.parameter.device if in_place else torch.device("cpu")
@@ -328,11 +334,11 @@ def _cut(value: Tensor, segment: Segment, *, in_place: bool) -> Tensor:
     return value.clone() if value.dim() == 0 else part_of(value, segment).clone()
 
 
-def _nothing(segment: Segment) -> Tensor:
+def _nothing(segment: ParameterSegment) -> Tensor:
     return torch.empty(0, dtype=stepped_in(segment.parameter.dtype))
 
 
-def _view(flat: Tensor, place: _Place) -> Tensor:
+def _view(flat: Tensor, place: _BucketPlace) -> Tensor:
     return flat[place.start : place.stop].view(place.dtype).as_strided(place.shape, place.stride)
 
 

@@ -30,7 +30,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
 
 
-class PieceByPiece:
+class ChunkedStep:
     """One step in pieces. What a step changes in a group or in the optimizer itself (counters, averages of the rate)
     it must change alike in every piece, because each begins with the values from before the step."""
 

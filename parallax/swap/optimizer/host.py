@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from parallax.errors import SwapError
 from parallax.machine.device import CopyEngine
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.swap.optimizer.buckets import Bucket, Memory, Shelf, joined, runs, settings_of
+from parallax.swap.optimizer.buckets import Bucket, InHostMemory, InStore, joined, runs, settings_of
 from parallax.swap.optimizer.chunked_step import check_per_parameter
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import (
+    BucketWeights,
     CopiedWeights,
+    ParameterSegment,
     ResidentWeights,
-    Segment,
-    Weights,
     bytes_of,
     stepped_in,
 )
@@ -82,7 +82,7 @@ class HostOptimizer:
         copies: CopyEngine,
         store: Store | None = None,
         exchange: Exchange | None = None,
-        extra: Sequence[Weights] = (),
+        extra: Sequence[BucketWeights] = (),
         bucket_bytes: int | None = None,
     ) -> None:
         check_per_parameter(optimizer)
@@ -92,7 +92,7 @@ class HostOptimizer:
         )
         self._exchange, self._copies = exchange, copies
         self._failure: str | None = None
-        self._home: Memory | Shelf = Memory() if store is None else Shelf(store)
+        self._home: InHostMemory | InStore = InHostMemory() if store is None else InStore(store)
         self._stepping = ThreadPoolExecutor(1, "parallax-update", initializer=copies.adopt)
         self._spreading = (
             ThreadPoolExecutor(1, "parallax-spread", initializer=copies.adopt) if exchange else None
@@ -285,7 +285,9 @@ class HostOptimizer:
     def _owns(self, parameter: Tensor) -> bool:
         return self._exchange is None or self._exchange.owns(parameter)
 
-    def _weights(self, segments: Sequence[Segment], copies: CopyEngine, at: int) -> Weights:
+    def _weights(
+        self, segments: Sequence[ParameterSegment], copies: CopyEngine, at: int
+    ) -> BucketWeights:
         size = _place_bytes(segments)
         if not size:
             return ResidentWeights(segments)
@@ -293,7 +295,7 @@ class HostOptimizer:
         return CopiedWeights(segments, copies, place, owned=self._owns(segments[0].parameter))
 
 
-def _place_bytes(segments: Sequence[Segment]) -> int:
+def _place_bytes(segments: Sequence[ParameterSegment]) -> int:
     """Host memory that weights pass through; none where they are in host memory, and stepped as they are."""
     first = segments[0].parameter
     if first.device.type == "cpu" and stepped_in(first.dtype) is first.dtype:

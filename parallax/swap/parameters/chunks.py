@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
-from parallax.swap.stores.slots import Slot
+from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
 from parallax.swap.verify import checksum
-from parallax.swap.weights import Segment, bytes_of, stepped_in
+from parallax.swap.weights import ParameterSegment, bytes_of, stepped_in
 
 ALIGNMENT = 64  # bytes, as torch's own allocator on a CPU: kernels round in another way where vectors begin elsewhere
 _GOING = (
@@ -36,10 +36,10 @@ class Tier:
         self.bytes_in = self.bytes_out = 0
         self._counting = threading.Lock()
         self._store = store
-        self._sums: dict[Slot, int] | None = {} if verify else None
+        self._sums: dict[StoreSlot, int] | None = {} if verify else None
         self._going: deque[tuple[Tensor, Pending]] = deque()
 
-    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Begin to copy ``data`` down; the caller keeps it unchanged until that is done."""
         slot, pending = self._store.write(data)
         if self._sums is not None:
@@ -48,7 +48,7 @@ class Tier:
             self.bytes_out += slot.size
         return slot, pending
 
-    def write_behind(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write_behind(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """The same for host memory, which is kept here, a little of it."""
         written = self.write(data)
         self._going.append((data, written[1]))
@@ -56,13 +56,13 @@ class Tier:
             self._going.popleft()[1].wait()
         return written
 
-    def read(self, slot: Slot, target: Tensor) -> Pending:
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """Begin to copy the bytes of ``slot`` into ``target``."""
         with self._counting:
             self.bytes_in += slot.size
         return self._store.read(slot, target)
 
-    def check(self, slot: Slot, data: Tensor) -> None:
+    def check(self, slot: StoreSlot, data: Tensor) -> None:
         """Where verification is on, raise :class:`SwapError` unless ``data`` is what was written."""
         if self._sums is not None and self._sums[slot] != checksum(data):
             raise SwapError(
@@ -70,7 +70,7 @@ class Tier:
                 "check the disk or the memory, or switch streaming of parameters off"
             )
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: StoreSlot) -> None:
         """The caller has waited for the transfers of this place."""
         if self._sums is not None:
             del self._sums[slot]
@@ -86,18 +86,18 @@ class Tier:
 class Gradient:
     """The gradient of one parameter, summed below. ``norm`` is its norm on the device."""
 
-    def __init__(self, segments: Sequence[Segment], tier: Tier) -> None:
+    def __init__(self, segments: Sequence[ParameterSegment], tier: Tier) -> None:
         self.segments, self._tier = segments, tier
         self.norm: Tensor | None = None
         self.seen = False  # a gradient that was made zero stays zero, and does not become none
-        self._places: dict[Segment, tuple[Slot, Pending]] = {}
+        self._places: dict[ParameterSegment, tuple[StoreSlot, Pending]] = {}
 
     @property
     def is_below(self) -> bool:
         """Whether there is one, other than zero."""
         return bool(self._places)
 
-    def write(self, total: Tensor) -> list[tuple[Pending, Slot | None]]:
+    def write(self, total: Tensor) -> list[tuple[Pending, StoreSlot | None]]:
         """Begin to write all of it, in place of what was there; for each transfer, the place to free after it."""
         flat, begun = total.detach().reshape(-1), []
         for segment in self.segments:
@@ -111,7 +111,7 @@ class Gradient:
         )
         return begun
 
-    def read(self, segment: Segment, target: Tensor) -> Pending | None:
+    def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
         """Begin to read one segment into ``target``; None where there is nothing to read."""
         place = self._places.get(segment)
         if place is None:
@@ -134,7 +134,7 @@ class Gradient:
             self._tier.check(self._places[segment][0], _bytes(flat[segment.start : segment.stop]))
         return [transfer for _, transfer in pending if transfer is not None]
 
-    def stepped(self, segment: Segment) -> Tensor | None:
+    def stepped(self, segment: ParameterSegment) -> Tensor | None:
         """One segment in host memory, in the type that it is stepped in; zeros for one that was made zero."""
         if not self.seen:
             return None
@@ -145,7 +145,7 @@ class Gradient:
             self._tier.check(self._places[segment][0], _bytes(found))
         return _shaped(found.to(stepped_in(found.dtype)), segment)
 
-    def drop(self, segments: Iterable[Segment]) -> None:
+    def drop(self, segments: Iterable[ParameterSegment]) -> None:
         """Zero, from here on."""
         for segment in segments:
             slot, pending = self._places.pop(segment, (None, None))
@@ -172,19 +172,19 @@ class Chunk:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        segments: Sequence[ParameterSegment],
         start: int,
         tier: Tier,
         gradients: Mapping[nn.Parameter, Gradient],
-        aged: Callable[[Slot | None], None],
+        aged: Callable[[StoreSlot | None], None],
     ) -> None:
         self.segments, self.start = tuple(segments), start
         self.size = sum(span(segment) for segment in segments[:-1]) + bytes_of(segments[-1])
         self.updating = False
         self._tier, self._gradients, self._aged = tier, gradients, aged
-        self._slot: Slot | None = None
+        self._slot: StoreSlot | None = None
         self._pending: Pending | None = None
-        self._master: Slot | None = None
+        self._master: StoreSlot | None = None
         self._host: Tensor | None = None
         self._steps: list[Tensor] = []
         self.kept: list[Tensor | None] = []  # the master is a place of its own
@@ -217,7 +217,7 @@ class Chunk:
         """Whether a part of ``parameter`` is here."""
         return any(segment.parameter is parameter for segment in self.segments)
 
-    def pieces(self, data: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+    def pieces(self, data: Tensor) -> Iterator[tuple[ParameterSegment, Tensor]]:
         """Each segment, with its elements in the chunk's bytes ``data``."""
         offset = 0
         for segment in self.segments:
@@ -266,7 +266,7 @@ class Chunk:
             self._host = None
             self._write_master(steps)
 
-    def put(self, slot: Slot, pending: Pending) -> None:
+    def put(self, slot: StoreSlot, pending: Pending) -> None:
         """The weights are in ``slot`` from here on, and no longer as the device may have them."""
         with self._tier.lock:
             old, self._slot, self._pending = self._slot, slot, pending
@@ -341,10 +341,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def span(segment: Segment) -> int:
+def span(segment: ParameterSegment) -> int:
     """Bytes from where a segment begins to where the next one does."""
     return -(-bytes_of(segment) // ALIGNMENT) * ALIGNMENT
 
 
-def _shaped(flat: Tensor, segment: Segment) -> Tensor:
+def _shaped(flat: Tensor, segment: ParameterSegment) -> Tensor:
     return flat.view(segment.parameter.shape) if segment.whole else flat

@@ -26,9 +26,9 @@ from torch.utils.dlpack import from_dlpack
 
 from parallax.errors import SwapError
 from parallax.swap.parameters.chunks import Chunk, Gradient, Tier, is_over, span
-from parallax.swap.stores.slots import Slot
+from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
-from parallax.swap.weights import Segment
+from parallax.swap.weights import ParameterSegment
 
 _LANES = 64  # elements; a parameter is cut where the optimizer's kernels cut no vector
 
@@ -40,7 +40,7 @@ class _State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FlatPlace:
     """A parameter in the block's storage, and what it shows while the bytes are away."""
 
     parameter: nn.Parameter
@@ -48,7 +48,7 @@ class _Place:
     away: Tensor
 
 
-class Flat:
+class FlatParameter:
     """One block. Made with the parameters on the device; afterwards they are below.
 
     The main thread moves the bytes; the optimizer's thread only puts new ones below (:meth:`Chunk.put`), which makes
@@ -76,7 +76,7 @@ class Flat:
         self._places = [self._place(parameter) for parameter in ordered]
         self._state, self._versions = _State.HERE, -1
         self._reads: list[Pending] = []
-        self._unused: list[Slot] = []
+        self._unused: list[StoreSlot] = []
         for place in self._places:
             place.here.copy_(place.parameter.detach())
             place.parameter.data = place.here
@@ -217,7 +217,7 @@ class Flat:
             self.tier.free(slot)
         self._unused.clear()
 
-    def _age(self, old: Slot | None) -> None:
+    def _age(self, old: StoreSlot | None) -> None:
         self.stale = True
         if old is not None:
             self._unused.append(old)
@@ -256,7 +256,7 @@ class Flat:
         """In runs of one type, either all trained or none."""
         start = 0
         for _, alike in itertools.groupby(parameters, key=lambda p: (p.requires_grad, p.dtype)):
-            run: list[Segment] = []
+            run: list[ParameterSegment] = []
             room = chunk_bytes
             for parameter in alike:
                 at, count, item = 0, parameter.numel(), parameter.element_size()
@@ -272,13 +272,13 @@ class Flat:
                         )
                     most = max(1, room // item // _LANES) * _LANES
                     stop = min(count, at + most) if cut else count
-                    run.append(Segment(parameter, at, stop))
+                    run.append(ParameterSegment(parameter, at, stop))
                     room -= span(run[-1])
                     at = stop
             yield Chunk(run, start, self.tier, self._gradients, self._age)
             start += sum(span(segment) for segment in run)
 
-    def _place(self, parameter: nn.Parameter) -> _Place:
+    def _place(self, parameter: nn.Parameter) -> _FlatPlace:
         chunk = next(chunk for chunk in self.chunks if chunk.holds(parameter))
         before = itertools.takewhile(lambda s: s.parameter is not parameter, chunk.segments)
         offset = chunk.start + sum(span(segment) for segment in before)
@@ -288,4 +288,4 @@ class Flat:
         )
         fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         away = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-        return _Place(parameter, here, away.expand(parameter.shape))
+        return _FlatPlace(parameter, here, away.expand(parameter.shape))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from parallax.swap.parameters.flat import Flat
+from parallax.swap.parameters.flat import FlatParameter
 
-_Make = Callable[[list[nn.Parameter]], Flat]
+_Make = Callable[[list[nn.Parameter]], FlatParameter]
 
 
-def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[Flat]:
-    """One :class:`Flat` for each block, made before the next block is asked for.
+def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatParameter]:
+    """One :class:`FlatParameter` for each block, made before the next block is asked for.
 
     A parameter that several blocks have, or whose memory others look at, stays on the device; so does one that is not
     plain, contiguous memory. That one is shared shows when the second block comes: it is brought back.
@@ -30,9 +30,9 @@ class _Layout:
     anybody else holds it."""
 
     def __init__(self, make: _Make) -> None:
-        self.flats: list[Flat] = []
+        self.flats: list[FlatParameter] = []
         self._make = make
-        self._of: dict[nn.Parameter, Flat] = {}
+        self._of: dict[nn.Parameter, FlatParameter] = {}
         self._kept: set[nn.Parameter] = set()
         self._homes: dict[int, tuple[weakref.ref[torch.UntypedStorage], nn.Parameter]] = {}
 

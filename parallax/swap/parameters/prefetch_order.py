@@ -5,7 +5,7 @@ from __future__ import annotations
 _REMEMBERED = 100_000  # visits of one step; more are no step, but an evaluation that nobody ends
 
 
-class Visits:
+class PrefetchOrder:
     """Which block comes next. A step visits the blocks as the step before did; until there is one, or where this one
     differs, they are taken to run to the end of the chain and back."""
 

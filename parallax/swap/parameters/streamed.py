@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from parallax.errors import SwapError, check_positive
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.parameters.chunks import Chunk, Tier, is_over
-from parallax.swap.parameters.flat import Flat
+from parallax.swap.parameters.flat import FlatParameter
 from parallax.swap.parameters.layout import lay_out
-from parallax.swap.parameters.prefetch_order import Visits
-from parallax.swap.stores.slots import Slot
+from parallax.swap.parameters.prefetch_order import PrefetchOrder
+from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
 from parallax.swap.weights import stepped_in
 
@@ -54,7 +54,7 @@ class _Going:
     """A gradient under way: it stays on the device until all of it is written; then the places it was at are free."""
 
     gradient: Tensor
-    transfers: list[tuple[Pending, Slot | None]]
+    transfers: list[tuple[Pending, StoreSlot | None]]
 
     def is_over(self) -> bool:
         """Whether all transfers ended, well or not."""
@@ -85,14 +85,14 @@ class StreamedParameters:
         self._tier, self._lock = (tier := Tier(store, verify=verify)), tier.lock
         self._window = window
         self._flats = lay_out(
-            blocks, lambda parameters: Flat(parameters, tier, chunk_bytes, cut=cut)
+            blocks, lambda parameters: FlatParameter(parameters, tier, chunk_bytes, cut=cut)
         )
         self._storages = {id(flat.storage) for flat in self._flats}
         self._of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
         self._hooks: list[RemovableHandle] = []
         self._watched: set[nn.Parameter] = set()
-        self._visits = Visits()
-        self._current: Flat | None = None
+        self._visits = PrefetchOrder()
+        self._current: FlatParameter | None = None
         self._reserved = 0  # gradients that the running block's backward has still to make
         self._going: deque[_Going] = deque()
         self._statistics = StreamStatistics()
@@ -307,7 +307,7 @@ class StreamedParameters:
         twice = max((p.nbytes for p in self._of if p.requires_grad), default=0)
         return weights, max(weights + gradients, largest + gradients + twice)
 
-    def _watch(self, flat: Flat) -> None:
+    def _watch(self, flat: FlatParameter) -> None:
         """Take every gradient as soon as autograd has accumulated it; parameters may have been frozen until now."""
         new = [p for p in flat.parameters if p.requires_grad and p not in self._watched]
         if new:
@@ -386,7 +386,7 @@ class StreamedParameters:
                 return True
         return False
 
-    def _expected(self) -> list[Flat]:
+    def _expected(self) -> list[FlatParameter]:
         following = self._visits.following(self._window - 1, len(self._flats))
         return [
             self._flats[block] for block in following if self._flats[block] is not self._current

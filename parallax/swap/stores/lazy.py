@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallax.common.signals import uninterrupted
 from parallax.swap.stores.forks import mind_forks
-from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.slots import SlotMap, StoreSlot
 from parallax.swap.stores.store import Pending, Store
 
 
@@ -28,7 +28,7 @@ class LazyStore:
         self._lock = threading.Lock()
 
     @uninterrupted()
-    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Open first where that is needed."""
         with self._lock:
             if self._open is not None:
@@ -38,13 +38,13 @@ class LazyStore:
         return self._store.write(data)
 
     @uninterrupted()
-    def read(self, slot: Slot, target: Tensor) -> Pending:
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """What was written."""
         assert self._store is not None
         return self._store.read(slot, target)
 
     @uninterrupted()
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: StoreSlot) -> None:
         """What was written."""
         assert self._store is not None
         self._store.free(slot)

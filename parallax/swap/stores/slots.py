@@ -16,7 +16,7 @@ _SLACK = 1.25  # a line may be so many times as long as the most bytes that were
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class StoreSlot:
     """A place in a store: ``size`` bytes from ``offset`` on, or in several stretches (offset, bytes), of which
     ``offset`` begins the first."""
 
@@ -57,7 +57,7 @@ class SlotMap:
         """Another thread may have held the lock."""
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> Slot:
+    def take(self, size: int) -> StoreSlot:
         """A place for ``size`` bytes."""
         rounded = _rounded(size)
         with self._lock:
@@ -71,7 +71,7 @@ class SlotMap:
             self._most = max(self._most, self.used_bytes)
             return _slot(size, self._find(rounded))
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: StoreSlot) -> None:
         """Take a place back."""
         with self._lock:
             for offset, size in slot.stretches or ((slot.offset, _rounded(slot.size)),):
@@ -132,9 +132,9 @@ class SlotMap:
         del self._sorted[bisect.bisect_left(self._sorted, (size, offset))]
 
 
-def _slot(size: int, found: list[tuple[int, int]]) -> Slot:
+def _slot(size: int, found: list[tuple[int, int]]) -> StoreSlot:
     """The last stretch is whole pages too, of which the place needs not all."""
-    return Slot(found[0][0], size, tuple(found) if len(found) > 1 else ())
+    return StoreSlot(found[0][0], size, tuple(found) if len(found) > 1 else ())
 
 
 def _rounded(size: int) -> int:

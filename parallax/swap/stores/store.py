@@ -19,7 +19,7 @@ from parallax.machine.device import CopyEngine, Event, no_delay
 from parallax.swap.stores.files import private_file
 from parallax.swap.stores.forks import generation, mind_forks
 from parallax.swap.stores.remedies import ENGINE, Remedies
-from parallax.swap.stores.slots import Slot, SlotMap
+from parallax.swap.stores.slots import SlotMap, StoreSlot
 
 _REQUEST = (
     8 * 2**20
@@ -52,13 +52,13 @@ class Store(Protocol):
     slots: SlotMap
     waste_bytes: int
 
-    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Begin to copy ``data`` down."""
 
-    def read(self, slot: Slot, target: Tensor) -> Pending:
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """Begin to copy the bytes of ``slot`` into ``target``."""
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: StoreSlot) -> None:
         """Give the place back; its bytes may be overwritten at once."""
 
     def close(self) -> None:
@@ -99,20 +99,20 @@ class HostStore:
         self._arena = copies.arena(capacity)
         self.waste_bytes = self._arena.allocated_bytes - capacity
 
-    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Copy down on the side stream."""
         slot = self.slots.take(data.numel())
         return slot, _EventPending(
             (self._copies.copy(part, view) for part, view in self._pairs(slot, data)), up=False
         )
 
-    def read(self, slot: Slot, target: Tensor) -> Pending:
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """Copy up on the side stream."""
         return _EventPending(
             (self._copies.copy(view, part) for part, view in self._pairs(slot, target)), up=True
         )
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: StoreSlot) -> None:
         """The caller has waited for the transfers of this place."""
         self.slots.give(slot)
 
@@ -121,7 +121,7 @@ class HostStore:
         self._copies.synchronize()
         self._arena.close()
 
-    def _pairs(self, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The parts of ``data`` and where in the arena each has its place."""
         at = 0
         for offset, size in slot.parts(0, slot.size):
@@ -228,7 +228,7 @@ class DiskStore:
         self.waste_bytes = self._bounce.waste_bytes
         self._writers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-write", copies)
         self._readers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-read", copies)
-        self._written: dict[Slot, tuple[int, int]] = {}  # the file that holds it, and the sum
+        self._written: dict[StoreSlot, tuple[int, int]] = {}  # the file that holds it, and the sum
         self._inherited: list[int] = []
         self._closed = False
         mind_forks(self)
@@ -240,17 +240,17 @@ class DiskStore:
             self._inherited.append(self._file)
         self._file, self._writers, self._readers = None, _AtOnce(), _AtOnce()
 
-    def write(self, data: Tensor) -> tuple[Slot, Pending]:
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Queue a write."""
         slot, ready = self.slots.take(data.numel()), self._copies.mark()
         return slot, _FilePending(self._writers, lambda: self._save(slot, data, ready))
 
-    def read(self, slot: Slot, target: Tensor) -> Pending:
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """Queue a read."""
         ready = self._copies.mark()  # earlier work may still use the target's block
         return _FilePending(self._readers, lambda: self._fill(slot, target, ready))
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: StoreSlot) -> None:
         """The caller has waited for the transfers of this place."""
         self._written.pop(slot, None)
         self.slots.give(slot)
@@ -267,7 +267,7 @@ class DiskStore:
             if file is not None:
                 os.close(file)
 
-    def _save(self, slot: Slot, data: Tensor, ready: Event) -> None:
+    def _save(self, slot: StoreSlot, data: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
         total, at, file = 0, 0, self._own_file()
         for piece in self._bounce.down(data, ready):
@@ -276,7 +276,7 @@ class DiskStore:
             at += piece.numel()
         self._written[slot] = file, total
 
-    def _fill(self, slot: Slot, target: Tensor, ready: Event) -> None:
+    def _fill(self, slot: StoreSlot, target: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
         total = at = 0
         file, expected = self._written.get(slot) or (self._own_file(), None)
@@ -296,7 +296,12 @@ class DiskStore:
         return self._file
 
     def _each(
-        self, slot: Slot, at: int, piece: Tensor, call: Callable[[memoryview, int], int], verb: str
+        self,
+        slot: StoreSlot,
+        at: int,
+        piece: Tensor,
+        call: Callable[[memoryview, int], int],
+        verb: str,
     ) -> None:
         view = memoryview(_array(piece))  # type: ignore[arg-type]
         done = 0
