@@ -679,9 +679,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    os.environ.setdefault(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-    )  # or a cap is lost to fragments
+    # Or a cap is lost to fragments.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if given.dry:
         setup = dry_setup()
     else:

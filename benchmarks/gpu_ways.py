@@ -184,9 +184,8 @@ class Trainer:
                 self._model = _sharded(
                     self._model, task, self._device, stack, fp32=spec.states == "fp32"
                 )
-        self._settle: Callable[[], None] = lambda: (
-            None
-        )  # wait for updates that run beside the next step
+        # Wait for updates that run beside the next step.
+        self._settle: Callable[[], None] = lambda: None
         self._moved: list[torch.optim.Optimizer] = []
         self._swapping: Swapping | None = None
         self._limit: int | None = None

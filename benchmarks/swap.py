@@ -94,9 +94,8 @@ class Way:
     kept: int = 0
     limit_bytes: int = 0
     budget_bytes: int | None = None  # what the activations may take in all
-    line_bytes: int | None = (
-        None  # at which freed memory goes back, beside what is static; None: at once
-    )
+    # At which freed memory goes back, beside what is static; None: at once.
+    line_bytes: int | None = None
 
 
 @dataclass
@@ -222,9 +221,8 @@ def _engine(
     engine = Engine.build(chain, _plan(chain, sizes, way), loss=GPT.loss, scratch=folder / "swap")
 
     static = 4 * sum(tensor.nbytes for tensor in engine.parameters.values())
-    bound = (
-        None if way.line_bytes is None else MemoryBound(static * 3 // 4 + way.line_bytes)
-    )  # the weights are there
+    # The weights are there.
+    bound = None if way.line_bytes is None else MemoryBound(static * 3 // 4 + way.line_bytes)
 
     def step() -> Result:
         with _synchronous(folder) if way.mode == "synchronous" else contextlib.nullcontext():
@@ -399,9 +397,8 @@ def _measure(sizes: Sizes, folder: Path) -> tuple[list[Row], int, int]:
     with contextlib.ExitStack() as stack:
         plain = _begin(stack, sizes, Way("plain"), folder)
         plain.start()
-        plain.step(
-            counts=False
-        )  # only now the optimizer's state is there while the activations are
+        # Only now the optimizer's state is there while the activations are.
+        plain.step(counts=False)
         activations = plain.row.peak_bytes - plain.static_bytes
         offloads = [_offload(sizes, fraction, activations) for fraction in FRACTIONS]
         ways = [way for way in offloads if isinstance(way, Way)]
@@ -427,13 +424,11 @@ def _offload(sizes: Sizes, fraction: float, activations: int) -> Way | Row:
     """What a planner would do with a budget of ``fraction`` of plain's activations, if all of them were layers'; a
     row that says why where a block of one micro-batch is too much for it."""
     budget = int(fraction * activations)
-    head = (
-        4 * sizes.rows * sizes.sequence * (2 * sizes.hidden + sizes.vocabulary)
-    )  # is first in the backward: stays
+    # Is first in the backward: stays.
+    head = 4 * sizes.rows * sizes.sequence * (2 * sizes.hidden + sizes.vocabulary)
     layer = (activations - head) / sizes.layers
-    running = (
-        layer / sizes.micro_batches
-    )  # a block's own variables hold what it has saved, written or not
+    # A block's own variables hold what it has saved, written or not.
+    running = layer / sizes.micro_batches
     left = budget - head - THREADS
     if left < 2 * running:
         needed = math.ceil(2 * layer / left) if left > 0 else 0

@@ -32,12 +32,8 @@ COMMANDS = {
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""
 
 
-_NO_ROOM = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EPIPE,
-}  # in the output, or in any other file or pipe
+# In the output, or in any other file or pipe.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s")
     for handler in logging.getLogger().handlers:
         handler.setFormatter(SafeFormatter("%(message)s"))
-    logging.getLogger("parallax").setLevel(
-        logging.INFO
-    )  # others' remarks (fonts, imports) are not the user's
+    # Others' remarks (fonts, imports) are not the user's.
+    logging.getLogger("parallax").setLevel(logging.INFO)
     try:
         code: int = parsed.call(parsed)
         if sys.stdout is not None:  # None: the caller has closed it
@@ -71,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             number = getattr(error, "number", signal.SIGINT)
             print(f"parallax: {stopped_by(number)}", file=sys.stderr)
             return exit_code(number)
-        if (
-            isinstance(error, OSError) and error.filename is not None
-        ):  # a file of the user's, not a mistake of ours
+        # A file of the user's, not a mistake of ours.
+        if isinstance(error, OSError) and error.filename is not None:
             print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
             return UserError.exit_code
         if (

@@ -176,9 +176,8 @@ def _parse(text: str) -> Override:
     key, groups = text.lstrip("+~").partition("=")[0], _options()
     root = re.split(r"[./@:\[]", key)[0]
     roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
-    if (
-        root not in roots
-    ):  # judged before the grammar: "modle" says more than "no viable alternative"
+    # Judged before the grammar: "modle" says more than "no viable alternative".
+    if root not in roots:
         hint = _homes(key) or nearest(root, roots)
         _unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
     usage = f"{root}=OPTION of {', '.join(groups[root])}" if key in groups else f"{key}=VALUE"

@@ -188,9 +188,8 @@ def predict(run: Run, efficiency: Efficiency) -> float:
     stages = [seconds + exchange for seconds in compute]
     pipelined = (run.micro_batches - 1) * max(stages) + sum(stages)
 
-    ends = (
-        blocks.table_bytes + blocks.other_bytes
-    )  # whether one stage holds the table once or two do
+    # Whether one stage holds the table once or two do.
+    ends = blocks.table_bytes + blocks.other_bytes
     largest = layers * blocks.layer_bytes + ends
     node = _node(efficiency.network)
     reduced = all_reduce_seconds(largest, range(run.data), node)

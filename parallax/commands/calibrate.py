@@ -20,7 +20,7 @@ from parallax.commands.options import (
 )
 from parallax.common.units import format_seconds
 from parallax.run.feedback import CALIBRATED, correct
-from parallax.run.launch import PreparedRun
+from parallax.run.prepare import PreparedRun
 from parallax.run.working import working
 
 EXAMPLES = """examples:

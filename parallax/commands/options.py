@@ -90,9 +90,8 @@ def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> None:
             check_named(file, {key: plan.schedule}, [f"{key}={typed}"])
             load_schedule(plan.schedule)
         return
-    if (
-        not typed
-    ):  # a name given by parallax.register_schedule says nothing of where the function is
+    # A name given by parallax.register_schedule says nothing of where the function is.
+    if not typed:
         raise ConfigError(
             f"{printable(str(file))} has the schedule {plan.schedule}, which nobody has registered here: add "
             f"{key}=package.module:function, its function"

@@ -12,7 +12,9 @@ from parallax.common.signals import heeding, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS
 from parallax.errors import ConfigError, printable
-from parallax.run import launch
+from parallax.run.launch import launch
+from parallax.run.prepare import PreparedRun, Trusts, prepare
+from parallax.run.rank import run_rank
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -40,18 +42,18 @@ def run(parsed: argparse.Namespace) -> int:
     """Train; the exit code."""
     trusts = _trusts(parsed)
     if under_torchrun():
-        return launch.work(parsed.overrides, parsed.run_dir, trusts)
+        return run_rank(parsed.overrides, parsed.run_dir, trusts)
     with ExitStack() as held:
         if parsed.run_dir is None:
             with heeding(interrupt):
-                run = launch.prepare(parsed.overrides, safe_console(), held)
+                run = prepare(parsed.overrides, safe_console(), held)
         else:
-            run = launch.PreparedRun.read(parsed.run_dir, trusts)
+            run = PreparedRun.read(parsed.run_dir, trusts)
             held.enter_context(locked(parsed.run_dir))
-        return launch.launch(run)
+        return launch(run)
 
 
-def _trusts(parsed: argparse.Namespace) -> launch.Trusts:
+def _trusts(parsed: argparse.Namespace) -> Trusts:
     """What is asked about a prepared directory: its settings stand, so nothing but class paths can be typed with it."""
     if parsed.run_dir is None:
         return trusting({})

@@ -63,9 +63,8 @@ def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
     """What ``make`` makes, open and by name, locked as long as it stays open: others see that its maker lives."""
     while True:
         handle, name = make()
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks, where nothing is swept either
+        # A file system without locks, where nothing is swept either.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         if Path(name).exists():  # nobody took it for left over before it was locked
             return handle, name

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SAME_SECONDS = (
-    0.5  # within which signals are one request: whoever passes them on sends a second one at once
-)
+# Within which signals are one request: whoever passes them on sends a second one at once.
+SAME_SECONDS = 0.5
 
 Handler = Callable[[int, FrameType | None], object]
 

@@ -133,9 +133,8 @@ class PinnedArena:
             ) from error
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         self.data, self._address = whole[:count], whole.data_ptr()
-        code = int(
-            torch.cuda.cudart().cudaHostRegister(self._address, self.allocated_bytes, 1)
-        )  # 1: for all contexts
+        # 1: for all contexts.
+        code = int(torch.cuda.cudart().cudaHostRegister(self._address, self.allocated_bytes, 1))
         if code:
             raise SwapError(
                 f"cannot pin {format_bytes(count)} of host memory: CUDA error {code}; {remedy}"

@@ -20,9 +20,8 @@ import psutil
 import torch
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
-LOOK_BYTES = (
-    2**20
-)  # of tensors between two looks at the process's memory, each of some microseconds
+# Of tensors between two looks at the process's memory, each of some microseconds.
+LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
 _SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory that are worth a trim
 

@@ -18,9 +18,8 @@ from parallax.plan.cluster import Cluster, Device, Link, Node
 
 AUTO = "auto"
 RANKS_PER_GPU = 8
-CPU_RESERVE = (
-    13 * 2**19
-)  # small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured
+# Small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured.
+CPU_RESERVE = 13 * 2**19
 THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
 EXACT_GAPS = 0.015  # whole pages for each tensor: up to 1 % measured
 COPYING_THREADS = 2  # as many as a rank has where nobody says (swap.threads)

@@ -212,10 +212,8 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
         with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
             return Probes(**json.loads(cache.read_text()) | {"directory": str(directory)})
     probes = _probe(directory)
-    with (
-        contextlib.suppress(OSError),
-        replacing(cache) as file,
-    ):  # a home that cannot be written costs a second
+    # A home that cannot be written costs a second.
+    with contextlib.suppress(OSError), replacing(cache) as file:
         file.write(json.dumps(asdict(probes), indent=1).encode())
     return probes
 

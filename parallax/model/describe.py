@@ -374,9 +374,8 @@ def _build_on_host(chain: Chain) -> list[nn.Module]:
     for block in chain.blocks:
         found = copy.deepcopy(block.module, memo)
         inside = {id(module) for module in found.modules()}
-        blocks.append(
-            copy.deepcopy(found) if inside & used else found
-        )  # a module that runs in several blocks
+        # A module that runs in several blocks.
+        blocks.append(copy.deepcopy(found) if inside & used else found)
         used |= inside
     return blocks
 

@@ -14,9 +14,8 @@ from torch.nn import Parameter
 
 from parallax.model.private import is_wrapped
 
-_CHAIN_LENGTH = (
-    4  # cast, transpose, view, expand: the longest way from a parameter to its copy seen so far
-)
+# Cast, transpose, view, expand: the longest way from a parameter to its copy seen so far.
+_CHAIN_LENGTH = 4
 _SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
 NOT_PLAIN = "not plain strided memory"
 # Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
@@ -24,12 +23,8 @@ NOT_PLAIN = "not plain strided memory"
 PART = "part of a memory that it is no view of"
 _LEAF = "view or cast of a parameter"
 SMALL = "smaller than swap.minimum_bytes"
-_LOOKUPS = (
-    "Embedding",
-    "Index",
-    "Gather",
-    "Take",
-)  # read a parameter at places that the data chose
+# Read a parameter at places that the data chose.
+_LOOKUPS = "Embedding", "Index", "Gather", "Take"
 
 
 def address(storage: UntypedStorage) -> int:
@@ -55,10 +50,8 @@ class Selector:
         held = list(held)
         self._streams = streams
         self._largest = max((tensor.numel() for tensor in held), default=0)
-        self._held = {
-            0,
-            *(address(tensor.untyped_storage()) for tensor in held),
-        }  # 0: no bytes at all
+        # 0: no bytes at all.
+        self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}
         self._plain = plain
         self._minimum = max(1, minimum_bytes)
 

@@ -358,8 +358,7 @@ def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
 
 def _add(parameter: nn.Parameter, value: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter).copy_(
-            value.view_as(parameter)
-        )  # lies as the parameter does
+        # Lies as the parameter does.
+        parameter.grad = torch.empty_like(parameter).copy_(value.view_as(parameter))
     else:
         parameter.grad.add_(value.view_as(parameter))

@@ -24,13 +24,11 @@ VERSION = 3
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_OWN_SCHEDULE = re.compile(
-    r"[\w.:-]{1,200}"
-)  # whoever runs or simulates it must know it; a file can be read without
+# Whoever runs or simulates it must know it; a file can be read without.
+_OWN_SCHEDULE = re.compile(r"[\w.:-]{1,200}")
 
-STATE_BUCKET_BYTES = (
-    2 * 2**20
-)  # of parameters that are stepped at one time where their states are below the device
+# Of parameters that are stepped at one time where their states are below the device.
+STATE_BUCKET_BYTES = 2 * 2**20
 
 
 class Directive(StrEnum):

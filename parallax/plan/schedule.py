@@ -32,9 +32,8 @@ class Kind(StrEnum):
     ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
     elsewhere ``backward`` is all of it."""
 
-    __hash__ = (
-        str.__hash__
-    )  # an enumeration's own is written in Python, and actions are looked up by kind all the time
+    # An enumeration's own is written in Python, and actions are looked up by kind all the time.
+    __hash__ = str.__hash__
 
     RECEIVE_ACTIVATION = "receive_activation"
     RECEIVE_GRADIENT = "receive_gradient"
@@ -49,11 +48,8 @@ class Kind(StrEnum):
     UPDATE = "update"
 
 
-COMPUTE = (
-    Kind.FORWARD,
-    Kind.BACKWARD,
-    Kind.BACKWARD_WEIGHT,
-)  # in an order, a kind is its index here
+# In an order, a kind is its index here.
+COMPUTE = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 
@@ -148,9 +144,8 @@ def interleaved(positions: int, position: int, micro_batches: int, interleave: i
     groups = np.array_split(np.arange(micro_batches), max(1, micro_batches // positions))
     micros = np.concatenate([np.tile(group, interleave) for group in groups])
     chunks = np.concatenate([np.repeat(np.arange(interleave), len(group)) for group in groups])
-    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(
-        groups[0]
-    )  # the first group is never smaller
+    # The first group is never smaller.
+    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(groups[0])
     last = interleave - 1
     return _weave(
         warm_up,
@@ -232,9 +227,8 @@ Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, mi
 
 
 _MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
-_SMALL = list(
-    itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1))
-)  # pipelines looked at
+# Pipelines looked at.
+_SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1)))
 
 
 def register_schedule(name: str, listing: Listing) -> None:

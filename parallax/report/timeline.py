@@ -20,16 +20,10 @@ COLOURS = {
     "offload": "#f7d08a",
     "fetch": "#e8a33d",
 }
-LAYERS = {
-    "forward": 4,
-    "backward": 4,
-    "backward_weight": 4,
-    "update": 4,
-    "wait": 5,
-}  # above what overlaps them: transfers, at 3
-DIGIT_SHARE = (
-    0.007  # width of a digit as a share of the axis: boxes too narrow for their number have none
-)
+# Above what overlaps them: transfers, at 3.
+LAYERS = {"forward": 4, "backward": 4, "backward_weight": 4, "update": 4, "wait": 5}
+# Width of a digit as a share of the axis: boxes too narrow for their number have none.
+DIGIT_SHARE = 0.007
 
 
 def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> None:

@@ -13,13 +13,8 @@ from typing import Any
 from parallax.common.events import Span
 
 TRACKS = ("compute", "send", "swap")
-_TRACK_OF = {
-    "send": 1,
-    "receive": 1,
-    "reduce": 1,
-    "offload": 2,
-    "fetch": 2,
-}  # everything else computes
+# Everything else computes.
+_TRACK_OF = {"send": 1, "receive": 1, "reduce": 1, "offload": 2, "fetch": 2}
 _MICROSECONDS = 1e6
 
 

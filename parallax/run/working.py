@@ -115,9 +115,8 @@ class _Onlooker:
         self._woken.close()
         self._wake.close()
         try:
-            for number in sorted(
-                self._handlers, key=lambda each: each == signal.SIGINT
-            ):  # the last that is held
+            # The last that is held.
+            for number in sorted(self._handlers, key=lambda each: each == signal.SIGINT):
                 signal.signal(number, self._handlers[number])
         finally:
             self.holding = False

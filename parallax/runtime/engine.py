@@ -394,9 +394,8 @@ class Engine:
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         scale = self._scale.factor
         mine = gradient_norm(self._stage.norm_terms(owned.values())) / scale
-        loss, total = self._sum(
-            loss_share, mine * mine
-        )  # ** would raise where the square is too large
+        # ** would raise where the square is too large.
+        loss, total = self._sum(loss_share, mine * mine)
         norm = total**0.5
         parts = ((name, tensor, self._stage.gradient(tensor)) for name, tensor in owned.items())
         why = partial(nonfinite.find, self.mesh, batch, loss_share, parts)

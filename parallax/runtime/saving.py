@@ -111,9 +111,8 @@ class Saving:
                     )
 
         part = f"stage-{self._mesh.stage:02d}" + (f"-replica-{replica:02d}" if replica else "")
-        small = (
-            self._plan.stages[self._mesh.stage].optimizer_offload > 0
-        )  # what lies below must come up to be written
+        # What lies below must come up to be written.
+        small = self._plan.stages[self._mesh.stage].optimizer_offload > 0
         return checkpoint.write_parts(
             folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1)
         )

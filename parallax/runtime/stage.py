@@ -303,9 +303,8 @@ class Stage(nn.Module):
             draws = Draws(self._generator, self._seed, where.step, where.first, where.rows, index)
             with RowDropout(draws) as dropout:
                 outputs = as_tuple(block(*inputs))
-            self._draws[place] = (
-                self._draws.get(place, False) or dropout.drew
-            )  # by calls, where no module says so
+            # By calls, where no module says so.
+            self._draws[place] = self._draws.get(place, False) or dropout.drew
             return outputs
 
 

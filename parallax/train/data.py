@@ -60,9 +60,8 @@ class TextDataConfig:
 
     def __post_init__(self) -> None:
         for key in ("path", "pattern"):
-            if not getattr(
-                self, key
-            ):  # of a variable that is not set, most likely; as a path it would be this folder
+            # Of a variable that is not set, most likely; as a path it would be this folder.
+            if not getattr(self, key):
                 raise ConfigError(
                     f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out"
                 )
@@ -194,9 +193,8 @@ class TextSource:
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how often each byte occurs: a loss worth beating."""
         counts = np.zeros(256, dtype=np.int64)
-        for start in range(
-            0, len(self), ROWS_PER_COUNT
-        ):  # bincount widens to 8 bytes each: never all at once
+        # Bincount widens to 8 bytes each: never all at once.
+        for start in range(0, len(self), ROWS_PER_COUNT):
             counts += np.bincount(
                 self._training[start : start + ROWS_PER_COUNT].ravel(), minlength=256
             )

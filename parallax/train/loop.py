@@ -156,9 +156,8 @@ class _Run:
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
         self._refused: list[CheckpointError] = []
-        self._recent: deque[tuple[float, list[Span]]] = deque(
-            maxlen=RECENT
-        )  # seconds and spans of steps
+        # Seconds and spans of steps.
+        self._recent: deque[tuple[float, list[Span]]] = deque(maxlen=RECENT)
         self._seconds: list[float] = []
         self._losses: list[float] = []
         self._validation: float | None = None
@@ -210,9 +209,8 @@ class _Run:
     def _end(self) -> dict[str, Any]:
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._rank)):
-                self._write_occupancy(
-                    self._last
-                )  # before the ranks meet: where there is a summary, there is this
+                # Before the ranks meet: where there is a summary, there is this.
+                self._write_occupancy(self._last)
         summary = self._summary()
         if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
             self._write(summary)
@@ -466,9 +464,8 @@ class _Run:
             (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
             with EventLog(self._directory / MEASURED_EVENTS) as events:
                 events.extend(self._measured)
-        if not self._signal and (
-            predicted := self._predicted_spans()
-        ):  # a picture takes longer than saving did
+        # A picture takes longer than saving did.
+        if not self._signal and (predicted := self._predicted_spans()):
             with trying(self._directory / "timeline.png"):
                 timeline_png(predicted, self._measured, self._directory / "timeline.png")
 

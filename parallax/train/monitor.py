@@ -166,10 +166,8 @@ class MetricsLog:
         plain = {key: value if _is_json(value) else None for key, value in record.items()}
         with self._unwritten.trying(self.path):
             self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
-        curves, self._curves = (
-            self._curves,
-            NoCurves(),
-        )  # a writer that has failed once is of no use any more
+        # A writer that has failed once is of no use any more.
+        curves, self._curves = self._curves, NoCurves()
         with self._unwritten.trying(self._folder):
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
@@ -289,9 +287,8 @@ class _LiveLine:
     """One line that is rewritten in place; notes scroll above it."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(
-            console=console, auto_refresh=False
-        )  # no thread; a line appears when there is news
+        # No thread; a line appears when there is news.
+        self._live = Live(console=console, auto_refresh=False)
 
     def start(self) -> None:
         self._live.start()

@@ -152,6 +152,7 @@ def test_configs_are_found_in_a_checkout_and_in_a_wheel(
 # ---- Overrides that are accepted -----------------------------------------------------------------
 
 
+# Fmt: skip.
 @pytest.mark.parametrize(
     ("overrides", "path", "expected"),
     [
@@ -185,10 +186,14 @@ def test_configs_are_found_in_a_checkout_and_in_a_wheel(
         ([*CUSTOM, "model.kwargs.name=z"], "model.kwargs", {"name": "z"}),
         ([*CUSTOM, "model.blocks=[a,b.*]"], "model.blocks", ["a", "b.*"]),
         (["data=custom", "data.target=a:b", "+data.kwargs.x=1"], "data.kwargs", {"x": 1}),
-        (["data=custom", "data.target=a:b", "data.kwargs.x=1", "~data.kwargs.x"], "data.kwargs", {}),
+        (
+            ["data=custom", "data.target=a:b", "data.kwargs.x=1", "~data.kwargs.x"],
+            "data.kwargs",
+            {},
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_accepted(
     overrides: list[str], path: str, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +210,7 @@ def test_accepted(
 
 ROOTS = "groups and keys are name, seed, model, data, cluster"
 GPT = "unknown key; model=gpt accepts dropout, heads, hidden, layers, name"
+# Fmt: skip.
 REFUSED: list[tuple[str, str, str, str]] = [
     # override, how the message begins (key and value), what it says is accepted, nearest name
     ("model.layrs=3", "model.layrs=3: ", GPT, "layers"),
@@ -223,18 +229,48 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("+trainer.x=1", "trainer.x=1: ", "trainer accepts checkpoint_every, eval_batches", ""),
     ("model.kwargs.x=1", "model.kwargs={x: 1}: ", GPT, ""),
     ("experiment.x=1", "experiment={x: 1}: ", ROOTS, ""),
-    ("model=gptt", "model=gptt: ", "unknown option; accepted are custom, gpt, huggingface, mlp, transformer", "gpt"),
-    ("cluster=dgx", "cluster=dgx: ", "unknown option; accepted are cpu, dgx_a100, dgx_h100, l4_pcie", ""),
-    ("cluster.name=locale", "cluster.name=locale: ", "the option sets it; accepted is cluster=OPTION", "local"),
-    ("cluster.nodes=2", "cluster.nodes=2: ", "unknown key; cluster=local accepts device_memory, devices", ""),
-    ("+model=gptt", "model=gptt: ", "unknown option; accepted are custom, gpt, huggingface, mlp", "gpt"),
+    (
+        "model=gptt",
+        "model=gptt: ",
+        "unknown option; accepted are custom, gpt, huggingface, mlp, transformer",
+        "gpt",
+    ),
+    (
+        "cluster=dgx",
+        "cluster=dgx: ",
+        "unknown option; accepted are cpu, dgx_a100, dgx_h100, l4_pcie",
+        "",
+    ),
+    (
+        "cluster.name=locale",
+        "cluster.name=locale: ",
+        "the option sets it; accepted is cluster=OPTION",
+        "local",
+    ),
+    (
+        "cluster.nodes=2",
+        "cluster.nodes=2: ",
+        "unknown key; cluster=local accepts device_memory, devices",
+        "",
+    ),
+    (
+        "+model=gptt",
+        "model=gptt: ",
+        "unknown option; accepted are custom, gpt, huggingface, mlp",
+        "gpt",
+    ),
     ("model=null", "model=null: ", "accepted are custom, gpt, huggingface, mlp", ""),
     ("model=[gpt]", "model=[gpt]: ", "accepted are custom, gpt, huggingface, mlp", "gpt"),
     ("trainer={steps:3}", "trainer={steps:3}: ", "accepted are default", ""),
     ("experiment=tny", "experiment=tny: ", "unknown option; accepted are mlp, tiny", "tiny"),
     ("model/gpt=3", "model/gpt=3: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     ("model@x=gpt", "model@x=gpt: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
-    ("model.name=mpl", "model.name=mpl: ", "accepted is model=OPTION of custom, gpt, huggingface, mlp", "mlp"),
+    (
+        "model.name=mpl",
+        "model.name=mpl: ",
+        "accepted is model=OPTION of custom, gpt, huggingface, mlp",
+        "mlp",
+    ),
     ("trainer.steps=abc", "trainer.steps=abc: ", "accepted is a whole number", ""),
     ("trainer.steps=3.5", "trainer.steps=3.5: ", "accepted is a whole number", ""),
     ("trainer.steps=true", "trainer.steps=true: ", "accepted is a whole number", ""),
@@ -248,15 +284,30 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("optimizer.lr=inf", "optimizer.lr=.inf: ", "accepted is a finite number", ""),
     ("optimizer.lr=nan", "optimizer.lr=.nan: ", "accepted is a finite number", ""),
     ("optimizer.lr=-1", "optimizer.lr=-1.0: ", "accepted are numbers above 0", ""),
-    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: ", "accepted is a list of 2 such as [0.9, 0.95]", ""),
+    (
+        "optimizer.betas=[0.9]",
+        "optimizer.betas=[0.9]: ",
+        "accepted is a list of 2 such as [0.9, 0.95]",
+        "",
+    ),
     ("optimizer.betas.5=1", "optimizer.betas.5=1: ", "accepted are whole lists such as [1,2]", ""),
     ("optimizer.betas.x=1", "optimizer.betas.x=1: ", "cannot be merged", ""),
     ("logger.events=maybe", "logger.events=maybe: ", "accepted is true or false", ""),
     ("data.path=null", "data.path=null: ", "accepted is text", ""),
     ("cluster.devices=true", "cluster.devices=true: ", "a whole number or text such as auto", ""),
     ("cluster.devices=aut", "cluster.devices=aut: ", "accepted are auto or a whole number", ""),
-    ("cluster.device_memory=8GX", "cluster.device_memory=8GX: ", "accepted are bytes such as 8GiB", ""),
-    ("plan.replicas=[1,a]", "plan.replicas=[1, a]: ", "a whole number or a list, each a whole number", ""),
+    (
+        "cluster.device_memory=8GX",
+        "cluster.device_memory=8GX: ",
+        "accepted are bytes such as 8GiB",
+        "",
+    ),
+    (
+        "plan.replicas=[1,a]",
+        "plan.replicas=[1, a]: ",
+        "a whole number or a list, each a whole number",
+        "",
+    ),
     ("plan.stages=0", "plan.stages=0: ", "accepted are numbers above 0", ""),
     ("model.heads=7", "model.heads=7: ", "must divide model.hidden=320", ""),
     ("swap.tier=hots", "swap.tier=hots: ", "accepted are auto, host, disk, none", "host"),
@@ -269,31 +320,81 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("=3", "=3: ", ROOTS, ""),
     ("trainer..steps=3", "trainer..steps=3: ", "cannot be read; accepted is ", ""),
     ("trainer[steps]=3", "trainer[steps]=3: ", "cannot be read; accepted is ", ""),
-    ("data.path=a(b", "data.path=a(b: ", "accepted is data.path=VALUE, text with signs in quotes", ""),
+    (
+        "data.path=a(b",
+        "data.path=a(b: ",
+        "accepted is data.path=VALUE, text with signs in quotes",
+        "",
+    ),
     ("plan.replicas=[1", "plan.replicas=[1: ", "cannot be read; accepted is ", ""),
     ("trainer.steps=int(abc)", "trainer.steps=int(abc): ", "cannot be read; accepted is ", ""),
     ("trainer.steps=" + "9" * 5000, "trainer.steps=99", "cannot be read; accepted is ", ""),
     ("trainer.steps=" + "[" * 3000, "trainer.steps=[[", "cannot be read; accepted is ", ""),
-    ("trainer.steps=1,2", "trainer.steps=1,2: ", "one run takes one value; accepted is trainer.steps=", ""),
+    (
+        "trainer.steps=1,2",
+        "trainer.steps=1,2: ",
+        "one run takes one value; accepted is trainer.steps=",
+        "",
+    ),
     ("plan.replicas=1,2", "plan.replicas=1,2: ", "a list is quoted: 'plan.replicas=[1,2]'", ""),
-    ("model=gpt,mlp", "model=gpt,mlp: ", "one run takes one value; accepted is model=OPTION of custom", ""),
+    (
+        "model=gpt,mlp",
+        "model=gpt,mlp: ",
+        "one run takes one value; accepted is model=OPTION of custom",
+        "",
+    ),
     ("trainer.steps=range(1,3)", "trainer.steps=range(1,3): ", "one run takes one value", ""),
     ("~model", "~model: ", "cannot be removed; accepted is model=OPTION", ""),
-    ("~trainer.steps", "~trainer.steps: ", "every key is needed; accepted is a value: trainer.steps=60", ""),
-    ("~trainer.steps=60", "~trainer.steps=60: ", "cannot be removed; accepted is trainer.steps=VALUE", ""),
+    (
+        "~trainer.steps",
+        "~trainer.steps: ",
+        "every key is needed; accepted is a value: trainer.steps=60",
+        "",
+    ),
+    (
+        "~trainer.steps=60",
+        "~trainer.steps=60: ",
+        "cannot be removed; accepted is trainer.steps=VALUE",
+        "",
+    ),
     ("~seed", "~seed: ", "every key is needed; accepted is a value: seed=1", ""),
     ("~model.layers.x", "~model.layers.x: ", "unknown key; model.layers holds no keys", ""),
-    ("trainer.steps=${model.layrs}", "trainer.steps=${model.layrs}: ", "are existing keys", "model.layers"),
-    ("trainer.steps=${oc.env:NO_SUCH}", "trainer.steps=${oc.env:NO_SUCH}: ", "'NO_SUCH' not found", ""),
+    (
+        "trainer.steps=${model.layrs}",
+        "trainer.steps=${model.layrs}: ",
+        "are existing keys",
+        "model.layers",
+    ),
+    (
+        "trainer.steps=${oc.env:NO_SUCH}",
+        "trainer.steps=${oc.env:NO_SUCH}: ",
+        "'NO_SUCH' not found",
+        "",
+    ),
     ("trainer.steps=${trainer.steps}", "trainer.steps=${trainer.steps}: ", "Recursive", ""),
-    ("trainer.steps=${nope:3}", "trainer.steps=${nope:3}: ", "Unsupported interpolation type nope", ""),
-    ('data.path="${"', 'data.path="${": ', "accepted are whole lists such as [1,2], and ${group.key}", ""),
+    (
+        "trainer.steps=${nope:3}",
+        "trainer.steps=${nope:3}: ",
+        "Unsupported interpolation type nope",
+        "",
+    ),
+    (
+        'data.path="${"',
+        'data.path="${": ',
+        "accepted are whole lists such as [1,2], and ${group.key}",
+        "",
+    ),
     ('trainer.steps="\x1b[31m\n"', r'trainer.steps="\e[31m\n": ', "accepted is a whole number", ""),
-    ('swap.tier="\x1b[31m\n"', r"swap.tier=\x1b[31m\n: ", "accepted are auto, host, disk, none", ""),
+    (
+        'swap.tier="\x1b[31m\n"',
+        r"swap.tier=\x1b[31m\n: ",
+        "accepted are auto, host, disk, none",
+        "",
+    ),
     ('name="a\nb"', r"name=a\nb: ", "accepted is a folder name", ""),
     ("model\x1b.layers=3", r"model\x1b.layers=3: ", ROOTS, "model"),
     ("model.\udc80=3", r"model.\udc80=3: ", "cannot be read; accepted is ", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ TIMEOUT_SECONDS = 120
 def _worker(connection: Connection) -> None:
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "1"
-    )  # processes of its own cost more than they compile
+    # Processes of its own cost more than they compile.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     gc.freeze()  # what libraries have made need not be looked through by each collection
     while True:
         job = connection.recv()

@@ -285,9 +285,8 @@ def gradients_of_chosen(replicas: int) -> dict[str, Tensor]:
     chain = describe(chosen, seed=1)
     plan = make_plan(chain, replicas=(replicas,), global_batch=8, microbatch=4)
     x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0))
-    x[:, 0] = torch.tensor(
-        [1.0, 1.0, -1.0, -1.0] * 2
-    )  # each replica uses one expert, and each another
+    # Each replica uses one expert, and each another.
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2)
     engine = Engine.build(chain, plan, loss=F.mse_loss, replicas=ReplicasConfig(batchnorm="sync"))
     engine.gradients(TensorRows(x, x[:, :4]))
     found = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}

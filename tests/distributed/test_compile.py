@@ -71,9 +71,8 @@ def test_compiled_blocks_train_alike(
     found = pool.run(trained, plain.world, replace(plain, compile=True))
     for (outcome, programs), wanted in zip(found, expected):
         compare([replace(outcome, weights=wanted.weights)], wanted, 1e-5)
-        compare(
-            [outcome], wanted, 1e-2
-        )  # Adam makes steps of a bias of the keys out of its gradient's rounding errors
+        # Adam makes steps of a bias of the keys out of its gradient's rounding errors.
+        compare([outcome], wanted, 1e-2)
         assert programs > 0
 
 

@@ -29,13 +29,8 @@ from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
-SIZES = (
-    8,
-    3,
-    7,
-    1,
-    2,
-)  # rows per step: whole, uneven, fewer than micro-batches, fewer than replicas
+# Rows per step: whole, uneven, fewer than micro-batches, fewer than replicas.
+SIZES = 8, 3, 7, 1, 2
 STEPS = len(SIZES)
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 IGNORED, POISON = -100, 63
@@ -411,9 +406,8 @@ def test_parameters_may_be_frozen_between_steps(pool: Pool, below: float) -> Non
 
 
 def test_no_target_counts(pool: Pool) -> None:
-    case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(1,)).under(
-        (1, 1)
-    )  # row 0 is ignored as a whole
+    # Row 0 is ignored as a whole.
+    case = Case(gpt(), loss=Counted(), ignoring=True, sizes=(1,)).under((1, 1))
     for outcome in pool.run(training, 2, case):
         assert outcome.losses == outcome.norms == [0.0]
 

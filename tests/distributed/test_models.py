@@ -183,9 +183,8 @@ ALL = [*cases(), *(pytest.param(case, marks=pytest.mark.thorough) for case in ev
 def test_gradients_equal_the_plain_models(pool: Pool, case: Case) -> None:
     loss, expected = plain(case)
     whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
-    exact = (
-        1e-10 if case.model in OWN else 2e-6
-    )  # parts of transformers are in fp32 whatever the rest is
+    # Parts of transformers are in fp32 whatever the rest is.
+    exact = 1e-10 if case.model in OWN else 2e-6
     seen = set()
     for found, gradients in pool.run(piped, sum(case.replicas), case):
         assert abs(found - loss) <= (exact if case.compute == "fp64" else 1e-2) * abs(loss)

@@ -338,9 +338,8 @@ def piped(case: Case) -> Found:
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",
         )
-        engine.gradients(
-            make_batch(case.rows % 3 + 1, torch.float64)
-        )  # so that the next runs on re-used state
+        # So that the next runs on re-used state.
+        engine.gradients(make_batch(case.rows % 3 + 1, torch.float64))
         total = engine.gradients(make_batch(case.rows, torch.float64))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
         engine.close()

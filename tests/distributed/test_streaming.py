@@ -24,9 +24,8 @@ BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str, Tensor], int, int]:
     """Loss and gradients, the most that streamed parameters held on the device, and what they may hold."""
     engine = case.engine(folder)
-    engine.gradients(
-        make_batch(batch, 0)
-    )  # a first round, so that the one compared runs on re-used state
+    # A first round, so that the one compared runs on re-used state.
+    engine.gradients(make_batch(batch, 0))
     loss = engine.gradients(make_batch(batch, 0))
     gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
     streamed = engine._stage.streamed

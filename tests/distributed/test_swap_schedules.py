@@ -41,9 +41,8 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
                 swap=SwapConfig(minimum_bytes=1, verify=verify),
                 scratch=Path(folder) / "swap",
             )
-            engine.gradients(
-                make_batch(ROWS)
-            )  # a first round, so that the one compared runs on re-used state
+            # A first round, so that the one compared runs on re-used state.
+            engine.gradients(make_batch(ROWS))
             loss = engine.gradients(make_batch(ROWS))
             moved = engine._manager.take_statistics().bytes_out if engine._manager else 0
             found.append(

@@ -73,9 +73,8 @@ def job(
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",
         )
-        engine.gradients(
-            make_batch(rows)
-        )  # a first round, so that the one compared runs on re-used state
+        # A first round, so that the one compared runs on re-used state.
+        engine.gradients(make_batch(rows))
         before = engine.all_reduces
         loss = engine.gradients(make_batch(rows))
         reduced = engine.all_reduces - before

@@ -21,14 +21,8 @@ from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
 MICRO = 2
-SIZES = (
-    5,
-    1,
-    8,
-    3,
-    1,
-    7,
-)  # fewer micro-batches than stages, fewer rows than replicas, last ones of any size
+# Fewer micro-batches than stages, fewer rows than replicas, last ones of any size.
+SIZES = 5, 1, 8, 3, 1, 7
 LONGEST, VOCABULARY = 12, 32
 REPLICAS = [(1, 1, 1), (1, 2), (2, 2, 2)]
 MODEL = GPTConfig(layers=4, hidden=16, heads=2, sequence=LONGEST, vocabulary=VOCABULARY)

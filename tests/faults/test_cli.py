@@ -694,9 +694,10 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
 # ---- what a run records on request
 
 
+# Memory records what profiler does, and more.
 @pytest.mark.parametrize(
     "record", ["trace", pytest.param("profiler", marks=pytest.mark.thorough), "memory"]
-)  # memory records what profiler does, and more
+)
 def test_every_rank_records_the_steps_asked_for(
     called: Callable[..., tuple[int, str, str]], record: str
 ) -> None:

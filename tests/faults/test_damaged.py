@@ -102,9 +102,8 @@ def test_every_reader_says_so_in_one_line(
     command: list[str],
 ) -> None:
     monkeypatch.setattr("parallax.commands.simulate.timeline_png", lambda *_: None)
-    monkeypatch.setattr(
-        "parallax.run.launch.plan_run", None
-    )  # never reached with a configuration that is damaged
+    # Never reached with a configuration that is damaged.
+    monkeypatch.setattr("parallax.run.prepare.plan_run", None)
     good = (run / name).read_bytes()
     refused = 0
     for how, damaged in damages(good):

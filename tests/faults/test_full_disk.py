@@ -58,9 +58,8 @@ def test_a_run_goes_on_without_its_logs(here: Path) -> None:
     assert all(line.endswith("; the run went on without it") for line in err.splitlines())
     assert " times); the run went on without it" in err
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl")]
-    assert steps[:-1] == list(
-        range(1, len(steps))
-    )  # what is there is whole; the last, of the end, is shorter
+    # What is there is whole; the last, of the end, is shorter.
+    assert steps[:-1] == list(range(1, len(steps)))
     assert 0 < len(steps) < 450
     assert {span.rank for span in read_events(run / "events-rank1.jsonl")} == {1}
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000450"]

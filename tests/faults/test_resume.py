@@ -19,9 +19,9 @@ from parallax.commands.options import read_plan
 from parallax.common.lock import LOCK, locked
 from parallax.errors import ConfigError
 from parallax.plan.simulation.predict import Pipeline, predict
-from parallax.run import launch
 from parallax.run.job import open_source
 from parallax.run.planning import Planned
+from parallax.run.prepare import write_run
 from parallax.run.resume import settings
 from tests.faults.test_cli import (
     DGX,
@@ -285,11 +285,11 @@ def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:  # noqa: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, allowed[1]))
     try:
         with pytest.raises(ConfigError, match="cannot write the run directory runs/run: "):
-            launch._write(run, config.compose(TINY), planned)
+            write_run(run, config.compose(TINY), planned)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-    launch._write(run, config.compose(TINY), planned)
+    write_run(run, config.compose(TINY), planned)
     names = {path.name for path in run.iterdir()}
     assert names >= {
         "config.yaml",

@@ -136,9 +136,8 @@ def brute_force(request: Request, *, always: bool = False) -> float:
             for cuts in itertools.combinations(range(1, blocks), parts - 1):
                 bounds = [0, *cuts, blocks]
                 for replicas in compositions(devices, parts):
-                    idle = (
-                        max(replicas) > micro
-                    )  # one of them at most, where the devices do not divide
+                    # One of them at most, where the devices do not divide.
+                    idle = max(replicas) > micro
                     even = devices // parts <= micro < max(replicas) <= -(-devices // parts)
                     if idle and not even and micro < max(request.microbatches):
                         continue

@@ -148,9 +148,8 @@ def test_the_heavy_block_is_one_block_and_its_passes_make_another_model(heavy_la
     blocks = chain(2).blocks
     assert len(blocks) == 4
     assert isinstance(blocks[-1 if heavy_last else 0].module, Heavy)
-    assert (
-        chain(2).fingerprint() != chain(3).fingerprint()
-    )  # or one's profile would be read for the other
+    # Or one's profile would be read for the other.
+    assert chain(2).fingerprint() != chain(3).fingerprint()
 
 
 def test_a_failed_step_ends_only_its_own_turns() -> None:

@@ -189,9 +189,8 @@ def observe(efficiency: Efficiency, works: list[ModelWork]) -> list[Observation]
     ]
 
 
-@settings(
-    max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate]
-)  # shrinking would take minutes
+# Shrinking would take minutes.
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.builds(
         Efficiency,

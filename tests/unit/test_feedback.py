@@ -11,7 +11,7 @@ from parallax.model.describe import describe
 from parallax.model.gpt import GPTConfig
 from parallax.run import feedback
 from parallax.run.feedback import RECENT_STEPS, measured_spans, typical_step
-from parallax.run.launch import _set_aside
+from parallax.run.prepare import _set_aside
 from parallax.train.loop import MEASURED_EVENTS, WARM_UP
 from tests.plans import make_plan
 

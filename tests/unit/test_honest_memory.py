@@ -65,14 +65,10 @@ def everything(where: str, scratch: Path) -> Steps:
 
 
 LAYERS = 24
-FOLD = {
-    "activations": 0.3,
-    "everything": 4,
-}  # times all that the process may have, torch itself included
-STATES = {
-    "activations": 0,
-    "everything": 4 * 4 * LAYERS * 12 * 512**2,
-}  # weights, gradients, two moments; fp32
+# Times all that the process may have, torch itself included.
+FOLD = {"activations": 0.3, "everything": 4}
+# Weights, gradients, two moments; fp32.
+STATES = {"activations": 0, "everything": 4 * 4 * LAYERS * 12 * 512**2}
 ALLOWED = {"activations": 160 * MIB, "everything": 108 * MIB}
 """Beyond what torch itself takes: below, the first was seen to need 92 MiB, the second 95 MiB."""
 
@@ -80,13 +76,11 @@ ALLOWED = {"activations": 160 * MIB, "everything": 108 * MIB}
 def limited(name: str, scratch: str) -> None:
     """In a process of its own: on the device until the kernel says no; live on, and go below under the same limit."""
     return_freed_memory()
-    threading.stack_size(
-        MIB
-    )  # 8 MiB each otherwise, which count, although next to nothing of them is used
+    # 8 MiB each otherwise, which count, although next to nothing of them is used.
+    threading.stack_size(MIB)
     train: Train = globals()[name]
-    steps(
-        GPTConfig(layers=1, hidden=64, heads=4, sequence=128, vocabulary=256), 64, Path(scratch)
-    )  # loads libraries
+    # Loads libraries.
+    steps(GPTConfig(layers=1, hidden=64, heads=4, sequence=128, vocabulary=256), 64, Path(scratch))
     status = Path("/proc/self/status").read_text().split()
     limit = int(status[status.index("VmData:") + 1]) * 1024 + ALLOWED[name]
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -100,9 +94,10 @@ def limited(name: str, scratch: str) -> None:
     print(json.dumps({"failure": failure, "losses": losses, "limit": limit, "needed": needed}))
 
 
+# Which has activations below as well.
 @pytest.mark.parametrize(
     "name", [pytest.param("activations", marks=pytest.mark.thorough), "everything"]
-)  # which has activations below as well
+)
 def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
     program = (
         f"from tests.unit.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"

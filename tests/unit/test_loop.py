@@ -96,9 +96,8 @@ def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(
 ) -> None:
     summary = looping(tmp_path, 1e-9, OnDrift.STOP)
     assert summary["ended"] == "drift"
-    assert (
-        summary["steps"] == WARM_UP + JUDGED
-    )  # the first checkpoint at which enough steps are known
+    # The first checkpoint at which enough steps are known.
+    assert summary["steps"] == WARM_UP + JUDGED
     assert "times the 0.000 s that were predicted" in summary["drift"]
     assert json.loads((tmp_path / "summary.json").read_text())["ended"] == "drift"
     assert "another plan continues from here" in capsys.readouterr().out

@@ -208,9 +208,8 @@ def test_probes_refuse_nonsense(probes: Probes) -> None:
 def test_speeds_follow_cores_and_shared_memory() -> None:
     assert shared_speeds([1.0, 1.0, 1.0], 2.0) == pytest.approx((1.0, 1.0, 2 / 3))
     assert shared_speeds([1.0, 1.25, 1.25, 1.6], 4.0) == pytest.approx((1.0, 0.8, 0.8, 0.625))
-    assert shared_speeds([1.0, 1.1, 0.9], 8.0) == pytest.approx(
-        (1.0, 1 / 1.1, 1 / 1.1)
-    )  # more are never faster
+    # More are never faster.
+    assert shared_speeds([1.0, 1.1, 0.9], 8.0) == pytest.approx((1.0, 1 / 1.1, 1 / 1.1))
     assert shared_speeds([1.0], 0.5) == (0.5,)
 
 
@@ -286,9 +285,8 @@ def test_the_cluster_of_this_machine(tmp_path: Path, probes: Probes) -> None:
     assert (first.kind, first.tier) == ("cpu", "disk")
     assert first.memory_bytes == pytest.approx(available_memory(4) * 0.8, rel=0.3)
     assert first.tier_bytes == pytest.approx(disk_free_bytes(tmp_path) * 0.8 / 4, rel=0.3)
-    share = (
-        1.0 if usable_cores() >= 8 else 0.5
-    )  # a thread that copies has a core for itself, or its rank's half
+    # A thread that copies has a core for itself, or its rank's half.
+    share = 1.0 if usable_cores() >= 8 else 0.5
     assert first.write.bytes_per_second == probes.disk_write * share
     assert first.read.bytes_per_second == probes.disk_read * share
     # Its rank shares a core with it, or all cores with the two that each rank has.

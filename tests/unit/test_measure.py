@@ -59,9 +59,8 @@ class Twice(nn.Module):
         self.linear = nn.Linear(WIDE, WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.exp(
-            self.linear(x)
-        )  # saves its output, which the next block's linear saves again
+        # Saves its output, which the next block's linear saves again.
+        return torch.exp(self.linear(x))
 
 
 def chain_of(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -179,9 +179,8 @@ def test_timeline_shows_both_runs_in_their_colours(tmp_path: Path) -> None:
     top, bottom = image[:430], image[430:780]
     for kind in ("forward", "backward", "wait", "update"):
         assert count(top, kind) > 2000
-        assert count(bottom, kind) > 1.1 * count(
-            top, kind
-        )  # the measured run took 1.3 times as long
+        # The measured run took 1.3 times as long.
+        assert count(bottom, kind) > 1.1 * count(top, kind)
 
 
 @pytest.mark.parametrize("measured", [[], [Span(0, 1, "dance", 0, 0, 1.0, 1.0)]])

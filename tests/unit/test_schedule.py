@@ -127,9 +127,8 @@ def test_what_surrounds_compute(schedule: str, interleave: int, count: int, micr
                 assert before is not None
                 assert listed.index(before) < fetch < place
                 between = listed[fetch + 1 : place]
-                assert all(
-                    a.kind is Kind.RECEIVE_GRADIENT for a in between
-                )  # reading overlaps with the wait only
+                # Reading overlaps with the wait only.
+                assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)
         assert len([a for a in listed if a.kind is Kind.FETCH]) == micro * interleave
         plain = [a for a in listed if a.kind not in (Kind.OFFLOAD, Kind.FETCH)]
         assert plain == actions(schedule, count, position, micro, interleave=interleave)

@@ -115,9 +115,8 @@ def test_no_plan_beats_the_search_by_its_formula(seed: int) -> None:
     assert found.exact
     score = found.candidates[0].score[0]
     assert score <= expected * (1 + 2e-6)
-    if score < expected * (
-        1 - 2e-6
-    ):  # the greedy search shares states where its own choice was slower without
+    # The greedy search shares states where its own choice was slower without.
+    if score < expected * (1 - 2e-6):
         assert any(stage.shard_optimizer for stage in found.candidates[0].stages)
         expected = brute_force(request, always=True)
     for candidate in found.candidates:
@@ -216,9 +215,8 @@ def test_forty_two_layers_on_sixteen_stages_balance_embedding_and_head() -> None
         sum(b.forward_seconds.at(1) + b.backward_seconds.at(1) for b in part)
         for part in cut(model, plan)
     ]
-    assert max(times) == pytest.approx(
-        9e-3
-    )  # three layers; the head's stage holds one layer beside it
+    # Three layers; the head's stage holds one layer beside it.
+    assert max(times) == pytest.approx(9e-3)
     assert min(stage.stop - stage.start for stage in plan.stages) >= 1
 
 
@@ -526,9 +524,8 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
     assert below[-1] == (1.0, 1.0)
     terms = plan.prediction.stages[0].memory
     assert terms["parameters"] == terms["optimizer"] == 0
-    assert (
-        terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6
-    )  # the block that runs, the next, and one block's gradients
+    # The block that runs, the next, and one block's gradients.
+    assert terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6
     tied = replace(model, ties=((4 * 10**6, (0, 2)),))
     with pytest.raises(ConfigError, match=r"plan.parameters=host: blocks of m share parameters"):
         search(tied, machines, PlanConfig(parameters="host"), global_batch=8)

@@ -239,12 +239,10 @@ def test_peak_bytes_by_hand() -> None:
         optimizer_bytes=2.0,
         reserve=1000,
     )
-    first = (
-        100 * 4 + 7 + 1000 + 2 * 4 + 2 * 11 + 20 + 4
-    )  # two in flight, the second's backward has not begun
-    second = (
-        200 * 4 + 1000 + 2 * 4 + max(32 + 50 + 3, 32 + 6 + 3)
-    )  # what a forward saves comes beside its work
+    # Two in flight, the second's backward has not begun.
+    first = 100 * 4 + 7 + 1000 + 2 * 4 + 2 * 11 + 20 + 4
+    # What a forward saves comes beside its work.
+    second = 200 * 4 + 1000 + 2 * 4 + max(32 + 50 + 3, 32 + 6 + 3)
     assert [rank.peak_bytes for rank in result.ranks] == [first, second]
     moved = run(
         blocks,
@@ -312,9 +310,8 @@ def test_stages_of_different_replica_counts(replicas: list[int], expected: float
 def test_replicas_reduce_over_the_ring_while_the_last_backward_runs() -> None:
     link = Link(bytes_per_second=100)
     result = run([block(parameter_bytes=800)], stages([0, 1], [2]), rows=2, micro=1, link=link)
-    assert times(result, "reduce") == {
-        (r, -1): (3, 1 + 8) for r in range(2)
-    }  # 2·(2−1)/2·800 bytes from second 1 on
+    # 2·(2−1)/2·800 bytes from second 1 on.
+    assert times(result, "reduce") == {(r, -1): (3, 1 + 8) for r in range(2)}
     assert all(s.wait == pytest.approx(6) for s in result.spans if s.kind == "reduce")
 
 
@@ -489,9 +486,8 @@ def test_an_all_reduce_is_a_ring_inside_a_node_and_shares_between_nodes() -> Non
     )
     block_of_800 = block(parameter_bytes=800)
     result = run([block_of_800], stages([0, 1], [8]), rows=8, micro=1, machines=two)
-    assert {end - start for start, end in times(result, "reduce").values()} == {
-        18 + 24 - 2
-    }  # from the last backward on
+    # From the last backward on.
+    assert {end - start for start, end in times(result, "reduce").values()} == {18 + 24 - 2}
 
 
 def test_placement_says_which_ranks_hold_a_position() -> None:
@@ -543,9 +539,8 @@ def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
     rank = result.ranks[0]
     assert rank.memory["optimizer"] == 100
     assert rank.memory["staging"] == 100  # on the disk, they come up to be stepped
-    assert (
-        rank.tier_peak_bytes == 200
-    )  # a share is rounded up to whole parameters, and here may be one
+    # A share is rounded up to whole parameters, and here may be one.
+    assert rank.tier_peak_bytes == 200
     assert rank.seconds["update"] == pytest.approx(50 * 0.02 + 50 * 0.5 + 5 + 5)
 
 
@@ -633,9 +628,8 @@ def test_what_splitting_costs_is_paid_only_where_backwards_are_split() -> None:
         run(parts, stages([0, 1, 2]), schedule=s, rows=1, micro=1) for s in ("1f1b", "zb-h1")
     )
     assert whole.step_seconds == pytest.approx(6)
-    assert split.step_seconds == pytest.approx(
-        1 + 1 + 1.5 + 1.5 + 1
-    )  # the second stage's weight half is hidden
+    # The second stage's weight half is hidden.
+    assert split.step_seconds == pytest.approx(1 + 1 + 1.5 + 1.5 + 1)
 
 
 def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
@@ -654,9 +648,8 @@ def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
         parts, [replace(part, shard_optimizer=True) for part in stages([0, 1], [2])], **fields
     )
     assert plain.ranks[0].memory["optimizer"] == 2000
-    assert (
-        shared.ranks[0].memory["optimizer"] == 2000 // 2 + 100
-    )  # one may get half of the largest parameter more
+    # One may get half of the largest parameter more.
+    assert shared.ranks[0].memory["optimizer"] == 2000 // 2 + 100
     stepped = 11 * (4 + 7 * 0.55) / 11
     spread = 2 * 1 + 1000 / 100
     assert plain.ranks[0].seconds["update"] == pytest.approx(11)

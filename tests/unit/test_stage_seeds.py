@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Directive, StagePlan
-from parallax.runtime.stage import Stage, MicroBatchContext
+from parallax.runtime.stage import MicroBatchContext, Stage
 
 
 class Noise(nn.Module):
@@ -28,7 +28,9 @@ def test_each_block_draws_for_itself_and_the_same_again() -> None:
     def draws() -> dict[tuple[int, int, int], float]:
         found = {}
         for step, first, place in itertools.product(range(3), range(8), range(3)):
-            (noise,) = stage._run_block(place, MicroBatchContext(step, first, 1, 8), None, torch.zeros(1))
+            (noise,) = stage._run_block(
+                place, MicroBatchContext(step, first, 1, 8), None, torch.zeros(1)
+            )
             found[step, first, place] = noise.item()
         return found
 

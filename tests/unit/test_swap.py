@@ -73,9 +73,8 @@ def test_a_reused_address_is_another_storage(make: Make) -> None:
     manager = make()
     roots, expected, addresses = [], [], []
     for value in range(20):
-        tensor = torch.full(
-            (50_000 - 100 * value,), float(value)
-        )  # glibc re-uses a block only for less
+        # Glibc re-uses a block only for less.
+        tensor = torch.full((50_000 - 100 * value,), float(value))
         addresses.append(tensor.data_ptr())
         expected.append(float(value))
         roots.append(save(manager, tensor))

@@ -163,9 +163,8 @@ def test_a_place_is_not_reused_while_its_transfer_runs(store: ManualStore) -> No
     assert manager.resident_bytes == 60, "the bytes are still being read by the writer"
     assert manager.stored_bytes > 0
     assert watch() is not None, "a device could give the block to someone else"
-    entry = manager.add(
-        tensor(60, 2), 0
-    )  # waits for the dead one's write, and only then takes its place
+    # Waits for the dead one's write, and only then takes its place.
+    entry = manager.add(tensor(60, 2), 0)
     store.finish(9)
     assert values(manager.load(entry)).eq(2).all()
     assert watch() is None

@@ -32,10 +32,8 @@ from parallax.swap.lms.scope import Swapping
 OPERATORS, MODULES = 24, 8  # one in so many by default
 EACH = 4  # samples of an operator by default
 PARTS = 6  # of the thorough run
-UNWRITTEN = (
-    "empty",
-    "new_empty",
-)  # how the names of those begin whose results are whatever was in the memory
+# How the names of those begin whose results are whatever was in the memory.
+UNWRITTEN = "empty", "new_empty"
 THOROUGH = [pytest.param(part, marks=pytest.mark.thorough) for part in range(PARTS)]
 LEAVE_SECONDS = 30.0
 

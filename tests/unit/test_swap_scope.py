@@ -384,9 +384,8 @@ def test_a_scheduler_made_before(tight: Callable[..., Swapping]) -> None:
         compare(tight, loop, optimize=optimize)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:None of the inputs have requires_grad"
-)  # a checkpoint in another
+# A checkpoint in another.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("around", [False, True], ids=["parts", "all of the model"])
 def test_checkpoint(reentrant: bool, around: bool, tight: Callable[..., Swapping]) -> None:
@@ -402,9 +401,8 @@ def test_checkpoint(reentrant: bool, around: bool, tight: Callable[..., Swapping
             losses.append(loss.item())
         return losses
 
-    if not (
-        around and not reentrant
-    ):  # where all is recomputed with torch's own hooks, only the input is saved
+    # Where all is recomputed with torch's own hooks, only the input is saved.
+    if not (around and not reentrant):
         compare(tight, loop, lambda: build(checkpointed=reentrant), room=MIB // 2)
         return
     model, other = build(), build()
@@ -1042,9 +1040,8 @@ def test_report_explains(tight: Callable[..., Swapping]) -> None:
 
 DEEP, WIDE = 12, 512  # each layer has 1 MiB of weights and saves 4 MiB of 2,048 rows twice
 
-ALLOWED = (
-    120 * MIB
-)  # beyond what torch itself takes; plain was seen to need more than 142 MiB, swap 100 MiB
+# Beyond what torch itself takes; plain was seen to need more than 142 MiB, swap 100 MiB.
+ALLOWED = 120 * MIB
 
 
 def big_loop(scope: Callable[[nn.Module, Optimizer], Any], layers: int = DEEP) -> list[float]:
@@ -1066,9 +1063,8 @@ def big_loop(scope: Callable[[nn.Module, Optimizer], Any], layers: int = DEEP) -
 def limited(scratch: str) -> None:
     """In a process of its own: a plain loop until the kernel says no, then the same loop with a limit."""
     return_freed_memory()
-    big_loop(
-        lambda model, optimizer: bare(), layers=1
-    )  # what torch loads on first use is not the model's
+    # What torch loads on first use is not the model's.
+    big_loop(lambda model, optimizer: bare(), layers=1)
     status = Path("/proc/self/status").read_text().split()
     limit = int(status[status.index("VmData:") + 1]) * 1024 + ALLOWED
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -92,9 +92,8 @@ def test_a_step_without_backward_leaves_nothing(make: Make, how: str) -> None:
     settle(manager)
     gc.collect()
     files, objects = open_files(), [len(gc.get_objects())]
-    for _ in range(
-        3
-    ):  # other libraries in the process make objects now and then; a leak makes them each time
+    # Other libraries in the process make objects now and then; a leak makes them each time.
+    for _ in range(3):
         aborted(100)
         settle(manager)
         gc.collect()

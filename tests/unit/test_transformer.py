@@ -171,9 +171,8 @@ def test_autocast_keeps_casts_of_weights_and_a_stream_in_full_precision() -> Non
     assert layer.stays.fixed == 2 * 12 * 128**2
     assert layer.parameter_bytes == 2 * _layer(mixed).parameter_bytes
     assert layer.output.per_row == 2 * _layer(mixed).output.per_row
-    assert (
-        layer.moved.per_row - _layer(mixed).moved.per_row == 2 * 2 * 64 * 128
-    )  # the inputs of two norms
+    # The inputs of two norms.
+    assert layer.moved.per_row - _layer(mixed).moved.per_row == 2 * 2 * 64 * 128
     assert (cast.master_bytes, cast.gradient_bytes, cast.optimizer_bytes) == (0.0, 1.0, 2.0)
     assert (mixed.master_bytes, mixed.gradient_bytes, mixed.optimizer_bytes) == (2.0, 1.0, 4.0)
 

@@ -155,10 +155,8 @@ def test_a_line_becomes_the_stages_of_a_plan(tmp_path: Path) -> None:
     counts = [
         [stage.directives.count(directive) for directive in Directive] for stage in (first, last)
     ]
-    assert counts == [
-        [4, 3, 4],
-        [15, 0, 0],
-    ]  # keep, offload, recompute; embedding and head are kept
+    # Keep, offload, recompute; embedding and head are kept.
+    assert counts == [[4, 3, 4], [15, 0, 0]]
     assert first.swap_limit_bytes == 2 * profile.blocks[1].moved.at(4)
     assert (first.optimizer_offload, last.optimizer_offload) == (0.5, 0.0)
     assert (case.microbatch, case.rows(0), case.rows(1)) == (4, 4, 2)

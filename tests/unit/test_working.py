@@ -63,9 +63,8 @@ def pressed(at: int) -> bool:
 
 
 def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
-    handler = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it
+    # A shell's background jobs ignore it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         before, lines = left(), 0
         while pressed(lines + 1):

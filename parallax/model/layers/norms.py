@@ -154,9 +154,8 @@ class Norms:
         """Let the replicas' running statistics be the same, those of micro-batches that were seen since the last time.
         All replicas call it, after the step's last backward."""
         assert self._mesh is not None
-        last = (
-            self._mesh.replica == self._mesh.replica_count - 1
-        )  # it has rows in every micro-batch
+        # It has rows in every micro-batch.
+        last = self._mesh.replica == self._mesh.replica_count - 1
         moved: list[tuple[Tensor, float]] = []
         counts: list[Tensor] = []
         weighed: set[nn.Module] = set()

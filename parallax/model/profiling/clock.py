@@ -12,9 +12,8 @@ import time
 
 import torch
 
-EVICTING_BYTES = (
-    16 * 2**20
-)  # more than the private caches of a core; shared ones serve a whole step
+# More than the private caches of a core; shared ones serve a whole step.
+EVICTING_BYTES = 16 * 2**20
 
 
 class Clock:

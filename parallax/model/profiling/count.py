@@ -111,9 +111,8 @@ class _Counted:
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
     """Scores, and their product with the values; a causal kernel skips those of later tokens."""
-    _, is_causal = (
-        rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
-    )  # dropout, is_causal
+    # Dropout, is_causal.
+    _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
     return float(sdpa_flop_count(query.shape, key.shape, value.shape)) / (2 if is_causal else 1)
 
 

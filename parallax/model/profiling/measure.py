@@ -38,9 +38,8 @@ from parallax.plan.profile import Affine, BlockCost, ModelProfile
 EDITION = 3  # of what is measured: profiles of another one are measured again
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
-_CHEAP_SECONDS = (
-    0.05  # of all blocks: below it kernels may be too small to tell what more rows would cost
-)
+# Of all blocks: below it kernels may be too small to tell what more rows would cost.
+_CHEAP_SECONDS = 0.05
 _GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
 _OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
 Tensors = tuple[Tensor, ...]

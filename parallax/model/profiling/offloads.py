@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from parallax.model.profiling.clock import Clock
 
-_DIFFERENCES = (
-    3,
-    9,
-)  # of two readings each, at least and at most: a difference is less certain than either
+# Of two readings each, at least and at most: a difference is less certain than either.
+_DIFFERENCES = 3, 9
 
 Saving = contextlib.AbstractContextManager[object]
 

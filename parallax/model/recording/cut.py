@@ -63,9 +63,8 @@ def cut_trace(model: nn.Module, sample: Sample | None) -> Cut:
     found = [sample(rows) for rows in ROWS] if sample is not None else []
     given = _given(model, found[0] if found else None)
     samples = [_on_meta(value) for value in found]
-    if sample is not None and len(samples[0][0]) == len(
-        samples[1][0]
-    ):  # a batch of fewer rows than asked for
+    # A batch of fewer rows than asked for.
+    if sample is not None and len(samples[0][0]) == len(samples[1][0]):
         samples[0] = _on_meta(sample(1))
     graph, modules = record(model, given)
     program = read(graph, modules, model, samples)

@@ -37,13 +37,8 @@ _SIZES = (
     "stride",
 )
 _SIZE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "layout")
-_ROWLESS_MAKERS = (
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "new_tensor",
-)  # take type and device only
+# Take type and device only.
+_ROWLESS_MAKERS = "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"
 _VIEWS = (
     *(
         "view",
@@ -261,9 +256,8 @@ class _Reader:
         """Where no sample says it."""
         if step.kind is ValueKind.TENSOR and step.used[:1] and step.target is operator.getitem:
             source, index = step.used[0], step.args[1]
-            if (
-                isinstance(source.module, nn.RNNBase) and index == 1
-            ):  # states: rows are in dimension 1
+            # States: rows are in dimension 1.
+            if isinstance(source.module, nn.RNNBase) and index == 1:
                 step.rows, step.kind = (
                     None,
                     ValueKind.OTHER if isinstance(source.module, nn.LSTM) else ValueKind.TENSOR,

@@ -322,9 +322,8 @@ def load_states(
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
     passing = 0.0
-    if (
-        device.tier == "host"
-    ):  # weights and gradients pass through a place there; the weights that are stepped are copies
+    # Weights and gradients pass through a place there; the weights that are stepped are copies.
+    if device.tier == "host":
         copies = 1 if profile.master_bytes else 2
         passing = copies * min(parameter_bytes, moving + (largest if moving else 0))
     dealt = lower if streamed else _dealt(lower, sizes.parameter * per_byte, replicas)

@@ -44,10 +44,8 @@ from parallax.plan.search.exact_stage import block_kinds
 from parallax.plan.search.greedy import even_cuts
 from parallax.plan.search.request import ROUNDING, Request, Shape
 
-_HALVES = {
-    "zb-h1": 2,
-    "zb-h2": 3,
-}  # what of a ramp's seconds each second of a weight half that is put off saves
+# What of a ramp's seconds each second of a weight half that is put off saves.
+_HALVES = {"zb-h1": 2, "zb-h2": 3}
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,9 +94,8 @@ class ExactSearch:
     def least_memory(self, shapes: Sequence[Shape]) -> float:
         """The smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
         least = math.inf
-        for shape in sorted(
-            shapes, key=lambda shape: (shape.microbatch, -shape.positions)
-        ):  # the leanest first
+        # The leanest first.
+        for shape in sorted(shapes, key=lambda shape: (shape.microbatch, -shape.positions)):
             least = min(least, self._least_peak(shape, least))
         return least
 

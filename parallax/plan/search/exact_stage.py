@@ -226,10 +226,8 @@ class ExactStageFitter:
             return None
         front = self._front(kinds, where.rows, where.split)
         self.exact &= front.exact
-        for choices in (
-            front,
-            lean,
-        ):  # a front that was cut may have lost the only choice that fits
+        # A front that was cut may have lost the only choice that fits.
+        for choices in (front, lean):
             fitting = self._fits(choices, start, stop, where, below) & self._has_room(
                 choices, start, stop, where, below
             )

@@ -40,9 +40,8 @@ from parallax.plan.search.request import ROUNDING
 Floats = NDArray[np.float64]
 Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
 Content = tuple[object, ...]
-_States = tuple[
-    OffloadFractions, StateLoad, float
-]  # a share below, what it leaves where, and seconds after the last micro-batch
+# A share below, what it leaves where, and seconds after the last micro-batch.
+_States = tuple[OffloadFractions, StateLoad, float]
 _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 

@@ -33,12 +33,13 @@ ORDERS_TRIED = 24  # permutations of the kinds of devices
 EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
 MANY = 24  # positions up to which every number is tried
 FEW_ENOUGH = 128  # positions beyond which only numbers that divide the devices are tried
+# Shares below the device that are tried.
 OPTIMIZER_BELOW = (
     OffloadFractions(0.25),
     OffloadFractions(0.5),
     OffloadFractions(0.75),
     OffloadFractions(1.0),
-)  # shares below the device that are tried
+)
 PARAMETERS_BELOW = (OffloadFractions(1.0, 0.5), OffloadFractions(1.0, 1.0))
 
 Score = tuple[float, float]  # predicted step seconds; the same if every rank had cores of its own
@@ -268,9 +269,8 @@ class Request:
         """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
         in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
         if shape.positions == 1 and self.config.schedule == AUTO:
-            return (
-                shape.schedule == "1f1b"
-            )  # all are the same, and this one has the fewest in flight
+            # All are the same, and this one has the fewest in flight.
+            return shape.schedule == "1f1b"
         if not self.states_below(shape) or not self.allowed_in(shape):
             return False
         if shape.split:

@@ -76,9 +76,8 @@ def search(
     if not predicted:
         raise refusal(request, list(reasons.values()), _fits)
     pipeline = predicted[0][0]
-    forecast = predict(
-        profile, cluster, pipeline
-    )  # with every action, which the others need not keep
+    # With every action, which the others need not keep.
+    forecast = predict(profile, cluster, pipeline)
     refused = [
         Alternative(description=text, step_seconds=0.0, reason=reason)
         for text, reason in reasons.items()

@@ -21,9 +21,8 @@ from parallax.plan.search.greedy import GreedySearch, Solved
 from parallax.plan.search.request import Candidate, Request, Shape
 from parallax.plan.simulation.predict import Forecast, Pipeline, placements, predict, quick_seconds
 
-EFFORT = (
-    40_000  # positions filled after which no more shapes are looked at, once one has been found
-)
+# Positions filled after which no more shapes are looked at, once one has been found.
+EFFORT = 40_000
 AGAIN_EFFORT = 1.1  # times that, after which the best shapes are not looked at again
 PROOF_EFFORT = 0.3  # of that spent on the bound
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways

@@ -27,11 +27,8 @@ ENOUGH = 0.005
 NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is an accident, not a measurement
 
 COMPUTE = ("forward", "backward")
-TERMS = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_weight": "backward",
-}  # of kinds of actions
+# Of kinds of actions.
+TERMS = {"forward": "forward", "backward": "backward", "backward_weight": "backward"}
 Busy = Mapping[tuple[int, str], float]
 
 

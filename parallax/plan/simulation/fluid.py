@@ -112,9 +112,8 @@ class Simulator:
             return work
         resource.advance(self.now, 1)
         self._place(work, seconds, resource)
-        if (
-            resource.ends[0][2] is work or resource.speed != resource.told
-        ):  # else what was told still holds
+        # Else what was told still holds.
+        if resource.ends[0][2] is work or resource.speed != resource.told:
             self._announce(resource)
         return work
 

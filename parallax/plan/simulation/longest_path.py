@@ -21,9 +21,8 @@ from parallax.plan.schedule import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD, 
 
 Seconds = NDArray[np.float64]
 
-_KEPT_ACTIONS = (
-    1 << 16
-)  # waves of larger shapes are not kept: so all that are kept stay below 100 megabytes
+# Waves of larger shapes are not kept: so all that are kept stay below 100 megabytes.
+_KEPT_ACTIONS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +124,8 @@ def _tables(
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
-    linked = (
-        0.0 if alone else np.r_[np.ones(len(times) - 1), 0.0]
-    )  # the last stage has nobody above
+    # The last stage has nobody above.
+    linked = 0.0 if alone else np.r_[np.ones(len(times) - 1), 0.0]
     above, blocks_above = send * linked, blocking * linked
     below, blocks_below = np.r_[0.0, above[:-1]], np.r_[0.0, blocks_above[:-1]]
     nothing = np.zeros(len(times))
@@ -154,9 +152,8 @@ def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, 
         free[mine] = done
         low = high
     first = np.empty(waves.positions, dtype=np.int64)
-    first[position[::-1]] = np.arange(len(position))[
-        ::-1
-    ]  # of several values for an index, the last one stays
+    # Of several values for an index, the last one stays.
+    first[position[::-1]] = np.arange(len(position))[::-1]
     return ends[first] - lasting[first], free
 
 
@@ -170,9 +167,8 @@ def _schedule_waves(schedule: str, stages: int, micro_batches: int, interleave: 
 
 
 _kept_waves = lru_cache(maxsize=128)(_schedule_waves)
-_last_waves = lru_cache(maxsize=2)(
-    _schedule_waves
-)  # pipelines of one shape are timed one after the other
+# Pipelines of one shape are timed one after the other.
+_last_waves = lru_cache(maxsize=2)(_schedule_waves)
 
 
 def _waves(orders: Iterable[Order], positions: int, stages: int, micro_batches: int) -> _Waves:

@@ -232,12 +232,8 @@ def _finish(
     ]
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
-    return (
-        timeline,
-        reduced + max(updates),
-        exposed,
-        updates,
-    )  # no rank updates before all have reduced
+    # No rank updates before all have reduced.
+    return (timeline, reduced + max(updates), exposed, updates)
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:

@@ -24,9 +24,8 @@ class Held:
 
     def __init__(self, size: float) -> None:
         self.size = size
-        self.state = (
-            "queued"  # for writing; then stored, reading, read; or spared, if it never left
-        )
+        # For writing; then stored, reading, read; or spared, if it never left.
+        self.state = "queued"
         self.changed = Signal()
         self.wanted = False
 

@@ -48,13 +48,11 @@ _TAKEN = _BYTES[0]
 _SIZES = struct.Struct("qq")  # of a ring: slots, and the bytes of one
 _COUNT = struct.Struct("q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_LARGE = (
-    64 * 1024
-)  # bytes; smaller slots are filled in turn, larger ones again as soon as they are free
+# Bytes; smaller slots are filled in turn, larger ones again as soon as they are free.
+_LARGE = 64 * 1024
 _KEPT = 32  # layouts whose views into the ring are kept
-_PATIENCE = (
-    100e-6  # seconds of looking before going to sleep: to be woken takes half of it, on both sides
-)
+# Seconds of looking before going to sleep: to be woken takes half of it, on both sides.
+_PATIENCE = 100e-6
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -83,9 +81,8 @@ class Listener:
         self._socket = _new_socket()
         self._connections: dict[Edge, socket.socket] = {}
         self.close = weakref.finalize(self, _close, self._socket, self._connections)
-        self.contact = Contact(
-            _place(), f"\0parallax-{secrets.token_hex(16)}", os.getpid()
-        )  # \0: no file
+        # \0: no file.
+        self.contact = Contact(_place(), f"\0parallax-{secrets.token_hex(16)}", os.getpid())
         if self.contact.place is not None:
             self._socket.bind(self.contact.listener)
             self._socket.listen(socket.SOMAXCONN)
@@ -234,9 +231,8 @@ class SharedReceiver:
             tensors = tuple([copy(source) for source in self._sources[slot]])
         except (OSError, EOFError) as error:
             raise _failure(self._edge.sender, error) from error
-        with contextlib.suppress(
-            OSError
-        ):  # the sender may have ended after this message; if not, the next one says so
+        # The sender may have ended after this message; if not, the next one says so.
+        with contextlib.suppress(OSError):
             connection.send(_TAKEN)
         return tensors
 

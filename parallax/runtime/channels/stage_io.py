@@ -45,9 +45,8 @@ class StageIO:
         self._last_stage = len(mesh.plan.stages) - 1
         self._receivers: dict[tuple[Kind, int], list[Receiver]] = {}
         self._senders: dict[tuple[Kind, int], list[Sender]] = {}
-        self._rowless = [
-            chain.blocks[stage.stop - 1].rowless for stage in mesh.plan.stages
-        ]  # of what leaves a stage
+        # Of what leaves a stage.
+        self._rowless = [chain.blocks[stage.stop - 1].rowless for stage in mesh.plan.stages]
         self._summed: dict[
             int, frozenset[int]
         ] = {}  # stage before a cut → which of its gradients have no rows
@@ -158,9 +157,8 @@ class StageIO:
             for index, tensor in enumerate(tensors):
                 if index not in rowless:
                     pieces.append(tensor[low:high])
-                elif (
-                    count and action.kind in _GRADIENTS
-                ):  # this one's copy was not the one that was used
+                # This one's copy was not the one that was used.
+                elif count and action.kind in _GRADIENTS:
                     pieces.append(torch.zeros_like(tensor))
                 else:
                     pieces.append(tensor)

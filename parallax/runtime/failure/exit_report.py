@@ -24,9 +24,8 @@ from parallax.errors import ParallaxError, TransportError, printable
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 
-LAST_WORDS = (
-    "PARALLAX_LAST_WORDS"  # names the file in which ranks tell their launcher why the run ended
-)
+# Names the file in which ranks tell their launcher why the run ended.
+LAST_WORDS = "PARALLAX_LAST_WORDS"
 _BROKEN = re.compile(
     r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up"
 )
@@ -38,9 +37,8 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
     A connection that broke is no cause: whoever broke it is known to the others soon, and this process ends meanwhile.
     Before there is a watch, the first rank of a host speaks for the host.
     """
-    if isinstance(
-        error, KeyboardInterrupt
-    ):  # of the model's own, or before there was a watch, which heeds Ctrl-C
+    # Of the model's own, or before there was a watch, which heeds Ctrl-C.
+    if isinstance(error, KeyboardInterrupt):
         code = exit_code(signal.SIGINT)
         if watch is not None:
             watch.claim(FailureReport(watch.rank, FailureKind.STOPPED, "", "", code=code))
@@ -57,9 +55,8 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
             print(print_exception(error), end="", file=sys.stderr)
         (say if watch is None else watch.say)(verdict)
     else:
-        time.sleep(
-            PATIENCE_SECONDS
-        )  # torchrun would stop the one that speaks, if another left first
+        # Torchrun would stop the one that speaks, if another left first.
+        time.sleep(PATIENCE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(verdict.code)

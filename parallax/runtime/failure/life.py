@@ -51,10 +51,8 @@ class Life:
         busy = BUSY * (now - then)
         if switches != switched or seconds - before > busy or self._state() == "D":
             return True
-        below, self._below = (
-            self._below,
-            _seconds_below(),
-        )  # looks at every process of the host: only where it matters
+        # Looks at every process of the host: only where it matters.
+        below, self._below = self._below, _seconds_below()
         return self._below - below > busy
 
     def _measure(self) -> tuple[float, str, float]:

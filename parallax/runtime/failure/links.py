@@ -27,9 +27,8 @@ from parallax.errors import TransportError
 
 MEETING_SECONDS = 30.0  # for all ranks to connect
 _ANSWER_SECONDS = 3.0  # for one address to connect and to answer
-_SEND_SECONDS = (
-    1.0  # for a peer that has been stopped: its buffers take more than is ever sent to it
-)
+# For a peer that has been stopped: its buffers take more than is ever sent to it.
+_SEND_SECONDS = 1.0
 _LONGEST_LINE = 1 << 16
 
 

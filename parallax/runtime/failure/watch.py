@@ -49,12 +49,10 @@ _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to sa
 _EXAMINE_SECONDS = 1.0  # between two looks for signs of life
 _LOOK_SECONDS = 0.1  # between two looks at the engine
 _HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
-_PAUSE_SECONDS = (
-    5.0  # without a look: this process itself was stopped, and knows nothing of the others
-)
-_FOLLOW_SECONDS = (
-    0.2  # what those that have nothing to say leave the one that has: torchrun stops it with them
-)
+# Without a look: this process itself was stopped, and knows nothing of the others.
+_PAUSE_SECONDS = 5.0
+# What those that have nothing to say leave the one that has: torchrun stops it with them.
+_FOLLOW_SECONDS = 0.2
 
 
 class Watched(Protocol):
@@ -72,9 +70,8 @@ class Watch:
         self.rank, self._met, self._say = met.rank, met, say
         self._links = dict(met.links)
         size = len(met.pids)
-        self._pace = max(
-            1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS
-        )  # slower where there are many
+        # Slower where there are many.
+        self._pace = max(1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS)
         self._attended: tuple[Watched, Plan] | None = None
         self._directory: Path | None = None
         self._limit_seconds = self._phase_seconds = 0.0
@@ -183,9 +180,8 @@ class Watch:
             for peer in ready:
                 if peer is not None:
                     self._hear(peer)
-            if (
-                None in ready
-            ):  # last: why peers end comes before the signal that torchrun sends then
+            # Last: why peers end comes before the signal that torchrun sends then.
+            if None in ready:
                 self._heed(self._woken.recv(64))
             self._look()
         for link in self._links.values():
@@ -241,9 +237,8 @@ class Watch:
         if self._claim is None or self._verdict is not None:
             return
         if self.rank != 0 and 0 in self._links:
-            self._links[0].send(
-                {"verdict": self._claim.to_dict()}
-            )  # comes back, or another one does
+            # Comes back, or another one does.
+            self._links[0].send({"verdict": self._claim.to_dict()})
             if self._claim.how is FailureKind.STOPPED:
                 self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
         else:

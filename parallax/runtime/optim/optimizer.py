@@ -24,9 +24,8 @@ from parallax.swap.weights import stepped_in
 
 _PAGE = 4096  # bytes; every place in a store begins at one
 Deal = Callable[[Sequence[nn.Parameter]], Exchange]
-OpenStore = Callable[
-    [int], Store | None
-]  # given a capacity in bytes; None where states stay in host memory
+# Given a capacity in bytes; None where states stay in host memory.
+OpenStore = Callable[[int], Store | None]
 
 
 class Lion(torch.optim.Optimizer):

@@ -27,9 +27,8 @@ from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, runs, settin
 from parallax.swap.optimizer.host import Exchange
 from parallax.swap.weights import ResidentWeights, stepped_in
 
-UPDATE_BUCKET_BYTES = (
-    32 * 2**20
-)  # of weights; gradients are widened, and new weights sent, for so many at one time
+# Of weights; gradients are widened, and new weights sent, for so many at one time.
+UPDATE_BUCKET_BYTES = 32 * 2**20
 
 
 class DeviceOptimizer:

@@ -110,9 +110,8 @@ class GradientCorrection:
         given = [parameter for parameter in parameters if parameter.grad is not None]
         coefficient = self.coefficient
         if self.scale == 1 and self.clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(
-                given, self.clip_norm, self.norm
-            )  # a few kernels for all of them
+            # A few kernels for all of them.
+            torch.nn.utils.clip_grads_with_norm_(given, self.clip_norm, self.norm)
         elif coefficient is not None:
             for parameter in given:
                 assert parameter.grad is not None

@@ -54,9 +54,8 @@ class Tiers:
             size // STATE_BUCKET_BYTES + 1 + len(b)
             for size, b in zip(sizes[first:], described[first:])
         )
-        copies = (
-            4 if chain.dtype.itemsize == 2 else 2
-        )  # with gradients; of two bytes there are full-precision masters
+        # With gradients; of two bytes there are full-precision masters.
+        copies = 4 if chain.dtype.itemsize == 2 else 2
         capacity = copies * (sum(sizes[first:]) + _PAGE * chunks) + 2 * max(sizes[first:])
         return StreamedParameters(blocks, self.open_store(capacity), verify=self._config.verify)
 

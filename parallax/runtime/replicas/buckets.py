@@ -29,9 +29,8 @@ class BucketSync:
         self._group, self._short = group, short
         self._buckets: list[list[nn.Parameter]] = []
         room = 0
-        for parameter in reversed(
-            list(parameters)
-        ):  # the last layer's gradients are complete first
+        # The last layer's gradients are complete first.
+        for parameter in reversed(list(parameters)):
             if room <= 0:
                 self._buckets.append([])
                 room = BUCKET_MEBIBYTES * 2**20

@@ -52,9 +52,8 @@ class ReplicaSync:
         self._parameters = parameters
         self._books = _Books(reduce_exactly(group))
         self._armed = False
-        self._used: set[int] = (
-            set()
-        )  # ids of parameters that ever had a gradient; in the last backward:
+        # Ids of parameters that ever had a gradient; in the last backward:
+        self._used: set[int] = set()
         self._fired: set[int] = set()
         self._unannounced = BucketSync(parameters.values(), group, SHORT.get(config.compress))
         self._trained = sum(parameter.numel() for parameter in parameters.values())

@@ -9,9 +9,8 @@ import torch
 
 from parallax.swap.activations.records import Record, State
 
-Book = OrderedDict[
-    Record, None
-]  # of a dict, to find the first costs as much as was deleted before it
+# Of a dict, to find the first costs as much as was deleted before it.
+Book = OrderedDict[Record, None]
 
 
 class Books:

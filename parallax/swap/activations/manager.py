@@ -281,9 +281,8 @@ class SwapManager:
             elif record.state is State.STORED:
                 batch.waiting.append(record)
         if batch.waiting:
-            relieve_memory(
-                coming=self._ledger.limit - self._ledger.resident
-            )  # what comes back fills the room
+            # What comes back fills the room.
+            relieve_memory(coming=self._ledger.limit - self._ledger.resident)
             self._returning.append(batch)
 
     def _pump(self) -> None:

@@ -29,9 +29,8 @@ class Batch:
 
     def __init__(self, micro: int) -> None:
         self.micro = micro
-        self.saved = self.passed = (
-            0  # records so far; places in the order of need that are behind us
-        )
+        # Records so far; places in the order of need that are behind us.
+        self.saved = self.passed = 0
         self.claims: dict[int, Claim] = {}  # ordinal → claim, of records that are alive
         self.waiting: deque[Record] = deque()  # in the store, in the order of need
         self.uses: dict[

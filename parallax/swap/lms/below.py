@@ -231,9 +231,8 @@ class StatesBelow(dict[Any, Any]):
     def settle(self) -> dict[Any, Any]:
         """What :meth:`full` returns, and what who still has this finds from now on; the places are given back."""
         self.call()
-        self._became = (
-            self.full()
-        )  # before the places go: who is interrupted between may begin again
+        # Before the places go: who is interrupted between may begin again.
+        self._became = self.full()
         self.free()
         return self._became
 

@@ -16,9 +16,8 @@ from parallax.machine.host import MemoryBound, available_memory
 from parallax.model.saved import address
 from parallax.swap.lms.wrapped import local_bytes, parts
 
-_TOLERATED = (
-    16 * 2**20
-)  # bytes beyond a limit that any loop may take: libraries (4 MiB seen), Python's own objects
+# Bytes beyond a limit that any loop may take: libraries (4 MiB seen), Python's own objects.
+_TOLERATED = 16 * 2**20
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,8 @@ class OptimizerStates:
         self._leaving: deque[StatesBelow] = deque()
         self._here: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
-        self._shared: set[Tensor] = (
-            set()
-        )  # somebody else holds their states: not asked again before the next step
+        # Somebody else holds their states: not asked again before the next step.
+        self._shared: set[Tensor] = set()
         self.device_bytes = self.bytes_out = self.bytes_in = 0
         self.stall_seconds = 0.0
         self._closed_bytes = 0
@@ -310,9 +309,8 @@ class OptimizerStates:
                 self._return(parameter, self._below[parameter])
             elif parameter not in self._here and parameter not in self._shared:
                 self._make_room(self._size(index, parameter), parameters, strict=False)
-        self._make_room(
-            0, parameters, strict=False
-        )  # on entry, or of optimizers not known, there may be too much
+        # On entry, or of optimizers not known, there may be too much.
+        self._make_room(0, parameters, strict=False)
 
     def _read_ahead(self, piece: Piece) -> None:
         for _, parameter in piece:

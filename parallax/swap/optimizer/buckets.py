@@ -222,9 +222,8 @@ class InStore:
             flat = torch.empty(bucket.state_bytes, dtype=torch.uint8)
         bucket.unload(flat)
         if bucket in self._slots:
-            self._store.free(
-                self._slots.pop(bucket)
-            )  # first, so that the same place is written again
+            # First, so that the same place is written again.
+            self._store.free(self._slots.pop(bucket))
         if not bucket.places:
             return
         self._slots[bucket], pending = self._store.write(flat)

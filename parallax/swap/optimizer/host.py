@@ -45,9 +45,8 @@ from parallax.swap.weights import (
 )
 
 _ALIGNMENT = 64  # bytes at which a bucket's place begins
-_LARGE_BUCKET_BYTES = (
-    64 * STATE_BUCKET_BYTES
-)  # where states need no room elsewhere: a bucket costs 0.4 ms by itself
+# Where states need no room elsewhere: a bucket costs 0.4 ms by itself.
+_LARGE_BUCKET_BYTES = 64 * STATE_BUCKET_BYTES
 _FEWEST_BUCKETS = 4  # so that the first block does not wait for all
 _WHOLE = (torch.optim.Adafactor,)  # looks at rows and columns, so a parameter may not be cut
 
@@ -87,9 +86,8 @@ class HostOptimizer:
     ) -> None:
         check_per_parameter(optimizer)
         self.optimizer = optimizer
-        self.update_seconds = self.stall_seconds = (
-            0.0  # of the stepping thread; of the main one waiting for it
-        )
+        # Of the stepping thread; of the main one waiting for it.
+        self.update_seconds = self.stall_seconds = 0.0
         self._exchange, self._copies = exchange, copies
         self._failure: str | None = None
         self._home: InHostMemory | InStore = InHostMemory() if store is None else InStore(store)

@@ -21,18 +21,16 @@ from parallax.swap.verify import checksum
 from parallax.swap.weights import ParameterSegment, bytes_of, stepped_in
 
 ALIGNMENT = 64  # bytes, as torch's own allocator on a CPU: kernels round in another way where vectors begin elsewhere
-_GOING = (
-    2  # chunks that the optimizer's thread may leave behind in host memory while they are written
-)
+# Chunks that the optimizer's thread may leave behind in host memory while they are written.
+_GOING = 2
 
 
 class Tier:
     """A store, with what is known of the transfers through it."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
-        self.lock = (
-            threading.RLock()
-        )  # of everything that the main thread and the optimizer's both touch
+        # Of everything that the main thread and the optimizer's both touch.
+        self.lock = threading.RLock()
         self.bytes_in = self.bytes_out = 0
         self._counting = threading.Lock()
         self._store = store

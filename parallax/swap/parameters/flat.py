@@ -61,9 +61,8 @@ class FlatParameter:
         self.tier = tier
         self.stale = False
         self._given = tuple(parameters)
-        ordered = sorted(
-            parameters, key=lambda p: (p.requires_grad, str(p.dtype))
-        )  # so that runs are long
+        # So that runs are long.
+        ordered = sorted(parameters, key=lambda p: (p.requires_grad, str(p.dtype)))
         self._gradients: dict[nn.Parameter, Gradient] = {}
         self.chunks = tuple(self._cut(ordered, chunk_bytes, cut=cut))
         segments = [segment for chunk in self.chunks for segment in chunk.segments]

@@ -21,9 +21,8 @@ from parallax.swap.stores.forks import generation, mind_forks
 from parallax.swap.stores.remedies import ENGINE, Remedies
 from parallax.swap.stores.slots import SlotMap, StoreSlot
 
-_REQUEST = (
-    8 * 2**20
-)  # bytes per system call: large enough for bandwidth, small enough to share the disk
+# Bytes per system call: large enough for bandwidth, small enough to share the disk.
+_REQUEST = 8 * 2**20
 
 
 class Pending(Protocol):

@@ -1,0 +1,139 @@
+"""The directory of a run: what is asked, the plan for it, and all that its ranks read, written before any of them
+starts."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from parallax import config as configuration
+from parallax.common.events import EventLog
+from parallax.common.lock import locked
+from parallax.common.trust import class_paths, remember
+from parallax.config import RunConfig
+from parallax.errors import ConfigError, PlanError, printable
+from parallax.machine.local import ClusterConfig
+from parallax.plan.inputs import Inputs, inputs_path
+from parallax.plan.plan import Plan
+from parallax.report import plan_table
+from parallax.run.job import local_cluster, plan_run
+from parallax.run.planning import Planned
+from parallax.run.resume import STORED, load_stored, read_stored, settings
+from parallax.run.working import working
+from parallax.train.loop import PREDICTED_EVENTS
+
+RUNS = Path("runs")
+# Given a file and the class paths in it, key by key.
+Trusts = Callable[[Path, Mapping[str, str]], None]
+_PREPARING = ".preparing-"
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A prepared run directory: the resolved configuration and the plan that every rank reads."""
+
+    directory: Path
+    config: RunConfig
+    plan: Plan
+
+    @classmethod
+    def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> PreparedRun:
+        """Read what :func:`prepare` wrote. ``trusts`` raises where the class paths of the file must not be imported."""
+        text = read_stored(directory)
+        trusts(directory / STORED, class_paths(text))
+        config, plan = load_stored(directory / STORED, text), Plan.load(directory / "plan.yaml")
+        return cls(directory, _counted(config, plan.world_size), plan)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """What ranks compare at their first barrier."""
+        return configuration.fingerprint(self.config), self.plan.hash()
+
+
+def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> PreparedRun:
+    """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
+    is continued from its last checkpoint, which any plan can load, with its own settings under what is typed."""
+    with working(console, "planning") as work:
+        found = settings(overrides, RUNS)
+        config = found.config
+        work.limit(config.trainer)
+        local_cluster(config)
+        name = config.name if config.name != "auto" else _free_name()
+        config, directory = replace(config, name=name), RUNS / name
+        if config.trainer.resume == "never" and (directory / "checkpoints").exists():
+            refused = f"{directory} holds checkpoints; choose another name, or resume=auto"
+            raise ConfigError(f"trainer.resume=never: {refused}")
+        held.enter_context(locked(directory))
+        if found.changed is not None:
+            changed = f", but {'; '.join(found.changed)}" if found.changed else ""
+            console.print(
+                f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
+            )
+        planned = plan_run(config, directory / "swap", work)
+    write_run(directory, config, planned)
+    remember(directory, class_paths(configuration.dump(config)))
+    console.print(plan_table(planned.plan, planned.profile))
+    return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
+
+
+def _free_name() -> str:
+    """The time, and a number where runs begin in one second."""
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    names = (now, *(f"{now}-{number}" for number in range(2, 1000)))
+    return next((name for name in names if not (RUNS / name).exists()), now)
+
+
+def _counted(config: RunConfig, devices: int) -> RunConfig:
+    """The settings with the number of devices that the plan uses, which ranks share the cores by."""
+    cluster = config.cluster
+    return (
+        replace(config, cluster=replace(cluster, devices=devices))
+        if isinstance(cluster, ClusterConfig)
+        else config
+    )
+
+
+def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
+    """What the ranks read, and what `simulate` and `calibrate` need later: all of it, or nothing is changed."""
+    try:
+        for left in directory.glob(f"{_PREPARING}*"):
+            shutil.rmtree(left)  # of a process that was killed meanwhile
+        with tempfile.TemporaryDirectory(dir=directory, prefix=_PREPARING) as name:
+            folder = Path(name)
+            (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
+            (folder / "profile.json").write_text(planned.profile.to_json() + "\n", encoding="utf-8")
+            planned.plan.save(folder / "plan.yaml")
+            Inputs(planned.profile, planned.cluster).save(inputs_path(folder / "plan.yaml"))
+            with EventLog(folder / PREDICTED_EVENTS) as events:
+                events.extend(list(planned.forecast.spans))
+            _set_aside(directory, planned.plan)
+            for path in folder.iterdir():
+                path.replace(directory / path.name)
+    except OSError as error:
+        where = printable(str(error.filename or directory))
+        raise ConfigError(
+            f"cannot write the run directory {directory}: {where}: {error.strerror}; make room or make it writable, or "
+            "choose another name"
+        ) from error
+
+
+def _set_aside(directory: Path, plan: Plan) -> None:
+    """Where a run goes on under another plan, put the old one and what it measured into a folder of their own: spans
+    of two plans in one file would be taken for one."""
+    try:
+        old = Plan.load(directory / "plan.yaml")
+    except PlanError:
+        return
+    if old.decisions() == plan.decisions():
+        return
+    folder = directory / f"before-{old.hash()}"
+    folder.mkdir(exist_ok=True)
+    for pattern in ("plan.*", "profile*.json", "events-*.jsonl"):
+        for path in directory.glob(pattern):
+            path.replace(folder / path.name)

@@ -1,0 +1,242 @@
+"""From a process's environment to its rank: what one process under torchrun does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from parallax import config as configuration
+from parallax.common.lock import locked
+from parallax.common.signals import exit_code, stopped_by
+from parallax.common.terminal import safe_console
+from parallax.config import RunConfig
+from parallax.errors import ConfigError, ParallaxError, PlanError, printable
+from parallax.machine.device import select_device
+from parallax.machine.local import choose_devices
+from parallax.mesh import start_processes, stop_processes
+from parallax.plan.config import AUTO
+from parallax.plan.plan import Plan
+from parallax.report import summary_table
+from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
+from parallax.run.planning import settle
+from parallax.run.prepare import PreparedRun, Trusts, prepare
+from parallax.runtime.engine import Engine
+from parallax.runtime.failure.exit_report import LAST_WORDS, depart, follows, leave, say, verdict_on
+from parallax.runtime.failure.report import FailureKind, FailureReport
+from parallax.runtime.failure.watch import Watch
+from parallax.train.loop import OnDrift, TrainerConfig, train
+from parallax.train.monitor import load_curves
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_COMPILING = 2  # steps that may compile: training, and another after an evaluation
+# No action takes longer than its step; predictions are not better than that.
+_STEPS_IN_ONE_ACTION = 2
+
+
+def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -> NoReturn:
+    """What one rank under torchrun does, with which its process ends. Without a prepared directory, rank 0 prepares one
+    for all. ``trusts`` is asked about the class paths of one that somebody else has prepared.
+
+    After an exception the process ends without more ado: leaving the world in order would wait for the others.
+    """
+    watch: Watch | None = None
+    held = contextlib.ExitStack()  # what ends with the process, however it ends
+    try:
+        if sys.platform == "linux":  # no rank is left over when the launcher is killed
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if not faulthandler.is_enabled():
+            # A crash in compiled code says where it was called from.
+            faulthandler.enable(all_threads=False)
+        _meet()
+        watch = Watch.start(say)
+        usual = TrainerConfig()  # until the run says otherwise
+        watch.limit(usual.watchdog_seconds, usual.phase_seconds)
+        with watch.phase("planning"):
+            if directory is None:
+                run = _prepare_for_all(overrides, held)
+            else:
+                run = _read_for_all(directory, held, trusts)
+            watch.limit(*_limits(run), run.directory)
+            _compare(run)
+        stopped = _train(run, watch)
+        watch.close()
+        stop_processes()
+        held.close()
+    except (Exception, KeyboardInterrupt) as error:
+        leave(error, watch)
+    # Our launcher knows.
+    depart(exit_code(stopped) if stopped and LAST_WORDS not in os.environ else 0)
+
+
+def _meet() -> None:
+    """Join the other ranks; where that fails, it is for an address or a port that the user can change."""
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not os.environ.get(key, "0").isdecimal():
+            raise ConfigError(
+                f"{key}={printable(os.environ[key])}: accepted is a whole number, as torchrun sets it"
+            )
+    try:
+        start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
+    except (dist.DistError, ValueError) as error:
+        address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = printable((str(error).splitlines() or [type(error).__name__])[0])
+        raise ConfigError(
+            f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
+            "address that all of them reach"
+        ) from error
+
+
+def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> PreparedRun:
+    """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
+    sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
+    return PreparedRun.read(_told_by_first(lambda: prepare(sized, safe_console(), held).directory))
+
+
+def _read_for_all(directory: Path, held: contextlib.ExitStack, trusts: Trusts) -> PreparedRun:
+    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all, and every rank asks whether
+    to trust it; a launcher of ours has done both."""
+    if "PARALLAX_RENDEZVOUS" in os.environ:
+        return PreparedRun.read(directory)
+    run = PreparedRun.read(directory, trusts)
+    _told_by_first(lambda: held.enter_context(locked(directory)))
+    return run
+
+
+def _told_by_first(call: Callable[[], Any]) -> Any:
+    """What ``call`` gives on rank 0, on every rank; or its error."""
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told = [call(), None]
+        except ParallaxError as error:
+            told = [type(error), str(error)]
+    dist.broadcast_object_list(told)
+    found, failure = told
+    if failure is not None:
+        raise found(failure)
+    return found
+
+
+def _compare(run: PreparedRun) -> None:
+    """The first barrier: every rank has read the same configuration and the same plan."""
+    mine = (run.fingerprints(), configuration.dump(run.config), run.plan.to_dict())
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for rank, (fingerprints, text, plan) in enumerate(found):
+        if fingerprints != found[0][0]:
+            first = configuration.load(found[0][1])
+            lines = configuration.differences(first, configuration.load(text))
+            lines += Plan.from_dict(found[0][2]).diff(Plan.from_dict(plan))
+            raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
+
+
+def _train(run: PreparedRun, watch: Watch) -> int:
+    """Build, train, report; the signal that ended it early, or 0."""
+    choice = choose_devices(local_cluster(run.config))
+    settle(choice)
+    device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
+    with watch.phase("loading data"):
+        source = open_source(run.config)
+    if dist.get_rank() == 0:
+        load_curves(run.config.logger)
+    with watch.phase("building the model"):
+        chain, loss = build_chain(run.config), build_loss(run.config)
+    with watch.phase("building the engine"):
+        engine = Engine.build(
+            chain,
+            run.plan,
+            loss=loss,
+            steps=run.config.trainer.steps,
+            device=device,
+            optimizer=run.config.optimizer,
+            precision=run.config.precision,
+            swap=run.config.swap,
+            replicas=run.config.replicas,
+            compile=run.config.compile,
+            scratch=run.directory / "swap",
+        )
+    trainer, logger = run.config.trainer, run.config.logger
+    watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
+    watch.serve()
+    try:
+        tokens = tokens_per_row(run.config)
+        summary = train(
+            engine,
+            source,
+            trainer,
+            logger,
+            run.directory,
+            tokens_per_row=tokens,
+            on_drift=_on_drift(run.config),
+            debug=run.config.debug,
+            onlooker=watch,
+        )
+    except Exception as caught:
+        error = _in_run_directory(caught, run.directory)
+        if not follows(error):
+            # The others need not wait for this rank to tidy up.
+            watch.claim(verdict_on(error, watch))
+        if error is caught:
+            raise
+        raise error from None
+    finally:
+        with watch.phase("closing the engine"):
+            engine.close()
+    stopped = int(summary["stopped"])
+    if dist.get_rank() == 0:
+        for line in summary["unwritten"]:
+            print(f"parallax: {line}; the run went on without it", file=sys.stderr)
+        if stopped:
+            _tell_stopped(run, summary)
+        else:
+            safe_console().print(summary_table(summary))
+            safe_console().print(f"results: {run.directory}", soft_wrap=True)
+    if stopped:
+        dist.barrier()  # a rank that leaves with an error code ends the others
+    return stopped
+
+
+def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
+    """Where no launcher of ours goes on, this is the last line."""
+    number, step = int(summary["stopped"]), summary["steps"]
+    ours = LAST_WORDS in os.environ
+    remark = "" if ours else f"; the same command with name={run.config.name} continues"
+    what = f"after step {step} of {run.config.trainer.steps}, which is saved"
+    say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, exit_code(number)))
+
+
+def _in_run_directory(error: Exception, directory: Path) -> Exception:
+    """What cannot be opened in the run's directory is no fault of the program."""
+    name = error.filename if isinstance(error, OSError) else None
+    if (
+        not isinstance(error, OSError)
+        or not isinstance(name, str)
+        or directory not in Path(name).parents
+    ):
+        return error
+    return ConfigError(f"cannot open {name}: {error.strerror}; make the run directory writable")
+
+
+def _limits(run: PreparedRun) -> tuple[float, float]:
+    """Seconds that an action, and that anything else may take."""
+    trainer = run.config.trainer
+    slow = _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
+    return trainer.watchdog_seconds and max(trainer.watchdog_seconds, slow), trainer.phase_seconds
+
+
+def _on_drift(config: RunConfig) -> OnDrift:
+    """What the launcher asked for; ranks that were started by another can only say so. Steps that are recorded take
+    longer than any plan says."""
+    if config.debug.record != "off":
+        return OnDrift.IGNORE
+    usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE
+    return OnDrift(os.environ.get("PARALLAX_ON_DRIFT", usual))
