@@ -47,8 +47,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from parallax.model.describe import Chain, describe, materialise
+from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.materialise import materialise
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.channels.shared_channel import SharedReceiver

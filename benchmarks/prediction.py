@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.common.units import format_bytes
-from parallax.train.loop import WARM_UP
+from parallax.train.record import WARM_UP
 
 STEPS = 8
 ROOMY = "4GiB"

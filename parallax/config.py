@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import math
 import re
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +38,7 @@ from parallax.common.documents import (
     take_keys,
     take_options,
 )
+from parallax.common.typed import build, checked, defaults, members, refuse, unknown
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.precision import PrecisionConfig
@@ -179,29 +178,29 @@ def _parse(text: str) -> Override:
     # Judged before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
         hint = _homes(key) or nearest(root, roots)
-        _unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
+        unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
     usage = f"{root}=OPTION of {', '.join(groups[root])}" if key in groups else f"{key}=VALUE"
     if "=" not in text and not text.startswith("~"):
-        _refuse(text, f"no value; accepted is {usage}")
+        refuse(text, f"no value; accepted is {usage}")
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError):
-        _refuse(
+        refuse(
             text,
             f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\"",
         )
     if override.is_sweep_override():
         listed = "" if key in groups else f", a list is quoted: '{key}=[1,2]'"
-        _refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}")
+        refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}")
     if override.package is not None or "/" in str(override.key_or_group):
-        _refuse(text, f"accepted is {root}=OPTION or {root}.KEY=VALUE")
+        refuse(text, f"accepted is {root}=OPTION or {root}.KEY=VALUE")
     if override.is_delete() and ("=" in text or key in groups):
-        _refuse(
+        refuse(
             text, f"cannot be removed; accepted is {usage}, or ~GROUP.kwargs.KEY without a value"
         )
     if key == f"{root}.name" and len(_kinds(root)) > 1:
         hint = nearest(str(override.value()), groups[root])
-        _refuse(
+        refuse(
             text,
             f"the option sets it; accepted is {root}=OPTION of {', '.join(groups[root])}{hint}",
         )
@@ -216,7 +215,7 @@ def _option(text: str, override: Override) -> str:
     accepted = _options()[group]
     if value not in accepted:
         hint = nearest(str(value), accepted)
-        _refuse(text.lstrip("+"), f"unknown option; accepted are {', '.join(accepted)}{hint}")
+        refuse(text.lstrip("+"), f"unknown option; accepted are {', '.join(accepted)}{hint}")
     return str(value)
 
 
@@ -240,8 +239,10 @@ def _homes(key: str) -> str:
 
 def _kinds(group: str) -> list[type[Any]]:
     """The dataclasses that may stand in ``group``; none for a plain key."""
-    members = _members(typing.get_type_hints(RunConfig).get(group))
-    return [kind for kind in members if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    alternatives = members(typing.get_type_hints(RunConfig).get(group))
+    return [
+        kind for kind in alternatives if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    ]
 
 
 # ---- Merging: the only part that Hydra does ------------------------------------------------------
@@ -258,15 +259,6 @@ def _folder() -> Path:
     )
 
 
-def _defaults(kind: type) -> dict[str, Any]:
-    """What the fields of ``kind`` start from, also where ``kind()`` alone is refused."""
-    made = [
-        (field.name, field.default_factory() if callable(field.default_factory) else field.default)
-        for field in dataclasses.fields(kind)
-    ]
-    return {name: value for name, value in made if value is not dataclasses.MISSING}
-
-
 @contextlib.contextmanager
 def _hydra() -> Iterator[None]:
     """Hydra opened on our files; afterwards its globals are as before, for the caller may be a Hydra program.
@@ -276,10 +268,10 @@ def _hydra() -> Iterator[None]:
     ``int | str | list[int]``, and report in their own words.
     """
     store = ConfigStore.instance()
-    store.store(group="parallax", name="run", node=_defaults(RunConfig))
+    store.store(group="parallax", name="run", node=defaults(RunConfig))
     for group in typing.get_type_hints(RunConfig):
         several = len(_kinds(group)) > 1
-        for node in map(_defaults, _kinds(group)):
+        for node in map(defaults, _kinds(group)):
             name, folder = (node["name"], f"parallax/{group}") if several else (group, "parallax")
             store.store(name=name, group=folder, node=node)
     globals_: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
@@ -310,7 +302,7 @@ def _merge(overrides: list[str]) -> dict[str, Any]:
         subject, _, blamed = _one_line(error).partition("override ++")
         # Keys and options are known to exist, so what is left is the shape of a value or a broken file.
         why = "accepted are whole lists such as [1,2], and ${group.key}" if blamed else subject
-        _refuse(blamed or " ".join(overrides).replace("++", ""), f"cannot be merged; {why}")
+        refuse(blamed or " ".join(overrides).replace("++", ""), f"cannot be merged; {why}")
     try:
         return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except (OmegaConfBaseException, RecursionError) as error:
@@ -348,7 +340,7 @@ def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
     )
     missing = re.search(r"key '(.*?)' not found", str(error))
     hint = f"accepted are existing keys{nearest(missing[1], raw)}" if missing else _one_line(error)
-    _refuse(f"{key}={raw.get(key, '')}", f"the interpolation has no value; {hint}")
+    refuse(f"{key}={raw.get(key, '')}", f"the interpolation has no value; {hint}")
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:
@@ -359,13 +351,13 @@ def _remove(tree: dict[str, Any], key: str) -> None:
         node = node.get(part) if isinstance(node, dict) else None
     held = sorted(map(str, node)) if isinstance(node, dict) else []
     if leaf not in held:
-        _unknown(
+        unknown(
             f"~{key}",
             f"{'.'.join(parents)} holds {', '.join(held) or 'no keys'}",
             nearest(leaf, held),
         )
     if parents[1:2] != ["kwargs"]:
-        _refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={shown(node[leaf])}")
+        refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={shown(node[leaf])}")
     del node[leaf]
 
 
@@ -375,131 +367,16 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 def _read_run(tree: Any) -> RunConfig:
     """The whole configuration; each group with the dataclass that its ``name`` selects."""
     groups = [key for key in typing.get_type_hints(RunConfig) if _kinds(key)]
-    parts = _checked(RunConfig, tree, "")
+    parts = checked(RunConfig, tree, "")
     for group in groups:
-        named = {_defaults(kind).get("name", group): kind for kind in _kinds(group)}
+        named = {defaults(kind).get("name", group): kind for kind in _kinds(group)}
         chosen, label = _kinds(group)[0], group
         if len(named) > 1 and isinstance(parts[group], dict):
             name = parts[group].get("name", "")
             check_choice(f"{group}.name", name, sorted(named))
             chosen, label = named[name], f"{group}={name}"
-        parts[group] = _object(chosen, _checked(chosen, parts[group], group, label), f"{group}.")
-    return typing.cast(RunConfig, _object(RunConfig, parts, ""))
-
-
-def _checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any]:
-    """A copy of ``tree`` that has exactly the keys of ``kind``."""
-    prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
-    accepted = (
-        f"{label} accepts {', '.join(sorted(hints))}"
-        if group
-        else f"groups and keys are {', '.join(hints)}"
-    )
-    if not isinstance(tree, dict):
-        _refuse(
-            f"{group or 'configuration'}={shown(tree)}", f"keys and values are needed; {accepted}"
-        )
-    for key in tree:
-        if key not in hints:
-            _unknown(f"{prefix}{key}={shown(tree[key])}", accepted, nearest(str(key), hints))
-    for key in hints:
-        if key not in tree:
-            default = (
-                f", the default is {shown(_defaults(kind)[key])}" if key in _defaults(kind) else ""
-            )
-            _refuse(f"{prefix}{key}", f"missing; {accepted}{default}")
-    return dict(tree)
-
-
-def _object(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    """``kind`` from ``values``, each as its annotation wants it; the dataclass judges what they mean."""
-    read = {}
-    for key, hint in typing.get_type_hints(kind).items():
-        try:
-            read[key] = _read(hint, values[key])
-        except (ValueError, OverflowError):
-            accepted = _accepted(hint, _defaults(kind).get(key))
-            _refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
-    try:
-        return kind(**read)
-    except ConfigError as error:
-        raise ConfigError(printable(str(error))) from None
-
-
-def _members(hint: Any) -> list[Any]:
-    """The alternatives of a union, text last: almost everything can be read as text."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """``value`` as ``hint`` wants it, or ValueError."""
-    for kind in _members(hint):
-        with contextlib.suppress(ValueError):
-            return _read_as(kind, value)
-    raise ValueError(value)
-
-
-def _read_as(kind: Any, value: Any) -> Any:
-    """One alternative. Text that spells a number is one, for ``${oc.env:STEPS}`` is always text."""
-    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
-    scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
-    if dataclasses.is_dataclass(origin) and type(value) is origin:
-        return value  # a group that has been read before
-    if origin is bool and (isinstance(value, bool) or value in ("true", "false")):
-        return value in (True, "true")
-    if origin is int and scalar and re.fullmatch(r"[+-]?[0-9]+", str(value)):
-        return int(value)
-    if origin is float and scalar and math.isfinite(float(value)):
-        return float(value)
-    if origin is str and scalar:
-        return str(value)
-    if origin is list and isinstance(value, list):
-        return [_read(inner[0], item) for item in value]
-    if origin is tuple and isinstance(value, list) and len(value) == len(inner):
-        return tuple(_read(*pair) for pair in zip(inner, value))
-    if origin is dict and isinstance(value, dict):
-        return {_read(inner[0], key): _read(inner[1], item) for key, item in value.items()}
-    if origin is Any:
-        return _plain(value)
-    raise ValueError(value)
-
-
-def _plain(value: Any) -> Any:
-    """Free values: whatever YAML writes and reads back as it was."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(value)
-
-
-def _accepted(hint: Any, default: Any) -> str:
-    """What ``hint`` accepts, in words."""
-    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
-    if len(members := _members(hint)) > 1:
-        example = f" such as {default}" if isinstance(default, str) else ""
-        return " or ".join(_accepted(member, None) for member in members) + example
-    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin is tuple:
-        return f"a list of {len(inner)} such as {shown(list(default))}"
-    if origin is list:
-        return f"a list, each {_accepted(inner[0], None)}"
-    return words.get(origin, "keys and values, {key: value}")
-
-
-# ---- Messages: one line, whatever was typed ------------------------------------------------------
-
-
-def _refuse(subject: str, why: str) -> NoReturn:
-    subject = subject if len(subject) <= 120 else f"{subject[:117]}..."
-    raise ConfigError(printable(f"{subject}: {why}"))
-
-
-def _unknown(subject: str, accepted: str, hint: str) -> NoReturn:
-    _refuse(subject, f"unknown key; {accepted}{hint}")
+        parts[group] = build(chosen, checked(chosen, parts[group], group, label), f"{group}.")
+    return typing.cast(RunConfig, build(RunConfig, parts, ""))
 
 
 def _one_line(error: Exception) -> str:

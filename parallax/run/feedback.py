@@ -21,7 +21,7 @@ from parallax.plan.schedule import Kind
 from parallax.plan.simulation.calibrate import calibrate, step_seconds
 from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.run.job import remember_run_profile
-from parallax.train.loop import MEASURED_EVENTS, WARM_UP
+from parallax.train.record import MEASURED_EVENTS, WARM_UP
 
 CALIBRATED = "profile-calibrated.json"
 RECENT_STEPS = 100  # steps of a run that are looked at: the last

@@ -27,7 +27,8 @@ from parallax.machine.local import (
 from parallax.machine.probes import measure_probes
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.measure import measure, profile_path, remember
+from parallax.model.profiling.kept import profile_path, remember
+from parallax.model.profiling.measure import measure
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster

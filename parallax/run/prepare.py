@@ -27,7 +27,7 @@ from parallax.run.job import local_cluster, plan_run
 from parallax.run.planning import Planned
 from parallax.run.resume import STORED, load_stored, read_stored, settings
 from parallax.run.working import working
-from parallax.train.loop import PREDICTED_EVENTS
+from parallax.train.record import PREDICTED_EVENTS
 
 RUNS = Path("runs")
 # Given a file and the class paths in it, key by key.

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.host import relieve_memory
-from parallax.model.describe import Chain, as_tuple, block_seed, materialise_each, parameter_names
+from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 from parallax.model.layers.norms import Norms
+from parallax.model.materialise import block_seed, materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,13 +13,8 @@ from typing import Any
 
 import torch
 
-from parallax.common.events import EventLog, Span, bubble_fraction, read_events
+from parallax.common.events import EventLog
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
-from parallax.plan.plan import Plan
-from parallax.plan.simulation.calibrate import seconds_by_term
-from parallax.report import timeline_png
-from parallax.report.occupancy import Occupancy, computed, occupancy_path
-from parallax.report.swap import SwapRecord, swaps
 from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_partial
 from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
@@ -29,12 +22,9 @@ from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.onlooker import Nobody, Onlooker
+from parallax.train.record import WARM_UP, RunRecord
 from parallax.train.voice import Voice, open_voice
 
-PREDICTED_EVENTS = "events-predicted.jsonl"
-MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
-WARM_UP = 2  # steps left out of the median: first touches of memory, first connections
-RECENT = 25  # steps whose spans are remembered, to find the one of median length
 JUDGED = 5  # steps after the warm-up from which a prediction is judged
 DRIFT = 0.2  # a prediction this far off is worth another plan
 
@@ -156,15 +146,8 @@ class _Run:
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
         self._refused: list[CheckpointError] = []
-        # Seconds and spans of steps.
-        self._recent: deque[tuple[float, list[Span]]] = deque(maxlen=RECENT)
-        self._seconds: list[float] = []
-        self._losses: list[float] = []
-        self._validation: float | None = None
-        self._swap = SwapRecord()
-        self._last: StepResult | None = None
-        self._peak = 0
         self._unwritten = Unwritten()
+        self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
 
     def run(self) -> dict[str, Any]:
         """The whole training."""
@@ -195,7 +178,7 @@ class _Run:
                     result = self._engine.step(batch)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
-                self._remember(result)
+                self._record.add(result)
                 if self._logger.events:
                     with self._unwritten.trying(events.path):
                         events.extend(result.spans)
@@ -207,13 +190,10 @@ class _Run:
             return self._end()
 
     def _end(self) -> dict[str, Any]:
-        if self._last is not None:
-            with self._unwritten.trying(occupancy_path(self._directory, self._rank)):
-                # Before the ranks meet: where there is a summary, there is this.
-                self._write_occupancy(self._last)
+        # Before the ranks meet: where there is a summary, there is this.
+        self._record.write_occupancy(self._engine.completed_steps)
         summary = self._summary()
-        if self._rank == 0 and self._recent:  # a run that was complete already keeps its summary
-            self._write(summary)
+        self._record.write(summary, picture=not self._signal)
         lines = [
             line for found in self._mesh.gather_objects(self._unwritten.lines()) for line in found
         ]
@@ -244,16 +224,6 @@ class _Run:
         if self._refused:
             raise self._refused[0]
         return None
-
-    def _remember(self, result: StepResult) -> None:
-        if len(self._seconds) == WARM_UP:
-            self._recent.clear()  # from now on there is better to choose from
-        self._recent.append((result.seconds, result.spans))
-        self._seconds.append(result.seconds)
-        self._losses.append(result.loss)
-        self._peak = max(self._peak, result.peak_bytes)
-        self._swap.add(result.swap)
-        self._last = result
 
     def _report(self, voice: Voice, result: StepResult) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
@@ -338,8 +308,8 @@ class _Run:
             self._agree()
         self._unfinished = bool(self._signal)
         if not self._unfinished:
-            self._validation = statistics.fmean(losses)
-            voice.evaluation(step, self._validation)
+            self._record.validation_loss = statistics.fmean(losses)
+            voice.evaluation(step, self._record.validation_loss)
             bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
             if bad:
                 voice.note(
@@ -355,61 +325,22 @@ class _Run:
 
     def _judge(self, voice: Voice, step: int) -> None:
         """Hold the prediction against the steps so far; rank 0's clock decides for all."""
-        mine = drift(self._seconds, self._engine.plan.prediction.step_seconds)
+        mine = drift(self._record.seconds, self._engine.plan.prediction.step_seconds)
         self._drift = str(self._mesh.gather_objects(mine)[0])
         if self._drift:
             ending = "; another plan continues from here" if self._drifted else ""
             voice.note(f"step {step}: {self._drift}{ending}")
 
     def _summary(self) -> dict[str, Any]:
-        """Predicted against measured; the same on every rank."""
-        plan = self._engine.plan
-        measured, predicted_spans = self._typical_spans(), self._predicted_spans()
-        spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
-        ranks = []
-        for rank, found in enumerate(self._mesh.gather_objects((self._peak, self._swap.summary()))):
-            peak, swap = found
-            stage, replica = plan.locate(rank)
-            predicted = plan.prediction.ranks[rank]
-            ranks.append(
-                {
-                    "rank": rank,
-                    "stage": stage,
-                    "replica": replica,
-                    "budget_bytes": predicted.budget_bytes,
-                    "predicted_peak_bytes": predicted.peak_bytes,
-                    "measured_peak_bytes": peak,
-                    "offloaded_bytes_per_step": swap["bytes_out_per_step"] if swap else 0.0,
-                    "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,
-                    "stall_seconds_per_step": swap["stall_seconds_per_step"] if swap else 0.0,
-                    "predicted_stall_seconds_per_step": predicted.stall_seconds,
-                    "seconds": spent.get(rank, {}),
-                    "predicted_seconds": planned.get(rank, {}),
-                    "predicted_memory": _terms(plan, stage),
-                    "swap": swap,
-                }
-            )
-        timed = self._seconds[WARM_UP:] or self._seconds
-        median = statistics.median(timed) if timed else None
+        """How the run ended, and predicted against measured; the same on every rank."""
+        first = self._rank == 0
         return {
             "steps": self._engine.completed_steps,
             "ended": self._ending,
             "drift": self._drift,
             "stopped": self._signal if self._ending == "stopped" else 0,
-            "loss_first": self._losses[0] if self._losses else None,
-            "loss_last": self._losses[-1] if self._losses else None,
-            "validation_loss": self._validation,
-            "unigram_entropy": getattr(self._source, "unigram_entropy", None)
-            if self._rank == 0
-            else None,
-            "step_seconds_median": median,
-            "predicted_step_seconds": plan.prediction.step_seconds,
-            "bubble_predicted": plan.prediction.bubble,
-            "bubble_measured": bubble_fraction(measured),
-            "tokens_per_second": self._trainer.global_batch * self._tokens / median
-            if median
-            else None,
-            "ranks": ranks,
+            "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
+            **self._record.summary(self._trainer.global_batch * self._tokens),
         }
 
     @property
@@ -419,61 +350,6 @@ class _Run:
         ):
             return "stopped"
         return "drift" if self._drifted else "steps"
-
-    def _predicted_spans(self) -> list[Span]:
-        """What the plan said of each action; none where there is no such file."""
-        path = self._directory / PREDICTED_EVENTS
-        return list(read_events(path)) if path.is_file() else []
-
-    def _typical_spans(self) -> list[Span]:
-        """The spans of all ranks for the recent step of median length, as rank 0 measured it."""
-        recent = list(self._recent)
-        if not recent:
-            return []
-        order = sorted(range(len(recent)), key=lambda i: recent[i][0])
-        chosen = self._mesh.gather_objects(order[len(order) // 2])[0]
-        gathered: Iterable[Any] = self._mesh.gather_objects(recent[int(str(chosen))][1])
-        self._measured = [span for spans in gathered for span in spans]
-        return self._measured
-
-    def _write_occupancy(self, last: StepResult) -> None:
-        """What this rank's swap held over the last step; what an earlier plan left there is not this one's."""
-        if not swaps(last.swap):
-            occupancy_path(self._directory, self._rank).unlink(missing_ok=True)
-            return
-        occupancy = Occupancy(
-            rank=self._rank,
-            stage=self._mesh.stage,
-            replica=self._mesh.replica,
-            step=self._engine.completed_steps,
-            limit_bytes=last.swap.limit_bytes,
-            samples=tuple(last.swap.samples),
-            spans=computed(last.spans),
-        )
-        occupancy.save(self._directory)
-
-    def _write(self, summary: dict[str, Any]) -> None:
-        path, trying = self._directory / "summary.json", self._unwritten.trying
-        with trying(path):
-            try:
-                path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-            except OSError:
-                path.unlink(missing_ok=True)  # half of it says nothing
-                raise
-        with trying(self._directory / MEASURED_EVENTS):
-            (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
-            with EventLog(self._directory / MEASURED_EVENTS) as events:
-                events.extend(self._measured)
-        # A picture takes longer than saving did.
-        if not self._signal and (predicted := self._predicted_spans()):
-            with trying(self._directory / "timeline.png"):
-                timeline_png(predicted, self._measured, self._directory / "timeline.png")
-
-
-def _terms(plan: Plan, stage: int) -> dict[str, int]:
-    """Predicted bytes by term of the fullest rank of a stage; none where the plan does not say."""
-    found = plan.prediction.stages
-    return dict(found[stage].memory) if stage < len(found) else {}
 
 
 def _due(every: int, step: int) -> bool:

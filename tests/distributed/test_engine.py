@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError, ParallaxError, PlanError
-from parallax.model.describe import Chain, describe, materialise, parameter_names
+from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine

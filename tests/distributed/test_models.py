@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.model.describe import Chain, describe, materialise, parameter_names
+from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.rows import micro_batch_rows
 from parallax.plan.schedule import ORDERS

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from parallax.model.describe import materialise, parameter_names
+from parallax.model.describe import parameter_names
 from parallax.model.gpt import GPT
+from parallax.model.materialise import materialise
 from parallax.runtime.engine import Engine
 from tests.distributed.pool import Pool
 from tests.distributed.test_transparency import make_batch, make_chain

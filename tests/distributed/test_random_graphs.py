@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from parallax.model.describe import Chain, describe, materialise, parameter_names
+from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.schedule import BUILT_IN

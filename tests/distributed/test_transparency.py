@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.model.describe import Chain, describe, materialise, parameter_names
+from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.materialise import materialise
 from parallax.model.mlp import MLP, MLPConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows

@@ -13,15 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.errors import DescribeError
-from parallax.model.describe import (
-    as_tuple,
-    block_seed,
-    build_on_meta,
-    describe,
-    materialise,
-    parameter_names,
-)
+from parallax.model.describe import as_tuple, build_on_meta, describe, parameter_names
 from parallax.model.gpt import GPTConfig
+from parallax.model.materialise import block_seed, materialise
 from parallax.model.mlp import MLPConfig
 
 CPU = torch.device("cpu")

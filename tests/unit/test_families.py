@@ -13,8 +13,9 @@ from torch import nn
 
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
-from parallax.model.describe import describe, materialise, parameter_names
+from parallax.model.describe import describe, parameter_names
 from parallax.model.families.config import HuggingFaceConfig
+from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.count import count
 from parallax.run.job import build_chain
@@ -156,7 +157,7 @@ def test_a_stage_reads_its_own_shards_only(tmp_path: Path) -> None:
             super().fill(tensor, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallax.model.describe.CheckpointWeights", Spy)
+        patch.setattr("parallax.model.materialise.CheckpointWeights", Spy)
         materialise(chain, 1, 2, CPU)
     assert set(opened) == mine
 

@@ -12,7 +12,7 @@ from parallax.model.gpt import GPTConfig
 from parallax.run import feedback
 from parallax.run.feedback import RECENT_STEPS, measured_spans, typical_step
 from parallax.run.prepare import _set_aside
-from parallax.train.loop import MEASURED_EVENTS, WARM_UP
+from parallax.train.record import MEASURED_EVENTS, WARM_UP
 from tests.plans import make_plan
 
 

@@ -18,17 +18,9 @@ from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from parallax.train.loop import (
-    JUDGED,
-    MEASURED_EVENTS,
-    PREDICTED_EVENTS,
-    WARM_UP,
-    OnDrift,
-    TrainerConfig,
-    drift,
-    train,
-)
+from parallax.train.loop import JUDGED, OnDrift, TrainerConfig, drift, train
 from parallax.train.monitor import LoggerConfig, read_metrics
+from parallax.train.record import MEASURED_EVENTS, PREDICTED_EVENTS, WARM_UP
 from tests.plans import GIB, make_plan
 
 STEPS = WARM_UP + JUDGED + 3

@@ -19,6 +19,7 @@ from parallax.errors import ConfigError, DescribeError
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling import kept
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.measure import measure
 from parallax.plan.profile import BlockCost, ModelProfile
@@ -456,9 +457,9 @@ def test_a_profile_of_an_earlier_edition_is_measured_again(monkeypatch: pytest.M
     monkeypatch.setattr(
         module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
     )
-    monkeypatch.setattr(module, "EDITION", module.EDITION - 1)
+    monkeypatch.setattr(kept, "EDITION", kept.EDITION - 1)
     profile_of(chain_of(linear()))
-    monkeypatch.setattr(module, "EDITION", module.EDITION + 1)
+    monkeypatch.setattr(kept, "EDITION", kept.EDITION + 1)
     profile_of(chain_of(linear()))
     assert runs == [2, 4, 2, 4]
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.block import flatten
-from parallax.model.describe import Chain, as_tuple, describe, materialise, parameter_names
+from parallax.model.describe import Chain, as_tuple, describe, parameter_names
+from parallax.model.materialise import materialise
 from tests.zoo import ZOO, Entry, tokens_batch
 
 CPU = torch.device("cpu")

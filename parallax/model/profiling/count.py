@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
-from parallax.model.describe import Chain, as_tuple, block_by_block, tie_costs
+from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.blocks import block_by_block, tie_costs
 from parallax.model.saved import Saved, address
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine

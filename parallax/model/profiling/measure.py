@@ -8,34 +8,30 @@ that run these apart. The result is cached by model, device and library versions
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallax.common.files import cache_directory, replacing, temporary_folder
 from parallax.errors import DescribeError, PlanError, SwapError
-from parallax.machine.host import cpu_model
-from parallax.model.describe import Chain, as_tuple, block_by_block, materialise, tie_costs
+from parallax.model.describe import Chain, as_tuple
+from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.allocations import allocations
+from parallax.model.profiling.blocks import block_by_block, tie_costs
 from parallax.model.profiling.clock import Clock
+from parallax.model.profiling.kept import Sample, device_name, profile_path, remember
 from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
 from parallax.model.saved import Saved
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
-EDITION = 3  # of what is measured: profiles of another one are measured again
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
 # Of all blocks: below it kernels may be too small to tell what more rows would cost.
@@ -43,7 +39,6 @@ _CHEAP_SECONDS = 0.05
 _GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
 _OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
 Tensors = tuple[Tensor, ...]
-Sample = Callable[[int], tuple[Tensors, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ def measure(
     profile = ModelProfile(
         model=name,
         fingerprint=chain.fingerprint(),
-        device=f"{_device_name(device)}, {torch.get_num_threads()} thread(s)",
+        device=f"{device_name(device)}, {torch.get_num_threads()} thread(s)",
         precision=str(precision),
         blocks=tuple(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks))),
         ties=tuple(tie_costs(chain)),
@@ -132,43 +127,6 @@ def measure(
     )
     remember(profile, path)
     return profile
-
-
-def profile_path(
-    chain: Chain,
-    loss: Callable[[Any, Tensor], Tensor],
-    sample: Sample,
-    rows: Sequence[int],
-    *,
-    device: torch.device,
-    precision: PrecisionConfig,
-    minimum_bytes: int,
-    allocator: str = "default",
-    offloader: Offloader | None = None,
-) -> Path:
-    """Where :func:`measure`, called with the same arguments, looks for the profile before it measures."""
-    inputs, _ = sample(1)
-    shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
-    what = [
-        EDITION,
-        chain.fingerprint(),
-        _device_name(device),
-        torch.__version__,
-        str(precision),
-        minimum_bytes,
-        torch.get_num_threads(),
-        allocator,
-        offloader.tier if offloader else "none",
-        _loss_name(loss),
-    ]
-    key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
-    return cache_directory() / f"profile-{key}.json"
-
-
-def remember(profile: ModelProfile, path: Path) -> None:
-    """Write ``profile`` where it is found again."""
-    with replacing(path) as temporary:
-        temporary.write(profile.to_json().encode())
 
 
 class _Bench:
@@ -371,57 +329,11 @@ class _Bench:
         def run(each: Callable[[Any], Any]) -> None:
             results.append(each(results.pop()))
 
-        return [_allocations(self._device, partial(run, each)) for each in passes]
+        return [allocations(self._device, partial(run, each)) for each in passes]
 
 
 def _quartile(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
-
-
-def _allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, int]:
-    """The most bytes that ``call`` allocates beyond those before it, and how many more there are after it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return int(most) - before, int(after) - before
-    with (
-        _quiet_stderr(),
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile,
-    ):
-        call()
-    with temporary_folder() as folder:
-        path = folder / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    steps = [
-        event
-        for event in events
-        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
-    ]
-    level = peak = 0
-    for event in sorted(steps, key=lambda event: float(event["ts"])):
-        level += int(event["args"]["Bytes"])
-        peak = max(peak, level)
-    return peak, level
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """torch's profiler writes two lines to file descriptor 2 each time it runs, whatever its log level."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCost:
@@ -458,19 +370,6 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
     )
 
 
-def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
-    """Equal for the same function, also in another process."""
-    code = getattr(loss, "__code__", None)
-    body = (code.co_code.hex(), code.co_names) if code is not None else ()
-    return repr(
-        (
-            getattr(loss, "__module__", ""),
-            getattr(loss, "__qualname__", type(loss).__qualname__),
-            body,
-        )
-    )
-
-
 def _optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
     """Seconds per byte of parameters that a step costs whatever its rows: gradients are cleared, their norm is taken,
     they are clipped, and fused AdamW steps."""
@@ -492,7 +391,3 @@ def _optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
         optimizer.step()
         seconds.append(clock.now() - start)
     return min(seconds[1:]) / sum(parameter.nbytes for parameter in parameters)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()

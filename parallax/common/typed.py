@@ -1,0 +1,137 @@
+"""Plain data, as YAML gives it, into dataclasses: exactly their keys, each value as its annotation wants it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import types
+import typing
+from typing import Any, NoReturn
+
+from parallax.common.documents import shown
+from parallax.errors import ConfigError, nearest, printable
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """What the fields of ``kind`` start from, also where ``kind()`` alone is refused."""
+    made = [
+        (field.name, field.default_factory() if callable(field.default_factory) else field.default)
+        for field in dataclasses.fields(kind)
+    ]
+    return {name: value for name, value in made if value is not dataclasses.MISSING}
+
+
+def checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any]:
+    """A copy of ``tree`` that has exactly the keys of ``kind``."""
+    prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
+    accepted = (
+        f"{label} accepts {', '.join(sorted(hints))}"
+        if group
+        else f"groups and keys are {', '.join(hints)}"
+    )
+    if not isinstance(tree, dict):
+        refuse(
+            f"{group or 'configuration'}={shown(tree)}", f"keys and values are needed; {accepted}"
+        )
+    for key in tree:
+        if key not in hints:
+            unknown(f"{prefix}{key}={shown(tree[key])}", accepted, nearest(str(key), hints))
+    for key in hints:
+        if key not in tree:
+            default = (
+                f", the default is {shown(defaults(kind)[key])}" if key in defaults(kind) else ""
+            )
+            refuse(f"{prefix}{key}", f"missing; {accepted}{default}")
+    return dict(tree)
+
+
+def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
+    """``kind`` from ``values``, each as its annotation wants it; the dataclass judges what they mean."""
+    read = {}
+    for key, hint in typing.get_type_hints(kind).items():
+        try:
+            read[key] = _read(hint, values[key])
+        except (ValueError, OverflowError):
+            accepted = _accepted(hint, defaults(kind).get(key))
+            refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
+    try:
+        return kind(**read)
+    except ConfigError as error:
+        raise ConfigError(printable(str(error))) from None
+
+
+def members(hint: Any) -> list[Any]:
+    """The alternatives of a union, text last: almost everything can be read as text."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """``value`` as ``hint`` wants it, or ValueError."""
+    for kind in members(hint):
+        with contextlib.suppress(ValueError):
+            return _read_as(kind, value)
+    raise ValueError(value)
+
+
+def _read_as(kind: Any, value: Any) -> Any:
+    """One alternative. Text that spells a number is one, for ``${oc.env:STEPS}`` is always text."""
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
+    if dataclasses.is_dataclass(origin) and type(value) is origin:
+        return value  # a group that has been read before
+    if origin is bool and (isinstance(value, bool) or value in ("true", "false")):
+        return value in (True, "true")
+    if origin is int and scalar and re.fullmatch(r"[+-]?[0-9]+", str(value)):
+        return int(value)
+    if origin is float and scalar and math.isfinite(float(value)):
+        return float(value)
+    if origin is str and scalar:
+        return str(value)
+    if origin is list and isinstance(value, list):
+        return [_read(inner[0], item) for item in value]
+    if origin is tuple and isinstance(value, list) and len(value) == len(inner):
+        return tuple(_read(*pair) for pair in zip(inner, value))
+    if origin is dict and isinstance(value, dict):
+        return {_read(inner[0], key): _read(inner[1], item) for key, item in value.items()}
+    if origin is Any:
+        return _plain(value)
+    raise ValueError(value)
+
+
+def _plain(value: Any) -> Any:
+    """Free values: whatever YAML writes and reads back as it was."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(value)
+
+
+def _accepted(hint: Any, default: Any) -> str:
+    """What ``hint`` accepts, in words."""
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    if len(kinds := members(hint)) > 1:
+        example = f" such as {default}" if isinstance(default, str) else ""
+        return " or ".join(_accepted(member, None) for member in kinds) + example
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is tuple:
+        return f"a list of {len(inner)} such as {shown(list(default))}"
+    if origin is list:
+        return f"a list, each {_accepted(inner[0], None)}"
+    return words.get(origin, "keys and values, {key: value}")
+
+
+def refuse(subject: str, why: str) -> NoReturn:
+    """Raise :class:`ConfigError` in one line, whatever was typed."""
+    subject = subject if len(subject) <= 120 else f"{subject[:117]}..."
+    raise ConfigError(printable(f"{subject}: {why}"))
+
+
+def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
+    """Raise for a key that nobody knows."""
+    refuse(subject, f"unknown key; {accepted}{hint}")

@@ -1,0 +1,59 @@
+"""Bytes that a call allocates on a device, and those that it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from parallax.common.files import temporary_folder
+
+
+def allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, int]:
+    """The most bytes that ``call`` allocates beyond those before it, and how many more there are after it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return int(most) - before, int(after) - before
+    with (
+        _quiet_stderr(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile,
+    ):
+        call()
+    with temporary_folder() as folder:
+        path = folder / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    steps = [
+        event
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
+    level = peak = 0
+    for event in sorted(steps, key=lambda event: float(event["ts"])):
+        level += int(event["args"]["Bytes"])
+        peak = max(peak, level)
+    return peak, level
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """torch's profiler writes two lines to file descriptor 2 each time it runs, whatever its log level."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

@@ -1,0 +1,65 @@
+"""What is asked of a chain's blocks one after the other, and once of those that look the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from parallax.model.describe import Chain
+
+
+def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Bytes of each parameter that several blocks share, and those blocks."""
+    for users in chain.ties.values():
+        blocks = tuple(sorted({index for index, _ in users}))
+        if len(blocks) > 1:
+            first, name = users[0]
+            yield (
+                chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize,
+                blocks,
+            )
+
+
+class BlockFindings(Protocol):
+    """What is known of a block, its outputs among it."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the next block takes."""
+
+
+_Found = TypeVar("_Found", bound=BlockFindings)
+
+
+def block_by_block(
+    chain: Chain,
+    entering: tuple[Tensor, ...],
+    find: Callable[[int, tuple[Tensor, ...], bool], _Found],
+) -> list[_Found]:
+    """What ``find(index, entering, last)`` says of every block; the outputs of each are the inputs of the next. It is
+    asked once for blocks that look the same."""
+    known: dict[str, _Found] = {}
+    found = []
+    for index, block in enumerate(chain.blocks):
+        last = index == len(chain.blocks) - 1
+        seen = (
+            look(block.module, entering)
+            + (" first" if index == 0 else "")
+            + (" with loss" if last else "")
+        )
+        if seen not in known:
+            known[seen] = find(index, entering, last)
+        found.append(known[seen])
+        entering = known[seen].outputs
+    return found
+
+
+def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
+    """Equal for blocks that cost the same."""
+    shapes = [
+        f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()
+    ]
+    entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
+    return "|".join([repr(module), *shapes, *entering])

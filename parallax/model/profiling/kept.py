@@ -1,0 +1,78 @@
+"""Profiles that were measured before, kept under what the measurement depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallax.common.files import cache_directory, replacing
+from parallax.machine.host import cpu_model
+from parallax.model.describe import Chain
+from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.offloads import Offloader
+from parallax.plan.profile import ModelProfile
+
+EDITION = 3  # of what is measured: profiles of another one are measured again
+Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
+
+
+def profile_path(
+    chain: Chain,
+    loss: Callable[[Any, Tensor], Tensor],
+    sample: Sample,
+    rows: Sequence[int],
+    *,
+    device: torch.device,
+    precision: PrecisionConfig,
+    minimum_bytes: int,
+    allocator: str = "default",
+    offloader: Offloader | None = None,
+) -> Path:
+    """Where :func:`~parallax.model.profiling.measure.measure`, called with the same arguments, looks for the profile
+    before it measures."""
+    inputs, _ = sample(1)
+    shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
+    what = [
+        EDITION,
+        chain.fingerprint(),
+        device_name(device),
+        torch.__version__,
+        str(precision),
+        minimum_bytes,
+        torch.get_num_threads(),
+        allocator,
+        offloader.tier if offloader else "none",
+        _loss_name(loss),
+    ]
+    key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
+    return cache_directory() / f"profile-{key}.json"
+
+
+def remember(profile: ModelProfile, path: Path) -> None:
+    """Write ``profile`` where it is found again."""
+    with replacing(path) as temporary:
+        temporary.write(profile.to_json().encode())
+
+
+def device_name(device: torch.device) -> str:
+    """What the profile says that it was measured on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
+    """Equal for the same function, also in another process."""
+    code = getattr(loss, "__code__", None)
+    body = (code.co_code.hex(), code.co_names) if code is not None else ()
+    return repr(
+        (
+            getattr(loss, "__module__", ""),
+            getattr(loss, "__qualname__", type(loss).__qualname__),
+            body,
+        )
+    )

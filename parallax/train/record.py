@@ -1,0 +1,158 @@
+"""What one rank remembers of the steps of its run, and what is written of them at its end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from parallax.common.events import EventLog, Span, bubble_fraction, read_events
+from parallax.mesh import Mesh
+from parallax.plan.plan import Plan
+from parallax.plan.simulation.calibrate import seconds_by_term
+from parallax.report import timeline_png
+from parallax.report.occupancy import Occupancy, computed, occupancy_path
+from parallax.report.swap import SwapRecord, swaps
+from parallax.runtime.engine import StepResult
+from parallax.train.monitor import Unwritten
+
+PREDICTED_EVENTS = "events-predicted.jsonl"
+MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
+WARM_UP = 2  # steps left out of the median: first touches of memory, first connections
+RECENT = 25  # steps whose spans are remembered, to find the one of median length
+
+
+class RunRecord:
+    """The steps so far. Rank 0 writes for all; what cannot be written is noted in ``unwritten``."""
+
+    def __init__(self, mesh: Mesh, plan: Plan, directory: Path, unwritten: Unwritten) -> None:
+        self._mesh, self._plan, self._directory = mesh, plan, directory
+        self._unwritten = unwritten
+        # Seconds and spans of steps.
+        self._recent: deque[tuple[float, list[Span]]] = deque(maxlen=RECENT)
+        self._losses: list[float] = []
+        self._swap = SwapRecord()
+        self._last: StepResult | None = None
+        self._peak = 0
+        self._measured: list[Span] = []
+        self.seconds: list[float] = []
+        self.validation_loss: float | None = None
+
+    def add(self, result: StepResult) -> None:
+        """Remember one more step."""
+        if len(self.seconds) == WARM_UP:
+            self._recent.clear()  # from now on there is better to choose from
+        self._recent.append((result.seconds, result.spans))
+        self.seconds.append(result.seconds)
+        self._losses.append(result.loss)
+        self._peak = max(self._peak, result.peak_bytes)
+        self._swap.add(result.swap)
+        self._last = result
+
+    def summary(self, tokens_per_step: int) -> dict[str, Any]:
+        """Predicted against measured; the same on every rank."""
+        plan = self._plan
+        measured, predicted_spans = self._typical_spans(), self._predicted_spans()
+        spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
+        ranks = []
+        for rank, found in enumerate(self._mesh.gather_objects((self._peak, self._swap.summary()))):
+            peak, swap = found
+            stage, replica = plan.locate(rank)
+            predicted = plan.prediction.ranks[rank]
+            ranks.append(
+                {
+                    "rank": rank,
+                    "stage": stage,
+                    "replica": replica,
+                    "budget_bytes": predicted.budget_bytes,
+                    "predicted_peak_bytes": predicted.peak_bytes,
+                    "measured_peak_bytes": peak,
+                    "offloaded_bytes_per_step": swap["bytes_out_per_step"] if swap else 0.0,
+                    "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,
+                    "stall_seconds_per_step": swap["stall_seconds_per_step"] if swap else 0.0,
+                    "predicted_stall_seconds_per_step": predicted.stall_seconds,
+                    "seconds": spent.get(rank, {}),
+                    "predicted_seconds": planned.get(rank, {}),
+                    "predicted_memory": _terms(plan, stage),
+                    "swap": swap,
+                }
+            )
+        timed = self.seconds[WARM_UP:] or self.seconds
+        median = statistics.median(timed) if timed else None
+        return {
+            "loss_first": self._losses[0] if self._losses else None,
+            "loss_last": self._losses[-1] if self._losses else None,
+            "validation_loss": self.validation_loss,
+            "step_seconds_median": median,
+            "predicted_step_seconds": plan.prediction.step_seconds,
+            "bubble_predicted": plan.prediction.bubble,
+            "bubble_measured": bubble_fraction(measured),
+            "tokens_per_second": tokens_per_step / median if median else None,
+            "ranks": ranks,
+        }
+
+    def write_occupancy(self, step: int) -> None:
+        """What this rank's swap held over ``step``, the last; what an earlier plan left there is not this one's."""
+        if self._last is not None:
+            with self._unwritten.trying(occupancy_path(self._directory, self._mesh.rank)):
+                self._write_occupancy(self._last, step)
+
+    def _write_occupancy(self, last: StepResult, step: int) -> None:
+        if not swaps(last.swap):
+            occupancy_path(self._directory, self._mesh.rank).unlink(missing_ok=True)
+            return
+        occupancy = Occupancy(
+            rank=self._mesh.rank,
+            stage=self._mesh.stage,
+            replica=self._mesh.replica,
+            step=step,
+            limit_bytes=last.swap.limit_bytes,
+            samples=tuple(last.swap.samples),
+            spans=computed(last.spans),
+        )
+        occupancy.save(self._directory)
+
+    def write(self, summary: dict[str, Any], *, picture: bool) -> None:
+        """What rank 0 leaves of a run; one that was complete already keeps its summary."""
+        if self._mesh.rank != 0 or not self._recent:
+            return
+        path, trying = self._directory / "summary.json", self._unwritten.trying
+        with trying(path):
+            try:
+                path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            except OSError:
+                path.unlink(missing_ok=True)  # half of it says nothing
+                raise
+        with trying(self._directory / MEASURED_EVENTS):
+            (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
+            with EventLog(self._directory / MEASURED_EVENTS) as events:
+                events.extend(self._measured)
+        # A picture takes longer than saving did.
+        if picture and (predicted := self._predicted_spans()):
+            with trying(self._directory / "timeline.png"):
+                timeline_png(predicted, self._measured, self._directory / "timeline.png")
+
+    def _typical_spans(self) -> list[Span]:
+        """The spans of all ranks for the recent step of median length, as rank 0 measured it."""
+        recent = list(self._recent)
+        if not recent:
+            return []
+        order = sorted(range(len(recent)), key=lambda i: recent[i][0])
+        chosen = self._mesh.gather_objects(order[len(order) // 2])[0]
+        gathered: Iterable[Any] = self._mesh.gather_objects(recent[int(str(chosen))][1])
+        self._measured = [span for spans in gathered for span in spans]
+        return self._measured
+
+    def _predicted_spans(self) -> list[Span]:
+        """What the plan said of each action; none where there is no such file."""
+        path = self._directory / PREDICTED_EVENTS
+        return list(read_events(path)) if path.is_file() else []
+
+
+def _terms(plan: Plan, stage: int) -> dict[str, int]:
+    """Predicted bytes by term of the fullest rank of a stage; none where the plan does not say."""
+    found = plan.prediction.stages
+    return dict(found[stage].memory) if stage < len(found) else {}
