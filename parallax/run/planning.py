@@ -114,12 +114,8 @@ def plan_model(
         scratch=scratch,
         progress=progress,
     )
-    folder = _swap_folder(swap, scratch)
     progress("measuring the machine")
-    probes, speeds = measure_probes(existing_parent(folder)), probe_speeds(choice)
-    found = build_cluster(
-        cluster, choice, tier=swap.tier, probes=probes, speeds=speeds, copying_threads=swap.threads
-    )
+    found = _measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {len(found.devices)} device(s)")
     profile = stepped_by(profile, optimizer or OptimizerConfig())
     best, forecast = search(
@@ -132,6 +128,21 @@ def plan_model(
         progress=progress,
     )
     return Planned(best, forecast, profile, found)
+
+
+def _measured_cluster(
+    config: ClusterConfig, choice: DeviceChoice, swap: SwapConfig, scratch: Path | None
+) -> Cluster:
+    """This machine as the planner sees it, with the bandwidths that were measured on it."""
+    folder = existing_parent(_swap_folder(swap, scratch))
+    return build_cluster(
+        config,
+        choice,
+        tier=swap.tier,
+        probes=measure_probes(folder),
+        speeds=probe_speeds(choice),
+        copying_threads=swap.threads,
+    )
 
 
 def check_model(

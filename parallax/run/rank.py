@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from parallax import config as configuration
@@ -23,11 +24,12 @@ from parallax.errors import ConfigError, ParallaxError, PlanError, printable
 from parallax.machine.device import select_device
 from parallax.machine.local import choose_devices
 from parallax.mesh import start_processes, stop_processes
+from parallax.model.describe import Chain
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
 from parallax.report import summary_table
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
-from parallax.run.planning import settle
+from parallax.run.planning import Loss, settle
 from parallax.run.prepare import PreparedRun, Trusts, prepare
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import LAST_WORDS, depart, follows, leave, say, verdict_on
@@ -151,20 +153,7 @@ def _train(run: PreparedRun, watch: Watch) -> int:
     with watch.phase("building the model"):
         chain, loss = build_chain(run.config), build_loss(run.config)
     with watch.phase("building the engine"):
-        engine = Engine.build(
-            chain,
-            run.plan,
-            loss=loss,
-            steps=run.config.trainer.steps,
-            device=device,
-            optimizer=run.config.optimizer,
-            precision=run.config.precision,
-            swap=run.config.swap,
-            replicas=run.config.replicas,
-            compile=run.config.compile,
-            scratch=run.directory / "swap",
-        )
-    trainer, logger = run.config.trainer, run.config.logger
+        engine = _build_engine(run, chain, loss, device)
     watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
     watch.serve()
     try:
@@ -172,8 +161,8 @@ def _train(run: PreparedRun, watch: Watch) -> int:
         summary = train(
             engine,
             source,
-            trainer,
-            logger,
+            run.config.trainer,
+            run.config.logger,
             run.directory,
             tokens_per_row=tokens,
             on_drift=_on_drift(run.config),
@@ -193,16 +182,37 @@ def _train(run: PreparedRun, watch: Watch) -> int:
             engine.close()
     stopped = int(summary["stopped"])
     if dist.get_rank() == 0:
-        for line in summary["unwritten"]:
-            print(f"parallax: {line}; the run went on without it", file=sys.stderr)
-        if stopped:
-            _tell_stopped(run, summary)
-        else:
-            safe_console().print(summary_table(summary))
-            safe_console().print(f"results: {run.directory}", soft_wrap=True)
+        _tell_end(run, summary)
     if stopped:
         dist.barrier()  # a rank that leaves with an error code ends the others
     return stopped
+
+
+def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.device) -> Engine:
+    config = run.config
+    return Engine.build(
+        chain,
+        run.plan,
+        loss=loss,
+        steps=config.trainer.steps,
+        device=device,
+        optimizer=config.optimizer,
+        precision=config.precision,
+        swap=config.swap,
+        replicas=config.replicas,
+        compile=config.compile,
+        scratch=run.directory / "swap",
+    )
+
+
+def _tell_end(run: PreparedRun, summary: Mapping[str, Any]) -> None:
+    for line in summary["unwritten"]:
+        print(f"parallax: {line}; the run went on without it", file=sys.stderr)
+    if summary["stopped"]:
+        _tell_stopped(run, summary)
+    else:
+        safe_console().print(summary_table(summary))
+        safe_console().print(f"results: {run.directory}", soft_wrap=True)
 
 
 def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:

@@ -262,22 +262,12 @@ class _Run:
         )
         if result.trouble:
             voice.note(f"step {line.step} was skipped, {result.trouble}")
-        voice.step(
-            line,
-            {
-                "step": line.step,
-                "loss": result.loss,
-                "gradient_norm": result.gradient_norm,
-                "skipped_steps": result.skipped_steps,
-                "step_seconds": result.seconds,
-                f"{line.unit}_per_second": line.rate,
-                "peak_bytes": line.peak_bytes,
-                "stall_seconds": line.stall_seconds,
-                "offloaded_bytes": sum(out),
-                "fetched_bytes": sum(back),
-                "swap_overlap": line.overlap if swapping else None,
-            },
-        )
+        moved = {
+            "offloaded_bytes": sum(out),
+            "fetched_bytes": sum(back),
+            "swap_overlap": line.overlap if swapping else None,
+        }
+        voice.step(line, _metrics(line, result) | moved)
 
     def _tell_unwritten(self, voice: Voice) -> None:
         for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):
@@ -350,6 +340,19 @@ class _Run:
         ):
             return "stopped"
         return "drift" if self._drifted else "steps"
+
+
+def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
+    return {
+        "step": line.step,
+        "loss": result.loss,
+        "gradient_norm": result.gradient_norm,
+        "skipped_steps": result.skipped_steps,
+        "step_seconds": result.seconds,
+        f"{line.unit}_per_second": line.rate,
+        "peak_bytes": line.peak_bytes,
+        "stall_seconds": line.stall_seconds,
+    }
 
 
 def _due(every: int, step: int) -> bool:

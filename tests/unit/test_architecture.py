@@ -7,6 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "parallax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_FILE_LINES = 450
+LONGEST_FUNCTION_LINES = 50
+MOST_MODULES = 12  # of a folder, its __init__.py among them
 
 # Private names of torch may change with any release, so each stands in one small file and has a reason.
 PRIVATE = {
@@ -154,6 +158,28 @@ def test_no_file_is_longer_than_one_room() -> None:
         for path in MODULES
     }
     assert not {path: count for path, count in lines.items() if count > LONGEST_FILE_LINES}
+
+
+def test_no_folder_shows_more_than_a_room_holds() -> None:
+    held = Counter(str(path.parent.relative_to(ROOT)) for path in MODULES)
+    assert not {folder: count for folder, count in held.items() if count > MOST_MODULES}
+
+
+def test_one_word_for_one_thing() -> None:
+    names = Counter(node.name for node in nodes() if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    functions = [n for n in nodes() if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lines = {n.name: (n.end_lineno or n.lineno) - n.lineno + 1 for n in functions}
+    assert not {name: count for name, count in lines.items() if count > LONGEST_FUNCTION_LINES}
+
+
+def nodes() -> Iterator[ast.AST]:
+    """Of all modules."""
+    for path in MODULES:
+        yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def test_the_wheel_holds_every_config(tmp_path: Path) -> None:

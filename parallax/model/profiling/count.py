@@ -277,15 +277,8 @@ class _Counter:
             leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves
         )
         meter = _Meter()
-        meter.know(
-            [
-                *block.parameters(),
-                *block.buffers(),
-                *entering,
-                *leaves,
-                *([] if targets is None else [targets]),
-            ]
-        )
+        aims = [] if targets is None else [targets]
+        meter.know([*block.parameters(), *block.buffers(), *entering, *leaves, *aims])
         outputs = self._forward(block, entering, None)
         moved, stays, by_loss, new = self._saved(block, entering, targets)
         with meter.watch() as seen:

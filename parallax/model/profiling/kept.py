@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallax.common.files import cache_directory, replacing
+from parallax.errors import PlanError
 from parallax.machine.host import cpu_model
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
@@ -52,6 +55,13 @@ def profile_path(
     ]
     key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
     return cache_directory() / f"profile-{key}.json"
+
+
+def recall(path: Path, name: str) -> ModelProfile | None:
+    """What :func:`remember` wrote, of a model that is now called ``name``; None where there is nothing, or damage."""
+    with contextlib.suppress(PlanError):
+        return replace(ModelProfile.load(path), model=name) if path.is_file() else None
+    return None
 
 
 def remember(profile: ModelProfile, path: Path) -> None:

@@ -7,25 +7,24 @@ that run these apart. The result is cached by model, device and library versions
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError, PlanError, SwapError
+from parallax.errors import DescribeError, SwapError
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.allocations import allocations
 from parallax.model.profiling.blocks import block_by_block, tie_costs
 from parallax.model.profiling.clock import Clock
-from parallax.model.profiling.kept import Sample, device_name, profile_path, remember
+from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
 from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
 from parallax.model.saved import Saved
 from parallax.model.split_backward import WeightGradStore
@@ -96,24 +95,27 @@ def measure(
         allocator=allocator,
         offloader=offloader,
     )
-    if path.is_file():
-        with contextlib.suppress(PlanError):  # a damaged file is measured again
-            profile = replace(ModelProfile.load(path), model=name)
-            progress(f"profile of {name} from {path}")
-            return profile
+    if (known := recall(path, name)) is not None:
+        progress(f"profile of {name} from {path}")
+        return known
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         bench = _Bench(chain, loss, device, precision, minimum_bytes, offloader, progress)
-        low = high = bench.run(min(rows), *sample(min(rows)))
-        for count, n in enumerate(sorted(set(rows))[1:]):
-            before, now = (
-                sum(b.forward_seconds + b.backward_seconds for b in blocks)
-                for blocks in (low, high)
-            )
-            if count and now > max(_CHEAP_SECONDS, _GROWN * before):
-                break
-            low, high = high, bench.run(n, *sample(n))
+        low, high = bench.last_two(sample, sorted(set(rows)))
+    profile = _profile_of(chain, name, device, precision, low, high)
+    remember(profile, path)
+    return profile
+
+
+def _profile_of(
+    chain: Chain,
+    name: str,
+    device: torch.device,
+    precision: PrecisionConfig,
+    low: Sequence[_Measured],
+    high: Sequence[_Measured],
+) -> ModelProfile:
     how = recipe(str(precision))
-    profile = ModelProfile(
+    return ModelProfile(
         model=name,
         fingerprint=chain.fingerprint(),
         device=f"{device_name(device)}, {torch.get_num_threads()} thread(s)",
@@ -125,8 +127,66 @@ def measure(
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
     )
-    remember(profile, path)
-    return profile
+
+
+class _Passes:
+    """What is timed of one block: forward and backward, whole, in halves, and with its saved tensors offloaded. As in a
+    stage, what enters is no leaf: it comes from a node with two parents."""
+
+    def __init__(
+        self,
+        bench: _Bench,
+        device: torch.device,
+        block: nn.Module,
+        leaves: Tensors,
+        targets: Tensor | None,
+    ) -> None:
+        self._bench, self._block, self._leaves, self._targets = bench, block, leaves, targets
+        self._device = device
+        self._anchor = torch.zeros((), device=self._device, requires_grad=True)
+        self.entering = self._enter()
+
+    def forward(self, _: object) -> Tensors:
+        """Outputs, or the loss."""
+        return self._bench.forward(self._block, self.entering, self._targets)
+
+    def backward(self, results: Tensors) -> None:
+        """From what :meth:`forward` gave, into the inputs and the parameters."""
+        roots = [tensor for tensor in results if tensor.requires_grad]
+        if roots:
+            ones = [torch.ones_like(root) for root in roots]
+            torch.autograd.backward(roots, ones if self._targets is None else None)
+        for leaf in (*self._leaves, self._anchor):
+            leaf.grad = None
+
+    def offloaded(self, saving: Saving) -> Tensors:
+        """A forward whose saved tensors go where ``saving`` takes them; those of the loss stay."""
+        with saving:
+            results = self._bench.forward(self._block, self.entering, None)
+        if self._targets is None:
+            return results
+        return self._bench.add_loss(results, self._targets)
+
+    def split(self, _: object) -> tuple[Tensors, WeightGradStore]:
+        """A forward whose weight gradients can be put off."""
+        store = WeightGradStore(self._device)
+        with store.splitting():
+            return self._bench.forward(self._block, self._enter(), self._targets), store
+
+    def input_half(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
+        """The backward without the weight gradients."""
+        self.backward(found[0])
+        return found[1]
+
+    def weight_half(self, store: WeightGradStore) -> None:
+        """The weight gradients."""
+        store.finish()
+
+    def _enter(self) -> Tensors:
+        return tuple(
+            leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
+            for leaf in self._leaves
+        )
 
 
 class _Bench:
@@ -158,6 +218,21 @@ class _Bench:
             self._chain, tuple(tensor.to(self._device) for tensor in inputs), find
         )
 
+    def last_two(
+        self, sample: Sample, rows: Sequence[int]
+    ) -> tuple[list[_Measured], list[_Measured]]:
+        """Every block for the last two of ``rows`` that are worth their time; see :func:`measure`."""
+        low = high = self.run(rows[0], *sample(rows[0]))
+        for count, n in enumerate(rows[1:]):
+            before, now = (
+                sum(b.forward_seconds + b.backward_seconds for b in blocks)
+                for blocks in (low, high)
+            )
+            if count and now > max(_CHEAP_SECONDS, _GROWN * before):
+                break
+            low, high = high, self.run(n, *sample(n))
+        return low, high
+
     def _measure(
         self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None
     ) -> _Measured:
@@ -166,69 +241,27 @@ class _Bench:
             tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point())
             for tensor in inputs
         )
-        # As in a stage, what enters is no leaf: it comes from a node with two parents.
-        anchor = torch.zeros((), device=self._device, requires_grad=True)
-
-        def enter() -> tuple[Tensor, ...]:
-            return tuple(
-                leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves
-            )
-
-        entering = enter()
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        outputs = self._forward(block, entering, None)
-        moved, stays, by_loss, new = self._saved(block, entering, targets)
-
-        def forward(_: object) -> tuple[Tensor, ...]:
-            return self._forward(block, entering, targets)
-
-        def backward(results: tuple[Tensor, ...]) -> None:
-            roots = [tensor for tensor in results if tensor.requires_grad]
-            if roots:
-                torch.autograd.backward(
-                    roots, [torch.ones_like(t) for t in roots] if targets is None else None
-                )
-            for leaf in (*leaves, anchor):
-                leaf.grad = None
-
-        def offloaded(saving: Saving) -> Tensors:
-            with saving:
-                results = self._forward(block, entering, None)
-            return results if targets is None else self._add_loss(results, targets)
-
-        def split(_: object) -> tuple[Tensors, WeightGradStore]:
-            halves = WeightGradStore(self._device)
-            with halves.splitting():
-                return self._forward(block, enter(), targets), halves
-
-        def input_half(found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
-            backward(found[0])
-            return found[1]
-
-        def weight_half(halves: WeightGradStore) -> None:
-            halves.finish()
-
-        forward_seconds, backward_seconds = self._time(forward, backward)
-        (forward_peak, _), (backward_peak, _) = self._allocations(forward, backward)
-        arriving = (
-            0
-            if targets is not None
-            else sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
-        )
-        whole = forward_seconds + backward_seconds
-        *halved, weight_seconds = self._time(split, input_half, weight_half)
-        (_, made), (first_peak, given), (second_peak, _) = self._allocations(
-            split, input_half, weight_half
-        )
+        passes = _Passes(self, self._device, block, leaves, targets)
+        outputs = self.forward(block, passes.entering, None)
+        moved, stays, by_loss, new = self._saved(block, passes.entering, targets)
+        whole = self._time(passes.forward, passes.backward)
+        (forward_peak, _), (backward_peak, _) = self._allocations(passes.forward, passes.backward)
+        arriving = sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
+        if targets is not None:
+            arriving = 0  # the loss begins the backward
+        halves = passes.split, passes.input_half, passes.weight_half
+        *halved, weight_seconds = self._time(*halves)
+        (_, made), (first_peak, given), (second_peak, _) = self._allocations(*halves)
         apart = self._splits(block, leaves, targets)
         return _Measured(
             rows=rows,
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
-            weight_seconds=min(weight_seconds, backward_seconds) if apart else 0.0,
-            split_seconds=max(0.0, sum(halved) + weight_seconds - whole),
-            offload_seconds=self._offload_seconds(block, moved, offloaded, backward),
+            forward_seconds=whole[0],
+            backward_seconds=whole[1],
+            weight_seconds=min(weight_seconds, whole[1]) if apart else 0.0,
+            split_seconds=max(0.0, sum(halved) + weight_seconds - sum(whole)),
+            offload_seconds=self._offload_seconds(block, moved, passes),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -241,19 +274,17 @@ class _Bench:
             outputs=tuple(tensor.detach() for tensor in outputs),
         )
 
-    def _offload_seconds(
-        self,
-        block: nn.Module,
-        moved: int,
-        forward: Callable[[Saving], Tensors],
-        backward: Callable[[Tensors], None],
-    ) -> float:
+    def _offload_seconds(self, block: nn.Module, moved: int, passes: _Passes) -> float:
         """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""
         try:
             if moved and self._offloader is not None:
                 with self._offloader.of(block, moved, self._device) as offloads:
                     return slowdown_seconds(
-                        offloads, forward, backward, self._clock, 3 * SECONDS_PER_BLOCK
+                        offloads,
+                        passes.offloaded,
+                        passes.backward,
+                        self._clock,
+                        3 * SECONDS_PER_BLOCK,
                     )
         except SwapError as error:
             self._progress(f"what offloading takes was not measured: {error}")
@@ -264,7 +295,7 @@ class _Bench:
         halves = WeightGradStore(self._device)
         with halves.splitting():
             results = [
-                tensor for tensor in self._forward(block, inputs, targets) if tensor.requires_grad
+                tensor for tensor in self.forward(block, inputs, targets) if tensor.requires_grad
             ]
         if results:
             torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
@@ -272,9 +303,10 @@ class _Bench:
             leaf.grad = None
         return bool(halves.owes())
 
-    def _forward(
+    def forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """The block's outputs, or with ``targets`` the loss of them."""
         with self._precision.autocast(self._device.type):
             try:
                 outputs = as_tuple(block(*inputs))
@@ -284,9 +316,10 @@ class _Bench:
                     f"block {type(block).__name__} does not take what the block before it returns ({shapes}): "
                     f"{str(error).splitlines()[0]}"
                 ) from error
-            return outputs if targets is None else self._add_loss(outputs, targets)
+            return outputs if targets is None else self.add_loss(outputs, targets)
 
-    def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+    def add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+        """The loss of the chain's outputs."""
         with self._precision.autocast(self._device.type):
             return (self._loss(self._chain.results(outputs), targets),)
 
@@ -297,10 +330,10 @@ class _Bench:
         behind."""
         saved = Saved([*block.parameters(), *block.buffers()], self._minimum)
         with saved.by_block():
-            results = self._forward(block, entering, None)
+            results = self.forward(block, entering, None)
         if targets is not None:
             with saved.by_loss():
-                results = self._add_loss(results, targets)
+                results = self.add_loss(results, targets)
         return saved.sums(entering, results)
 
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:

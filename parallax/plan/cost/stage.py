@@ -315,23 +315,15 @@ def load_states(
     window = visiting
     if device.tier == "disk":
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
-    rounding = min(states - lower, math.ceil(largest * per_byte)) if lower else 0
-    if streamed:
-        whole = math.ceil(parameter_bytes * (1 + profile.gradient_bytes))
-        rounding += min(whole - streamed - gone, math.ceil(largest * (1 + profile.gradient_bytes)))
+    rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
-    passing = 0.0
-    # Weights and gradients pass through a place there; the weights that are stepped are copies.
-    if device.tier == "host":
-        copies = 1 if profile.master_bytes else 2
-        passing = copies * min(parameter_bytes, moving + (largest if moving else 0))
+    passing = _passing_bytes(profile, sizes, moving) if device.tier == "host" else 0.0
     dealt = lower if streamed else _dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (dealt + streamed + gone) // 128  # every place in a store begins at one
     on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))
-    update = (
-        on_device * profile.optimizer_seconds / device.speed + stepped * device.host_update_seconds
-    )
+    update = on_device * profile.optimizer_seconds / device.speed
+    update += stepped * device.host_update_seconds
     return StateLoad(
         parameter_bytes=parameter_bytes - streamed,
         gradient_bytes=math.ceil(parameter_bytes * profile.gradient_bytes) - gone,
@@ -344,6 +336,27 @@ def load_states(
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
         update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
     )
+
+
+def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
+    """Weights and gradients of ``moving`` parameter bytes pass through a place in host memory; the weights that are
+    stepped are copies."""
+    copies = 1 if profile.master_bytes else 2
+    return copies * min(sizes.parameters, moving + (sizes.block if moving else 0))
+
+
+def _rounding_bytes(
+    profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
+) -> int:
+    """What shares that are rounded up to whole parameters may add below: of ``upper`` bytes of states that would stay
+    on the device, and of the parameters and gradients beside those that stream."""
+    per_byte = profile.optimizer_bytes + profile.master_bytes
+    rounding = min(upper, math.ceil(sizes.block * per_byte))
+    if streamed:
+        per_parameter = 1 + profile.gradient_bytes
+        whole = math.ceil(sizes.parameters * per_parameter)
+        rounding += min(whole - streamed - gone, math.ceil(sizes.block * per_parameter))
+    return rounding
 
 
 def _dealt(states: int, largest: float, replicas: int) -> int:

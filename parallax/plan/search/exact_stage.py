@@ -21,6 +21,7 @@ from parallax.plan.cost.stage import (
     ALL_ON_DEVICE,
     BlockLoad,
     OffloadFractions,
+    StageLoad,
     load_block,
     load_stage,
 )
@@ -59,6 +60,26 @@ class Flight:
     link: Link | None = None
     split: bool = False
 
+    def load(
+        self,
+        profile: ModelProfile,
+        device: Device,
+        start: int,
+        directives: tuple[Directive, ...],
+        below: OffloadFractions,
+    ) -> StageLoad:
+        """What the stage costs there."""
+        return load_stage(
+            profile,
+            start,
+            directives,
+            self.rows,
+            device=device,
+            below=below,
+            replicas=self.replicas,
+            split=self.split,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
@@ -82,16 +103,7 @@ def judge_stage(
     below: OffloadFractions,
 ) -> StageChoice | None:
     """The stage under these directives with ``below`` of its states in the tier; None where it does not fit."""
-    load = load_stage(
-        profile,
-        start,
-        directives,
-        where.rows,
-        device=device,
-        below=below,
-        replicas=where.replicas,
-        split=where.split,
-    )
+    load = where.load(profile, device, start, directives, below)
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
     places = tier_places(where.in_flight * moved) if moved else 0
     if (
@@ -99,13 +111,8 @@ def judge_stage(
         or places + load.host_state_bytes > device.tier_bytes
     ):
         return None
-    spare = budget - load.peak_bytes(where.in_flight, least)
-    room = least + spare / (1 + load.gap_share)
-    limit = min(math.floor(room), where.in_flight * moved)
-    while limit > least and load.peak_bytes(where.in_flight, limit) > budget:  # gaps are rounded up
-        limit -= 1
-    while limit < where.in_flight * moved and load.peak_bytes(where.in_flight, limit + 1) <= budget:
-        limit += 1
+    room = least + (budget - load.peak_bytes(where.in_flight, least)) / (1 + load.gap_share)
+    limit = _largest_limit(load, where.in_flight, room, budget)
     stage = StagePlan(
         start=start,
         stop=start + len(directives),
@@ -132,6 +139,18 @@ def judge_stage(
         moved_bytes=moved,
         parameter_bytes=load.parameter_bytes,
     )
+
+
+def _largest_limit(load: StageLoad, in_flight: int, room: float, budget: int) -> int:
+    """The most that offloaded activations may hold on the device at one time, about ``room`` bytes: gaps are rounded
+    up."""
+    least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
+    limit = min(math.floor(room), all_moved)
+    while limit > least and load.peak_bytes(in_flight, limit) > budget:
+        limit -= 1
+    while limit < all_moved and load.peak_bytes(in_flight, limit + 1) <= budget:
+        limit += 1
+    return limit
 
 
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:

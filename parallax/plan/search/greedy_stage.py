@@ -153,23 +153,29 @@ class GreedyStages:
         stated: dict[Sizes, list[_States]],
     ) -> None:
         self._profile, self._device, self._rows, self._replicas = profile, device, rows, replicas
-        self._link, self._micro_batches, self._stated, self._small = (
-            link,
-            micro_batches,
-            stated,
-            small,
-        )
+        self._link, self._micro_batches, self._stated = link, micro_batches, stated
+        self._small = small
         self._allowed = [d for d in OFFERED if d in allowed]
         self._host_states = [b for b in host_states if replicas > 1 or not b.sharded] or list(
             host_states
         )
-        costs, self._kinds = chain.costs, chain.kinds
+        self._kinds = chain.kinds
         self._loads = {
             directive: [
-                load_block(cost, directive, rows, speed=device.speed, split=split) for cost in costs
+                load_block(cost, directive, rows, speed=device.speed, split=split)
+                for cost in chain.costs
             ]
             for directive in OFFERED
         }
+        self._take_columns(chain, rows)
+        self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
+        self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
+        self._known: dict[Content, GreedyStage | None] = {}
+        self._found: dict[tuple[Part, ...], GreedyStage | None] = {}
+        self._least: dict[Content, float] = {}
+
+    def _take_columns(self, chain: BlockChain, rows: int) -> None:
+        """What each block costs under each directive, as columns."""
         self.seconds = self._column(
             Directive.KEEP, lambda load: load.forward_seconds + load.backward_seconds
         )
@@ -185,16 +191,11 @@ class GreedyStages:
             d: self._column(d, lambda load: max(load.forward_work, load.backward_work))
             for d in OFFERED
         }
-        self._inputs = np.array([cost.input.at(rows) for cost in costs])[self._kinds]
+        inputs = [cost.input.at(rows) for cost in chain.costs]
+        leaving = [math.ceil(2 * cost.output.at(rows)) for cost in chain.costs]
+        self._inputs = np.array(inputs)[self._kinds]
         self._entering = np.ceil(2 * self._inputs).astype(np.int64)
-        self._leaving = np.array([math.ceil(2 * cost.output.at(rows)) for cost in costs])[
-            self._kinds
-        ]
-        self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
-        self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
-        self._known: dict[Content, GreedyStage | None] = {}
-        self._found: dict[tuple[Part, ...], GreedyStage | None] = {}
-        self._least: dict[Content, float] = {}
+        self._leaving = np.array(leaving)[self._kinds]
 
     def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
         return np.array([of(load) for load in self._loads[directive]], dtype=np.float64)[
