@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.leaks import lasting
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 120
 
@@ -64,7 +66,8 @@ class Pool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="parallax-pool-")
+        with lasting():
+            self._folder = tempfile.TemporaryDirectory(prefix="parallax-pool-")
 
     def run(self, call: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         while len(self._workers) < world:
@@ -100,8 +103,9 @@ class Pool:
         self._workers.clear()
 
     def _start(self) -> None:
-        mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
-        process.start()
+        with lasting():
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
+            process.start()
         theirs.close()
         self._workers.append((process, mine))

@@ -1,0 +1,192 @@
+"""What a test leaves behind: processes, threads, open files, temporary files and changed environment variables.
+
+A test is compared with what was there before it, so nothing needs to be known about it. What belongs to the session,
+such as a pool of workers, is begun inside of :func:`lasting`. This process adopts the orphans of its children, so that
+a process whose parent has ended is found, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for where nothing is left
+SHARED_MEMORY = Path("/dev/shm")
+# Caches of libraries, which are filled once. Of the multiprocessing module: its folder goes when the process ends.
+CACHES = ("torchinductor", "pymp-")
+VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR",
+    "TRITON",
+)  # what their libraries change by themselves
+
+_BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_lasting_processes: set[int] = set()
+_lasting_files: set[tuple[int, str]] = set()
+_lasting_names: set[Path] = set()
+
+
+def processes() -> set[int]:
+    """All that descend from this process, but those that have ended and are not waited for yet."""
+    found, new = set[int](), _children(os.getpid())
+    while new:
+        found |= new
+        new = {child for parent in new for child in _children(parent)} - found
+    return {pid for pid in found if _runs(pid)}
+
+
+def _children(pid: int) -> set[int]:
+    """As psutil finds them, which looks through all processes of the machine for it."""
+    found = set[int]()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def files() -> set[tuple[int, str]]:
+    """Descriptors of this process, and what they lead to."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+def names() -> set[Path]:
+    """Files and folders in the temporary folder and in shared memory."""
+    return {
+        path
+        for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY)
+        if folder.is_dir()
+        for path in folder.iterdir()
+        if not path.name.startswith(CACHES)
+    }
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """What is begun inside outlives the test: it belongs to the session."""
+    before = processes(), files(), names()
+    yield
+    _lasting_processes.update(processes() - before[0])
+    _lasting_files.update(files() - before[1])
+    _lasting_names.update(names() - before[2])
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there when a test began."""
+
+    processes: set[int]
+    threads: set[threading.Thread]
+    files: set[tuple[int, str]]
+    names: set[Path]
+    variables: dict[str, str]
+
+    @classmethod
+    def now(cls) -> Before:
+        """Just before a test."""
+        return cls(processes(), set(threading.enumerate()), files(), names(), dict(os.environ))
+
+    def left(self) -> list[str]:
+        """What is there now and was not then, in words."""
+        return [
+            *(f"process {_shown(pid)}" for pid in sorted(self.processes_left())),
+            *(f"thread {thread.name}" for thread in self._threads_left()),
+            *(f"open file {file}: {target}" for file, target in sorted(self._files_left())),
+            *(
+                f"file {path}"
+                for path in sorted(names() - self.names - _lasting_names)
+                if _unused(path)
+            ),
+            *(f"environment variable {name}" for name in sorted(self._variables_left())),
+        ]
+
+    def processes_left(self) -> set[int]:
+        """Numbers of the processes that are there now and were not then."""
+        return processes() - self.processes - _lasting_processes
+
+    def _threads_left(self) -> list[threading.Thread]:
+        """But daemons of libraries, which wait for more to do."""
+        found = [each for each in threading.enumerate() if each not in self.threads]
+        return [each for each in found if not each.daemon or each.name.startswith("parallax")]
+
+    def _files_left(self) -> set[tuple[int, str]]:
+        return files() - self.files - _lasting_files
+
+    def _variables_left(self) -> set[str]:
+        both = self.variables.keys() | os.environ.keys()
+        changed = {name for name in both if self.variables.get(name) != os.environ.get(name)}
+        return {name for name in changed if not name.startswith(VARIABLES)}
+
+
+def _shown(pid: int) -> str:
+    try:
+        return f"{pid} ({' '.join(psutil.Process(pid).cmdline())[:200]})"
+    except psutil.Error:
+        return str(pid)
+
+
+def _unused(path: Path) -> bool:
+    """Whether no process has a file of shared memory open or mapped: others on this machine use it, too."""
+    if path.parent != SHARED_MEMORY:
+        return True
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
+                return False
+            if any(str(path) == file.path for file in process.open_files()):
+                return False
+    return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A temporary folder that no other process of this machine writes to, removed with the session."""
+    tmp_path_factory.getbasetemp()  # stays where pytest looks for it
+    if os.name == "posix" and hasattr(os, "memfd_create"):  # Linux
+        ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_leak(own_temporary_folder: Path) -> Iterator[None]:
+    """What a test has left behind fails it, and processes end."""
+    before = Before.now()
+    yield
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left := before.left():
+        if time.monotonic() > deadline:
+            break
+        gc.collect()
+        time.sleep(0.05)
+    for pid in before.processes_left():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"left behind: {'; '.join(left)}"
