@@ -1,4 +1,7 @@
-"""A pool of gloo workers that lives as long as the test session: a job on it costs milliseconds, a spawn seconds."""
+"""A pool of gloo workers that lives as long as the test session: a job on it costs milliseconds, a start seconds.
+
+Workers are forked from one server that has imported what most jobs need, once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing  # tensors in answers travel by shared memory
 
+from tests.alone import CONTEXT, ROOT, begin
 from tests.leaks import lasting
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 120
 
 
@@ -64,7 +67,6 @@ class Pool:
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         with lasting():
             self._folder = tempfile.TemporaryDirectory(prefix="parallax-pool-")
@@ -104,8 +106,8 @@ class Pool:
 
     def _start(self) -> None:
         with lasting():
-            mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
-            process.start()
+            mine, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_worker, args=(theirs,), daemon=True)
+        begin(process)
         theirs.close()
         self._workers.append((process, mine))

@@ -10,7 +10,6 @@ import linecache
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
+from tests.alone import alone
 from tests.plans import make_plan
 
 TIMES = 25
@@ -67,16 +67,11 @@ def interrupted(folder: Path) -> None:
         thread.name for thread in threading.enumerate() if thread.name.startswith("parallax-swap")
     ]
     assert not left, left
-    print("done")
 
 
 def test_an_interrupt_is_never_lost(scratch: Path) -> None:
     """It was, whenever it arrived while a saved tensor was let go of."""
-    code = f"from tests.unit.test_swap_interrupts import *; interrupted(Path({str(scratch)!r}))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=160, check=False
-    )
-    assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
+    alone(interrupted, scratch)
 
 
 # ---- an optimizer whose states are below, stepped in pieces
@@ -183,7 +178,6 @@ def steps_interrupted(where: str, thorough: bool, folder: Path) -> None:
     for at in range(1, len(lines) + 1) if thorough else sorted(some):
         if (at, where) != (1, "exit"):
             step_interrupted(at, where, folder)
-    print("done")
 
 
 @pytest.mark.parametrize("where", ["step", "exit"])
@@ -191,12 +185,7 @@ def steps_interrupted(where: str, thorough: bool, folder: Path) -> None:
 def test_an_interrupt_tears_no_state(where: str, thorough: bool, scratch: Path) -> None:
     """Those that were being read held whatever was in the memory, others could not be read at all; a checkpoint that
     is saved because of the interrupt would have had them."""
-    call = f"steps_interrupted({where!r}, {thorough}, Path({str(scratch)!r}))"
-    code = f"from tests.unit.test_swap_interrupts import *; {call}"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False
-    )
-    assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
+    alone(steps_interrupted, where, thorough, scratch, seconds=560)
 
 
 # ---- the engine's step, with activations and optimizer states below
@@ -244,15 +233,9 @@ def engines_interrupted(name: str, some: int, folder: Path) -> None:
     first = sorted({line: at for at, line in reversed([*enumerate(lines, 1)])}.values())
     for at in first[:: -(-len(first) // some)]:
         engine_interrupted(at, PLANS[name], folder)
-    print("done")
 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("some", [5, pytest.param(60, marks=pytest.mark.thorough)])
 def test_an_interrupted_step_of_the_engine_ends(name: str, some: int, scratch: Path) -> None:
-    call = f"engines_interrupted({name!r}, {some}, Path({str(scratch)!r}))"
-    code = f"from tests.unit.test_swap_interrupts import *; {call}"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False
-    )
-    assert found.stdout == "done\n", (found.returncode, found.stderr[-3000:])
+    alone(engines_interrupted, name, some, scratch, seconds=560)

@@ -8,10 +8,7 @@ so each test has a process of its own.
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import parallax
 from parallax.swap.lms.scope import Swapping
+from tests.alone import alone
 
 OPERATORS, MODULES = 24, 8  # one in so many by default
 EACH = 4  # samples of an operator by default
@@ -213,23 +211,18 @@ def modules(
             yield f"{info.name} training={training} {number}", model, call, inputs
 
 
-def compare(kind: str, start: int, step: int, most: int | None, scratch: str) -> None:
+def compare(kind: str, start: int, step: int, most: int | None, scratch: str) -> dict[str, Any]:
     """In a process of its own."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = Found()
     for case in globals()[kind](start, step, most):
         found.compare(*case, scratch)
-    print(json.dumps(vars(found)))
+    return vars(found)
 
 
 def run(kind: str, scratch: Path, start: int, step: int, most: int | None = None) -> dict[str, Any]:
-    code = f"from tests.unit.test_swap_operators import *; compare({kind!r}, {start}, {step}, {most}, {str(scratch)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=570, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = alone(compare, kind, start, step, most, str(scratch), seconds=570)
     assert found["different"] == []
     assert found["bytes_out"] > 0
     assert found["bytes_in"] > 0
