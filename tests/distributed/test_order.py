@@ -1,69 +1,105 @@
-"""One action list, two interpreters: the order that the executor records is the order that the simulator ran."""
+"""One action list, two interpreters: what blocks run, in which order, is what the schedule's picture shows.
+
+Neither the executor nor the simulator is asked, for both go through the same list: the blocks themselves say what they
+compute and of which rows.
+"""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from parallax.plan.cluster import Link
+from parallax.model.describe import describe
 from parallax.plan.schedule import ORDERS
-from parallax.plan.simulation.simulate import simulate
+from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.distributed.test_transparency import MODELS, make_batch, make_chain
 from tests.plans import make_plan
-from tests.unit.plan_fakes import block, cluster, profile
 
-ROWS = 7
-
-
-def job(options: dict[str, Any]) -> list[tuple[str, int, int]]:
-    chain = make_chain("gpt", torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine.build(
-            chain,
-            make_plan(chain, global_batch=ROWS, microbatch=2, **options),
-            loss=MODELS["gpt"][1],
-            swap=SwapConfig(minimum_bytes=1),
-            scratch=Path(folder) / "swap",
-        )
-        spans = engine.step(make_batch(ROWS)).spans
-        engine.close()
-    return [(span.kind, span.stage, span.micro) for span in spans]
+ROWS = 2  # of a micro-batch
+WIDTH = 4
+SEEN: list[str] = []  # cells of a picture: F, B or W and the number of the micro-batch
 
 
-@pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
-@pytest.mark.parametrize("replicas", [(1,), (2, 1), (1, 2), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("schedule", ORDERS)
-def test_recorded_order_is_simulated_order(
-    pool: Pool, schedule: str, replicas: tuple[int, ...], directive: str
-) -> None:
-    interleave = 2 if schedule == "interleaved" and len(replicas) == 2 else 1
-    options = {
-        "schedule": schedule,
-        "replicas": replicas,
-        "directive": directive,
-        "interleave": interleave,
-    }
-    as_simulated(pool.run(job, sum(replicas), options), options)
+class _Gradient(Tensor):
+    """A weight's gradient, which is told of each product that is added by a weight half."""
+
+    letter: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.addmm_:
+            SEEN.append(args[0].letter + _micro(args[2]))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
-def as_simulated(recorded: list[list[tuple[str, int, int]]], options: dict[str, Any]) -> None:
-    """Every rank's actions are those of the simulator under the same plan."""
-    plan = make_plan(make_chain("gpt", torch.float32), global_batch=ROWS, microbatch=2, **options)
-    simulation = simulate(
-        profile([block(moved=10, input=4, output=4) for _ in range(plan.blocks)]),
-        cluster(plan.world_size, write=Link(bytes_per_second=1e3)),
-        plan.stages,
-        schedule=plan.schedule,
-        rows=ROWS,
-        micro_batches=plan.micro_batches(ROWS),
-        interleave=plan.interleave,
+class Watched(nn.Linear):
+    """Gives its input back, in which the first number of each row is the row's own. Small letters for a position's
+    second stage."""
+
+    def __init__(self, stage: int, positions: int) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        nn.init.zeros_(self.weight)
+        self.letters = "fbw" if stage >= positions else "FBW"
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward, backward, weight = self.letters
+        micro = _micro(x)
+        if not isinstance(self.weight.grad, _Gradient):
+            self.weight.grad = torch.zeros_like(self.weight).as_subclass(_Gradient)
+            self.weight.grad.letter = weight
+        SEEN.append(forward + micro)
+        y = x + super().forward(x)
+        y.register_hook(lambda _: SEEN.append(backward + micro))
+        return y
+
+
+def _micro(rows: Tensor) -> str:
+    return str(int(rows[0, 0]) // ROWS)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def job(schedule: str, positions: int, micro_batches: int, interleave: int) -> list[str]:
+    """What the blocks of this rank did in one step."""
+    count = positions * interleave
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Watched(stage, positions) for stage in range(count)))
+
+    rows = ROWS * micro_batches
+    numbers = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, WIDTH).contiguous()
+    chain = describe(build, seed=3)
+    plan = make_plan(
+        chain,
+        schedule=schedule,
+        replicas=(1,) * positions,
+        interleave=interleave,
+        global_batch=rows,
+        microbatch=ROWS,
     )
-    for rank, found in enumerate(recorded):
-        assert found == [(s.kind, s.stage, s.micro) for s in simulation.spans if s.rank == rank]
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.build(chain, plan, loss=loss, scratch=Path(folder) / "swap")
+        SEEN.clear()
+        engine.gradients(TensorRows(numbers, torch.zeros(rows, WIDTH)))
+        engine.close()
+    return list(SEEN)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_blocks_run_as_the_schedule_is_drawn(pool: Pool, schedule: str) -> None:
+    picture = re.findall(r"stage \d \| (.+)", ORDERS[schedule].__doc__ or "")
+    drawn = [[cell for cell in row.split() if cell != ".."] for row in picture]
+    positions, cells = len(drawn), [cell for row in drawn for cell in row]
+    micro_batches = 1 + max(int(cell[1:]) for cell in cells)
+    interleave = 2 if any(cell.islower() for cell in cells) else 1
+    assert pool.run(job, positions, schedule, positions, micro_batches, interleave) == drawn

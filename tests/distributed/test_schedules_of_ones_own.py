@@ -61,11 +61,11 @@ def _forget() -> None:
         del ORDERS[name]
 
 
-def running(options: dict[str, Any]) -> tuple[Any, list[tuple[str, int, int]]]:
-    """Loss and gradients as of :mod:`.test_transparency`, and the order as of :mod:`.test_order`."""
+def running(options: dict[str, Any]) -> Any:
+    """Loss and gradients as of :mod:`.test_transparency`."""
     _register()
     try:
-        return transparency.job("gpt", torch.float64, options, ROWS), order.job(options)
+        return transparency.job("gpt", torch.float64, options, ROWS)
     finally:
         _forget()
 
@@ -73,10 +73,28 @@ def running(options: dict[str, Any]) -> tuple[Any, list[tuple[str, int, int]]]:
 @pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("schedule", OWN)
-def test_own_schedules_run_as_simulated(
+def test_own_schedules_train_alike(
     pool: Pool, registered: None, schedule: str, replicas: tuple[int, ...], directive: str
 ) -> None:
     options = {"schedule": schedule, "replicas": replicas, "directive": directive}
-    found = pool.run(running, sum(replicas), options)
-    transparency.compare([result for result, _ in found], "gpt", torch.float64, ROWS, 1e-12)
-    order.as_simulated([recorded for _, recorded in found], options)
+    results = pool.run(running, sum(replicas), options)
+    transparency.compare(results, "gpt", torch.float64, ROWS, 1e-12)
+
+
+def ordered(*arguments: Any) -> list[str]:
+    """What blocks do, as of :mod:`.test_order`."""
+    _register()
+    try:
+        return order.job(*arguments)
+    finally:
+        _forget()
+
+
+@pytest.mark.parametrize("schedule", OWN)
+def test_own_schedules_run_as_listed(pool: Pool, registered: None, schedule: str) -> None:
+    letters = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_WEIGHT: "W"}
+    positions, micro_batches = 3, 4
+    found = pool.run(ordered, positions, schedule, positions, micro_batches, 1)
+    for position, cells in enumerate(found):
+        listed = OWN[schedule](positions, position, micro_batches)
+        assert cells == [f"{letters[action.kind]}{action.micro}" for action in listed]
