@@ -23,8 +23,13 @@ from parallax.runtime.channels.shared_channel import Contact, Listener, SharedRe
 
 EDGE = Edge(3, 4, 1, backward=False)
 MESSAGE = [torch.ones(2, 3)]
-PROMPTLY = 2.0  # seconds
 Job = Callable[[Contact, Connection], Any]
+
+
+@pytest.fixture(autouse=True)
+def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not noticed until then is told in other words: that a peer did not answer."""
+    monkeypatch.setattr(mesh, "TIMEOUT", timedelta(seconds=20))
 
 
 @contextmanager
@@ -58,38 +63,37 @@ def test_what_a_dead_sender_had_sent_arrives_and_then_its_end() -> None:
         receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
         for _ in range(2):
             assert torch.equal(receiver.receive(2)[0], MESSAGE[0])
-        start = time.perf_counter()
         with pytest.raises(TransportError, match="rank 3 has ended"):
             receiver.receive(2)
-        assert time.perf_counter() - start < PROMPTLY
 
 
 def send_and_leave_a_child(contact: Contact, connection: Connection) -> None:
     """As a rank does that has data loaders: they live a little longer."""
     send_two(contact, connection)
-    if os.fork() == 0:
-        time.sleep(PROMPTLY + 1)
-        os._exit(0)
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    connection.send(child)
 
 
 def test_a_child_of_the_dead_does_not_hide_its_end() -> None:
-    with peer(send_and_leave_a_child) as (listener, _, child):
+    with peer(send_and_leave_a_child) as (listener, connection, child):
+        grandchild = connection.recv()
         receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
-        start = time.perf_counter()
         receiver.receive(2)
         receiver.receive(2)
-        with pytest.raises(TransportError, match="rank 3 has ended"):
-            receiver.receive(2)
-        assert time.perf_counter() - start < PROMPTLY
+        try:
+            with pytest.raises(TransportError, match="rank 3 has ended"):
+                receiver.receive(2)
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
 
 
 def test_a_peer_that_dies_before_it_has_connected() -> None:
     with peer(lambda contact, connection: time.sleep(0.3)) as (listener, _, child):
         receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
-        start = time.perf_counter()
         with pytest.raises(TransportError, match="rank 3 has ended"):
             receiver.receive(2)
-        assert time.perf_counter() - start < PROMPTLY
         with pytest.raises(TransportError, match="rank 4 has ended"):
             SharedSender(EDGE, Contact(None, "\0nobody-is-there", child), 2)
 
@@ -104,11 +108,9 @@ def receive_one(contact: Contact, connection: Connection) -> None:
 def test_a_dead_receiver() -> None:
     with peer(receive_one) as (_, connection, _):
         sender = SharedSender(EDGE, connection.recv(), 2)
-        start = time.perf_counter()
         with pytest.raises(TransportError, match="rank 4 has ended"):  # noqa: PT012
             for _ in range(4):  # it takes one, two may wait
                 sender.send(MESSAGE, 2)
-        assert time.perf_counter() - start < PROMPTLY
         sender.close()
 
 

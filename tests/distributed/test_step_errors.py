@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
 WIDTH, RANKS = 8, 3
-SECONDS = 5.0  # milliseconds where nothing else runs; any timeout is longer
 FAULTY: set[str] = set()  # where this process's blocks raise
 
 
@@ -73,8 +71,6 @@ class Failed:
     kind: str
     text: str
     notes: list[str]
-    gave_up: float  # when, by the machine's clock
-    knew: float
     loss_after: float
 
 
@@ -105,14 +101,12 @@ def one_step(schedule: str, directive: str, where: str, faulty: int) -> Failed:
             kind, text, notes = type(error).__name__, str(error), list(error.__notes__)
         finally:
             FAULTY.clear()
-        knew = time.monotonic()
         engine.close()
-        gave_up = time.monotonic()
         del engine
         after = make_engine(schedule, directive, folder)
         loss_after = after.step(batch).loss
         after.close()
-    return Failed(kind, text, notes, gave_up, knew, loss_after)
+    return Failed(kind, text, notes, loss_after)
 
 
 @pytest.mark.parametrize("faulty", [0, 1, 2])
@@ -140,10 +134,11 @@ def test_error_is_told_where_it_is_and_the_others_lose_their_peer(
         assert found.loss_after == results[0].loss_after > 0
         if rank != faulty:
             assert found.kind == "TransportError", found
-            assert "has ended or given up" in found.text
+            assert (
+                "has ended or given up" in found.text
+            )  # at once: after a timeout it says another thing
             assert any(note.startswith("action ") for note in found.notes)
             assert f"stage {rank} of {RANKS}, step 0" in found.notes
-            assert found.knew - failed.gave_up < SECONDS
 
 
 # ---- nothing is left

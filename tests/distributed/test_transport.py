@@ -218,31 +218,32 @@ def test_what_cannot_be_sent() -> None:
         sender.send([torch.ones(2, dtype=torch.complex64)], 2)
 
 
-def seconds_to_send(ahead: int, delay: float) -> list[float]:
-    """Of ``ahead`` messages that nobody takes yet, and of one more."""
+def waits(ahead: int, seconds: float) -> bool:
+    """Whether the message after ``ahead`` that nobody takes is still being sent so many seconds later."""
     with open_channels("shared") as channels:
         sender, receiver = ends(channels, ahead)
-        times: list[float] = []
+        message = [torch.ones(2, 20000)]
         if dist.get_rank() == 0:
-            for _ in range(ahead + 1):
-                if len(times) == ahead:
-                    dist.barrier()
-                start = time.perf_counter()
-                sender.send([torch.ones(2, 20000)], 2)
-                times.append(time.perf_counter() - start)
-        else:
+            for _ in range(ahead):
+                sender.send(message, 2)
+            dist.barrier()  # nobody has taken any
+            one_more = threading.Thread(target=sender.send, args=(message, 2))
+            one_more.start()
+            one_more.join(seconds)
+            found = one_more.is_alive()
             dist.barrier()
-            time.sleep(delay)
-            for _ in range(ahead + 1):
-                receiver.receive(2)
-        return times
+            one_more.join()
+            return found
+        dist.barrier()
+        dist.barrier()
+        for _ in range(ahead + 1):
+            receiver.receive(2)
+        return True
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_a_send_waits_only_for_a_peer_that_is_far_behind(pool: Pool, ahead: int) -> None:
-    times, _ = pool.run(seconds_to_send, 2, ahead, 0.5)
-    assert max(times[:ahead]) < 0.25
-    assert times[ahead] > 0.25
+    assert pool.run(waits, 2, ahead, 0.3) == [True, True]
 
 
 def shared_bytes() -> int:
