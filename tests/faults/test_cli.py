@@ -43,23 +43,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 DONE_SECONDS = 120
 NOISE = ("Warning", "W1", "E1", "[W", "[E", "Traceback")
 
-OWN_MODEL = """
-import os, pathlib, torch
-from torch import nn
-
-class Fails(nn.Module):
-    calls = 0
-    def forward(self, x):
-        self.calls += 1
-        if os.environ["RANK"] == "1" and self.calls == 3:
-            pathlib.Path("raised").touch()
-            raise ValueError("boom\\n\\x1b[31m")
-        return x * 1.0
-
-def build():
-    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256), Fails())
-"""
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -729,22 +712,6 @@ def test_every_rank_records_the_steps_asked_for(
 
 
 # ---- a rank that fails
-
-
-def test_exception_on_one_rank(here: Path) -> None:
-    (here / "own_model.py").write_text(OWN_MODEL)
-    sizes = ["trainer.global_batch=4", "trainer.microbatch=2", "data.max_bytes=64KiB"]
-    run = prepared("model=custom", "model.target=own_model:build", "+model.kwargs={}", *sizes)
-    code, _, err = call("train", "--run-dir", str(run))
-    assert time.time() - (here / "raised").stat().st_mtime < 5
-    assert code == 1
-    (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
-    said = "rank 1 (stage 1, replica 0) failed in forward of micro-batch 0, step 1"
-    assert line == rf"parallax: {said}: ValueError: boom\n\x1b[31m"
-    assert err.count("Traceback") == 1
-    assert "own_model.py" in err
-    assert temporary() == []
-    assert not [line for line in err.splitlines() if line.startswith(("W1", "E1", "[W", "[E"))]
 
 
 def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:

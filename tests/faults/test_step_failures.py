@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.failing import fail_at
 from tests.faults.test_cli import (
     MODULE,
     finish,
@@ -28,58 +29,14 @@ from tests.faults.test_cli import (
 __all__ = ["here"]
 
 ALL_GONE_SECONDS = 5.0  # 2 s on a machine that has nothing else to do
-SIZES = [
-    "trainer.global_batch=4",
-    "trainer.microbatch=2",
+SETTINGS = [
     "trainer.steps=1000",
     "trainer.eval_every=0",
+    "trainer.checkpoint_every=0",
+    "data.max_bytes=64KiB",
+    "logger.tensorboard=false",
 ]
-SIZES += ["trainer.checkpoint_every=0", "data.max_bytes=64KiB", "logger.tensorboard=false"]
-
-# Two forwards a step, so that the fault is in the first micro-batch of step 2.
-MODEL = """
-import ctypes, os, pathlib, signal, time, torch
-from torch import nn
-
-SEEN = 0.5  # of a process that ends without a word is known what it was seen doing
-
-def now():
-    pathlib.Path("fault").touch()
-
-def raises():
-    now()
-    raise ValueError("boom")
-
-def crashes():
-    time.sleep(SEEN)
-    now()
-    ctypes.string_at(0)
-
-def is_killed():
-    time.sleep(SEEN)
-    now()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def sleeps():
-    now()
-    time.sleep(600)
-
-def is_stopped():
-    time.sleep(SEEN)
-    now()
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-class Fails(nn.Module):
-    calls = 0
-    def forward(self, x):
-        self.calls += 1
-        if self.training and os.environ["RANK"] == os.environ["FAULT_RANK"] and self.calls == 5:
-            globals()[os.environ["FAULT"]]()
-        return x.clone()
-
-def build():
-    return nn.Sequential(Fails(), nn.Embedding(256, 8), nn.Linear(8, 256), Fails())
-"""
+STEP = 2  # of the fault
 
 
 def torchrun(ranks: int, *more: str) -> list[str]:
@@ -118,11 +75,8 @@ def ranks(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def training(*overrides: str) -> Path:
-    (Path.cwd() / "faulty_model.py").write_text(MODEL)
-    return prepared(
-        "model=custom", "model.target=faulty_model:build", "+model.kwargs={}", *SIZES, *overrides
-    )
+def training(fault: str, rank: str, *overrides: str, action: str = "forward") -> Path:
+    return prepared(*fail_at(int(rank), STEP, action, fault), *SETTINGS, *overrides)
 
 
 def the_line(err: str) -> str:
@@ -135,7 +89,10 @@ def the_line(err: str) -> str:
     return line
 
 
-RAISED = r"rank {rank} \(stage {rank}, replica 0\) failed in forward of micro-batch 0, step 2: ValueError: boom"
+RAISED = (
+    r"rank {rank} \(stage {rank}, replica 0\) failed in {action} of micro-batch 0, step 2: "
+    r"ValueError: boom\\n\\x1b\[31m"
+)
 SEEN = "last seen in forward of micro-batch 0, step 2"
 AGAIN = "run again to continue from the last checkpoint"
 KILLED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) was killed by {{signal}}( \(.*\?\))?, {SEEN}; {AGAIN}"
@@ -143,21 +100,26 @@ ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SE
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank", "expected"),
+    ("fault", "rank", "action", "expected"),
     [
-        pytest.param("raises", "0", RAISED, marks=pytest.mark.thorough),
-        pytest.param(
-            "raises", "1", RAISED, marks=pytest.mark.thorough
-        ),  # as test_cli.py's exception on one rank
-        ("crashes", "1", KILLED),
-        pytest.param("is_killed", "0", KILLED, marks=pytest.mark.thorough),
+        pytest.param("raises", "0", "forward", RAISED, marks=pytest.mark.thorough),
+        pytest.param("raises", "0", "backward", RAISED, marks=pytest.mark.thorough),
+        ("raises", "1", "backward", RAISED),
+        pytest.param("raises", "1", "forward", RAISED, marks=pytest.mark.thorough),
+        ("crashes", "1", "forward", KILLED),
+        pytest.param("is_killed", "0", "forward", KILLED, marks=pytest.mark.thorough),
     ],
 )
 def test_one_host(
-    here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str
+    here: Path,
+    gone: Callable[..., float],
+    fault: str,
+    rank: str,
+    action: str,
+    expected: str,
 ) -> None:
-    run = training()
-    launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT=fault, FAULT_RANK=rank)
+    run = training(fault, rank, action=action)
+    launcher = start([*MODULE, "train", "--run-dir", str(run)])
     seconds = gone(launcher)
     code, _, err = finish(launcher)
     print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s")
@@ -165,15 +127,17 @@ def test_one_host(
     assert code == 1
     signalled = "SIGSEGV" if fault == "crashes" else "SIGKILL"
     assert re.fullmatch(
-        "parallax: " + expected.format(rank=rank, signal=signalled), the_line(err)
+        "parallax: " + expected.format(rank=rank, action=action, signal=signalled), the_line(err)
     ), err
     assert err.count("Traceback") == (fault == "raises")
+    assert ("failing.py" in err) == (fault in ("raises", "crashes"))
+    assert not [line for line in err.splitlines() if line.startswith(("W1", "E1", "[W", "[E"))]
     assert ("Fatal Python error: Segmentation fault" in err) == (fault == "crashes")
     assert running(here) == []
     assert temporary() == []
 
 
-def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
+def two_agents(*arguments: str) -> list[subprocess.Popen[str]]:
     """Two torchruns, as on two hosts: neither agent knows of the other's rank before the rendezvous times out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -190,9 +154,7 @@ def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
             f"--node-rank={node}",
         )
         command.insert(command.index("-m", 3), "--local-addr=127.0.0.1")
-        launchers.append(
-            start([*command, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **added)
-        )
+        launchers.append(start([*command, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
     return launchers
 
 
@@ -207,15 +169,15 @@ def two_agents(*arguments: str, **added: str) -> list[subprocess.Popen[str]]:
 def test_two_agents(
     here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str
 ) -> None:
-    run = training()
-    launchers = two_agents("train", "--run-dir", str(run), FAULT=fault, FAULT_RANK=rank)
+    run = training(fault, rank)
+    launchers = two_agents("train", "--run-dir", str(run))
     seconds = gone(*launchers)
     print(f"{fault} on rank {rank}, two agents: all ranks gone after {seconds:.2f} s")
     assert seconds < ALL_GONE_SECONDS
     ended = [finish(launcher) for launcher in launchers]
     assert all(code != 0 for code, _, _ in ended)
     line = the_line("".join(err for _, _, err in ended))
-    assert re.fullmatch("parallax: " + expected.format(rank=rank), line), line
+    assert re.fullmatch("parallax: " + expected.format(rank=rank, action="forward"), line), line
     assert running(here) == []
 
 
@@ -238,12 +200,9 @@ STOPPED = (
 def test_a_hang(
     here: Path, gone: Callable[..., float], fault: str, rank: str, agents: int, expected: str
 ) -> None:
-    run = training("trainer.watchdog_seconds=3")
+    run = training(fault, rank, "trainer.watchdog_seconds=3")
     arguments = ["train", "--run-dir", str(run)]
-    added = {"FAULT": fault, "FAULT_RANK": rank}
-    launchers = (
-        [start([*MODULE, *arguments], **added)] if agents == 1 else two_agents(*arguments, **added)
-    )
+    launchers = [start([*MODULE, *arguments])] if agents == 1 else two_agents(*arguments)
     seconds = gone(*launchers)
     print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s of a limit of 3 s")
     assert seconds < 3 + ALL_GONE_SECONDS
@@ -259,8 +218,8 @@ def test_a_hang(
 
 def test_stopped_and_continued_is_no_hang(here: Path) -> None:
     """The whole job sleeps for longer than the limit, as with Ctrl-Z: nobody did anything wrong."""
-    run = training("trainer.watchdog_seconds=3")
-    launcher = start([*MODULE, "train", "--run-dir", str(run)], FAULT="raises", FAULT_RANK="none")
+    run = training("raises", "2", "trainer.watchdog_seconds=3")  # there is no such rank
+    launcher = start([*MODULE, "train", "--run-dir", str(run)])
     metrics = run / "metrics.jsonl"
     wait_for(
         lambda: (metrics.exists() and metrics.stat().st_size > 0) or launcher.poll() is not None,
