@@ -18,16 +18,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from parallax import cli, config
 from parallax.common import trust
+from parallax.errors import ConfigError, PlanError
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.calibrate import times
+from parallax.run import launch
 from parallax.run.job import build_chain
 from parallax.runtime.checkpoint import list_checkpoints
-from tests.distributed.pool import ROOT
+from tests.distributed.pool import ROOT, Pool
 from tests.plans import make_plan
 
 TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4"]
@@ -573,20 +576,27 @@ def test_room_that_another_file_lacks_is_no_fault_of_the_output(
         assert "cannot write the output" not in err
 
 
+WORLD = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
+
+
 @pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-def test_an_environment_that_is_no_rank(here: Path, key: str) -> None:
-    world = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-    }
-    code, _, err = finish(start([*MODULE, "train", *TINY], **world | {key: "x"}))
-    assert (code, one_line(err)) == (
-        2,
-        f"parallax: {key}=x: accepted is a whole number, as torchrun sets it",
-    )
+def test_an_environment_that_is_no_rank(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (WORLD | {key: "x"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{key}=x: accepted is a whole number, as torchrun"):
+        launch._meet()
+
+
+def test_a_rank_in_an_environment_that_is_none_says_so_in_one_line(here: Path) -> None:
+    code, _, err = finish(start([*MODULE, "train", *TINY], **WORLD | {"RANK": "x"}))
+    line = "parallax: RANK=x: accepted is a whole number, as torchrun sets it"
+    assert (code, one_line(err)) == (2, line)
 
 
 def test_files_that_do_not_belong_together(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -770,7 +780,10 @@ def test_the_ranks_of_a_launcher_that_was_killed_end(here: Path) -> None:
     wait_for(lambda: not running(here), "the ranks of a launcher that was killed")
 
 
-def test_ranks_that_read_different_runs(here: Path) -> None:
+DIFFERENT = "rank 1 read another run than rank 0: trainer.steps: 4 != 5; microbatch: 2 -> 1"
+
+
+def different_runs() -> list[Path]:
     first = prepared(*TINY, name="first")
     second = prepared(
         *TINY, "trainer.steps=5", name="second", plan=lambda plan: replace(plan, microbatch=1)
@@ -778,6 +791,24 @@ def test_ranks_that_read_different_runs(here: Path) -> None:
     second.joinpath("config.yaml").write_text(
         second.joinpath("config.yaml").read_text().replace("name: second", "name: first")
     )
+    return [first.absolute(), second.absolute()]
+
+
+def compared(runs: list[Path]) -> str:
+    """What a rank is told that has read one of the ``runs``."""
+    with pytest.raises(PlanError) as told:
+        launch._compare(launch.PreparedRun.read(runs[dist.get_rank()]))
+    return str(told.value)
+
+
+def test_ranks_that_read_different_runs_are_told(here: Path, pool: Pool) -> None:
+    told = pool.run(compared, 2, different_runs())
+    assert told[0] == told[1]
+    assert DIFFERENT in told[0]
+
+
+@pytest.mark.thorough  # that ranks end in one line is asserted of an environment that is none
+def test_ranks_that_read_different_runs(here: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -792,9 +823,9 @@ def test_ranks_that_read_different_runs(here: Path) -> None:
         start(
             [*MODULE, "train", "--run-dir", str(run)], RANK=str(rank), LOCAL_RANK=str(rank), **world
         )
-        for rank, run in enumerate([first, second])
+        for rank, run in enumerate(different_runs())
     ]
     ended = [finish(process) for process in processes]
     assert [code for code, _, _ in ended] == [2, 2]
     line = one_line("".join(err for _, _, err in ended))
-    assert "rank 1 read another run than rank 0: trainer.steps: 4 != 5; microbatch: 2 -> 1" in line
+    assert DIFFERENT in line

@@ -3,6 +3,7 @@ starts; and no two runs train into one directory."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from parallax.run.job import open_source
 from parallax.run.planning import Planned
 from parallax.run.prepare import write_run
 from parallax.run.resume import settings
+from tests.distributed.pool import Pool
 from tests.faults.test_cli import (
     DGX,
     SETTLED,
@@ -235,6 +237,22 @@ def test_two_runs_of_one_name(here: Path, capfd: pytest.CaptureFixture[str]) -> 
         finish(process)
 
 
+def read_for_all(directory: Path) -> str:
+    """What a rank is told that the user's own torchrun has started."""
+    with contextlib.ExitStack() as held, pytest.raises(ConfigError) as told:
+        launch._read_for_all(directory, held, lambda file, found: None)
+    return str(told.value)
+
+
+def test_all_ranks_are_told_of_a_directory_that_is_held(here: Path, pool: Pool) -> None:  # noqa: F811
+    run = prepared(*TINY, "trainer.steps=1").absolute()
+    with locked(run):
+        told = pool.run(read_for_all, 2, run)
+    assert told[0] == told[1]
+    assert f"is being trained by process {os.getpid()}" in told[0]
+
+
+@pytest.mark.thorough  # that it is said once is asserted of wrong input under torchrun
 def test_a_directory_that_is_held_under_torchrun(here: Path) -> None:  # noqa: F811
     run = prepared(*TINY, "trainer.steps=1")
     with locked(run):
