@@ -14,7 +14,7 @@ import pytest
 from parallax import cli
 from parallax.common.events import EventLog, Span, read_events
 from parallax.errors import ConfigError
-from tests.faults.test_cli import DGX, MODULE, TINY, finish, here, one_line, prepared, start  # noqa: F401
+from tests.faults.commands import DGX, MODULE, TINY, finish, one_line, prepared, start
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n"
@@ -62,7 +62,7 @@ def damages(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.fixture
-def run(here: Path, capfd: pytest.CaptureFixture[str]) -> Path:  # noqa: F811
+def run(here: Path, capfd: pytest.CaptureFixture[str]) -> Path:
     """A run directory with a plan, its inputs and what its ranks did."""
     assert (
         cli.main(["plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4"]) == 0
@@ -158,7 +158,7 @@ def test_a_line_that_was_cut_short_is_no_damage(tmp_path: Path) -> None:
     "name", ["a\x1b[31mb", "a\nb", "a/b", "..", ".hidden", "a" * 101, "ü", "a b", "-x"]
 )
 def test_names_that_are_no_folder_names(
-    here: Path,  # noqa: F811
+    here: Path,
     capfd: pytest.CaptureFixture[str],
     name: str,
 ) -> None:
@@ -170,7 +170,7 @@ def test_names_that_are_no_folder_names(
 @pytest.mark.parametrize(
     "name", ["a\x1b[31mb", "a\nb", "a" * 300, "a/" * 3000, "a\0b", "ü", "../.."]
 )
-def test_paths_that_lead_nowhere(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:  # noqa: F811
+def test_paths_that_lead_nowhere(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     for command in (
         ["explain", name],
         ["simulate", name],
@@ -211,7 +211,7 @@ def build(rows): return Source(rows)
 """
 
 
-def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "few_rows.py").write_text(ROWS)
     for folder, text in (
         ("empty", None),
@@ -245,7 +245,7 @@ def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str])
 # ---- ports
 
 
-def test_a_port_in_use(here: Path) -> None:  # noqa: F811
+def test_a_port_in_use(here: Path) -> None:
     run = prepared(*TINY)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

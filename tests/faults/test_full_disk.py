@@ -17,10 +17,8 @@ from parallax.common.files import AppendedFile
 from parallax.errors import CheckpointError
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.train.monitor import LoggerConfig, MetricsLog, Unwritten, read_metrics
-from tests.faults.test_cli import called, finish, here, prepared, running, start
+from tests.faults.commands import finish, prepared, running, start
 from tests.faults.test_requests_to_end import LONG
-
-__all__ = ["called", "here"]
 
 LIMIT = 112 * 1024  # bytes of any one file: what is longer fails as on a full disk
 

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from parallax.common.files import replacing, temporary_folder
-from tests.faults.test_cli import here, prepared, ranks, running, temporary, wait_for
+from tests.faults.commands import prepared, ranks, running, temporary, wait_for
 from tests.faults.test_requests_to_end import ENDLESS, stepping
-
-__all__ = ["here"]
 
 SWAPPING = ["swap.tier=disk", "swap.minimum_bytes=1"]
 

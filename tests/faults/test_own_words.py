@@ -15,9 +15,9 @@ from parallax.commands.options import trusting
 from parallax.common import trust
 from parallax.errors import ConfigError
 from parallax.plan.schedule import ORDERS, splits
-from parallax.run.prepare import PreparedRun
+from parallax.run import launch
 from tests.distributed.pool import ROOT
-from tests.faults.test_cli import DGX, call, here, one_line, prepared  # noqa: F401
+from tests.faults.commands import DGX, call, one_line, prepared
 
 MARKS = """
 import pathlib
@@ -30,7 +30,7 @@ OWN = "plan.schedule=own_schedule:halved"
 
 
 @pytest.fixture
-def folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # noqa: F811
+def folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder, a cache of its own, and no schedule but the built-in ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -167,7 +167,9 @@ def test_a_prepared_directory_of_a_stranger(
         )
     assert not (folder / "imported").exists()
     named = trusting({"model.target": "marks:listing"})
-    assert PreparedRun.read(run, named).config.model.target == "marks:listing"  # at the user's word
+    assert (
+        launch.PreparedRun.read(run, named).config.model.target == "marks:listing"
+    )  # at the user's word
 
 
 def test_what_was_named_is_remembered_for_its_folder(folder: Path) -> None:

@@ -11,18 +11,15 @@ import torch.distributed as dist
 
 from parallax.errors import AbsentError
 from parallax.mesh import wait_for_all
-from tests.faults.test_cli import (
+from tests.faults.commands import (
     MODULE,
     finish,
-    here,
     one_line,
     prepared,
     running,
     start,
     temporary,
 )
-
-__all__ = ["here"]
 
 # Rank 1 hangs, or is busy for a while, when something is called for the first time.
 MODEL = """

@@ -18,13 +18,11 @@ import torch
 from parallax import config
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.train.monitor import read_metrics
-from tests.faults.test_cli import (
+from tests.faults.commands import (
     MODULE,
     TINY,
     TORCHRUN,
-    called,
     finish,
-    here,
     one_line,
     prepared,
     ranks,
@@ -34,8 +32,6 @@ from tests.faults.test_cli import (
     wait_for,
     weights,
 )
-
-__all__ = ["called", "here"]
 
 LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
 ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]

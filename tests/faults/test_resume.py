@@ -25,14 +25,13 @@ from parallax.run.planning import Planned
 from parallax.run.prepare import write_run
 from parallax.run.resume import settings
 from tests.distributed.pool import Pool
-from tests.faults.test_cli import (
+from tests.faults.commands import (
     DGX,
     SETTLED,
     TINY,
     TORCHRUN,
     call,
     finish,
-    here,  # noqa: F401
     one_line,
     prepared,
     started,
@@ -60,7 +59,7 @@ def checkpointed(*overrides: str, name: str = "run") -> Path:
     return run
 
 
-def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:  # noqa: F811
+def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:
     run = checkpointed(*TINY, "trainer.steps=7", "plan.stages=3", "optimizer.lr=0.5")
     stored = config.load((run / "config.yaml").read_text())
     assert settings(["name=run"], RUNS).config == stored
@@ -93,7 +92,7 @@ def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:  # noqa
     ],
     ids=lambda value: " ".join(value),
 )
-def test_what_is_typed_is_applied_on_top(here: Path, typed: list[str], changed: list[str]) -> None:  # noqa: F811
+def test_what_is_typed_is_applied_on_top(here: Path, typed: list[str], changed: list[str]) -> None:
     checkpointed(*TINY, "plan.stages=3")
     assert sorted(settings(["name=run", *typed], RUNS).changed or []) == sorted(changed)
 
@@ -112,7 +111,7 @@ def test_what_is_typed_is_applied_on_top(here: Path, typed: list[str], changed: 
     ids=lambda value: " ".join(value),
 )
 def test_what_a_checkpoint_cannot_follow_is_named(
-    here: Path,  # noqa: F811
+    here: Path,
     capfd: pytest.CaptureFixture[str],
     typed: list[str],
     named: list[str],
@@ -134,7 +133,7 @@ def test_what_a_checkpoint_cannot_follow_is_named(
     assert settings(["name=run", *typed], RUNS).changed
 
 
-def test_the_same_text_elsewhere_is_the_same_data(here: Path) -> None:  # noqa: F811
+def test_the_same_text_elsewhere_is_the_same_data(here: Path) -> None:
     for name in ("old", "new"):
         (here / name).mkdir()
         (here / name / "a.txt").write_text("All happy families are alike. " * 400)
@@ -145,7 +144,7 @@ def test_the_same_text_elsewhere_is_the_same_data(here: Path) -> None:  # noqa: 
         settings(["name=run", f"data.path={here / 'new'}"], RUNS)
 
 
-def test_settings_that_came_from_a_file_are_never_resolved(here: Path) -> None:  # noqa: F811
+def test_settings_that_came_from_a_file_are_never_resolved(here: Path) -> None:
     run = prepared(*TINY)
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("pattern: '*'", "pattern: ${oc.env:HOME}"))
@@ -159,7 +158,7 @@ def build(width):
 """
 
 
-def test_a_run_of_ones_own_model_goes_on_by_its_name(here: Path) -> None:  # noqa: F811
+def test_a_run_of_ones_own_model_goes_on_by_its_name(here: Path) -> None:
     """Its class path was named when it was begun."""
     (here / "own_model.py").write_text(OWN_MODEL)
     model = ["model=custom", "model.target=own_model:build", "model.kwargs.width=16"]
@@ -219,7 +218,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert not (tmp_path / "a" / LOCK).exists()
 
 
-def test_two_runs_of_one_name(here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_two_runs_of_one_name(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = prepared(
         *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
     )
@@ -244,7 +243,7 @@ def read_for_all(directory: Path) -> str:
     return str(told.value)
 
 
-def test_all_ranks_are_told_of_a_directory_that_is_held(here: Path, pool: Pool) -> None:  # noqa: F811
+def test_all_ranks_are_told_of_a_directory_that_is_held(here: Path, pool: Pool) -> None:
     run = prepared(*TINY, "trainer.steps=1").absolute()
     with locked(run):
         told = pool.run(read_for_all, 2, run)
@@ -253,7 +252,7 @@ def test_all_ranks_are_told_of_a_directory_that_is_held(here: Path, pool: Pool) 
 
 
 @pytest.mark.thorough  # that it is said once is asserted of wrong input under torchrun
-def test_a_directory_that_is_held_under_torchrun(here: Path) -> None:  # noqa: F811
+def test_a_directory_that_is_held_under_torchrun(here: Path) -> None:
     run = prepared(*TINY, "trainer.steps=1")
     with locked(run):
         code, _, err = call("-m", "parallax", "train", "--run-dir", str(run), launcher=TORCHRUN)
@@ -262,8 +261,8 @@ def test_a_directory_that_is_held_under_torchrun(here: Path) -> None:  # noqa: F
     assert "Traceback" not in err.split("parallax: ")[0]
 
 
-@pytest.mark.thorough  # test_requests_to_end.py trains a prepared run under torchrun, test_cli.py one to its end
-def test_a_directory_that_was_held_under_torchrun(here: Path) -> None:  # noqa: F811
+@pytest.mark.thorough  # test_requests_to_end.py trains a prepared run under torchrun, test_runs.py one to its end
+def test_a_directory_that_was_held_under_torchrun(here: Path) -> None:
     run = prepared(*TINY, "trainer.steps=1")
     with locked(run):
         pass
@@ -274,7 +273,7 @@ def test_a_directory_that_was_held_under_torchrun(here: Path) -> None:  # noqa: 
 
 @pytest.mark.parametrize("place", ["runs", "runs/run"])
 def test_a_file_where_the_run_directory_should_be(
-    here: Path,  # noqa: F811
+    here: Path,
     capfd: pytest.CaptureFixture[str],
     place: str,
 ) -> None:
@@ -285,13 +284,13 @@ def test_a_file_where_the_run_directory_should_be(
     assert Path(place).read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_folder_that_cannot_be_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("runs").symlink_to("/proc/self/fd")  # nobody can make a folder there, not even root
     assert cli.main(["train", *TINY, "name=run"]) == 2
     assert "cannot write the run directory runs/run: " in one_line(capfd.readouterr().err)
 
 
-def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:  # noqa: F811
+def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:
     """A limit on the size of files ends writes as a full disk does."""
     assert cli.main(["plan", *DGX, "plan.stages=2"]) == 0
     plan, inputs = read_plan(Path("plan.yaml"), {})
@@ -320,7 +319,7 @@ def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:  # noqa: 
 
 
 def test_nothing_is_left_of_a_run_that_could_not_be_planned(
-    here: Path,  # noqa: F811
+    here: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert (

@@ -14,19 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.failing import fail_at
-from tests.faults.test_cli import (
+from tests.faults.commands import (
     MODULE,
     finish,
-    here,
     prepared,
     running,
     start,
     temporary,
     wait_for,
 )
-
-__all__ = ["here"]
+from tests.faults.failing import fail_at
 
 ALL_GONE_SECONDS = 5.0  # 2 s on a machine that has nothing else to do
 SETTINGS = [

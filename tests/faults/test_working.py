@@ -10,18 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_cli import (
+from tests.faults.commands import (
     MODULE,
     finish,
-    here,
     one_line,
     running,
     start,
     temporary,
     wait_for,
 )
-
-__all__ = ["here"]
 
 OWN = """
 import ctypes, os, pathlib, threading, time, torch

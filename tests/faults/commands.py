@@ -1,0 +1,154 @@
+"""Commands as processes of their own, and what they leave behind: what the tests of this folder share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from parallax import config
+from parallax.common import trust
+from parallax.plan.plan import Plan
+from parallax.run.job import build_chain
+from parallax.runtime.checkpoint import list_checkpoints
+from tests.distributed.pool import ROOT
+from tests.plans import make_plan
+
+TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4"]
+SETTLED = [
+    "trainer.microbatch=2",
+    "plan.stages=2",
+    "plan.schedule=1f1b",
+    "plan.activations=keep",
+    "optimizer.final_rate=1",
+]
+MODULE = [sys.executable, "-m", "parallax"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+DONE_SECONDS = 120
+NOISE = ("Warning", "W1", "E1", "[W", "[E", "Traceback")
+
+
+def temporary() -> list[Path]:
+    """What processes started here have left in their temporary folder."""
+    return [
+        path
+        for path in (Path.cwd().parent / "tmp").iterdir()
+        if not path.name.startswith("torchinductor")
+    ]
+
+
+def running(folder: Path) -> list[psutil.Process]:
+    """Living processes that work in ``folder``, but this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                Path(process.cwd()) == folder
+                and process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def start(command: Sequence[str], **added: str) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(Path.cwd().parent / "tmp"),
+    }
+    environment |= added
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=DONE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, out, err
+
+
+def call(*arguments: str, launcher: Sequence[str] = MODULE) -> tuple[int, str, str]:
+    return finish(start([*launcher, *arguments]))
+
+
+def one_line(err: str) -> str:
+    """The only thing that was said on stderr."""
+    (line,) = err.splitlines()
+    assert line.startswith("parallax: ")
+    assert line.isprintable()
+    return line
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DONE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def prepared(
+    *overrides: str, name: str = "run", plan: Callable[[Plan], Plan] = lambda plan: plan
+) -> Path:
+    """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything."""
+    settings = config.compose([*overrides, f"name={name}"])
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config.dump(settings))
+    made = make_plan(
+        build_chain(settings), replicas=(1, 1), global_batch=settings.trainer.global_batch
+    )
+    plan(made).save(folder / "plan.yaml")
+    trust.remember(folder, trust.class_paths(config.dump(settings)))
+    return folder
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    last = list_checkpoints(run / "checkpoints")[-1]
+    return {
+        name: tensor
+        for part in sorted(last.glob("*.safetensors"))
+        for name, tensor in load_file(part).items()
+    }
+
+
+DGX = ["cluster=dgx_a100", "cluster.devices=4", "trainer.global_batch=16", "experiment=tiny"]
+GPT2 = ["model=transformer", "model.layers=4", "model.hidden=128", "model.heads=2"]
+
+
+def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [
+        p
+        for p in psutil.Process(launcher.pid).children(recursive=True)
+        if "--run-dir" in " ".join(p.cmdline())
+    ]
+
+
+def started(run: Path) -> subprocess.Popen[str]:
+    """A run that has saved a checkpoint beyond those that are there."""
+
+    def newest() -> int:
+        found = list_checkpoints(run / "checkpoints")
+        return int(found[-1].name[5:]) if found else 0
+
+    before = newest()
+    process = start([*MODULE, "train", "--run-dir", str(run)])
+    wait_for(lambda: newest() > before or process.poll() is not None, "a checkpoint")
+    assert process.poll() is None, process.communicate()
+    return process

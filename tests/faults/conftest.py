@@ -1,0 +1,65 @@
+"""A working directory in which nothing may be left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallax import cli
+from tests.distributed.pool import ROOT
+from tests.faults.commands import (
+    running,
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; what still runs in it afterwards fails the test."""
+    folder = tmp_path / "here"
+    for path in (folder, tmp_path / "tmp"):
+        path.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    left = running(folder)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+@pytest.fixture
+def called(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """As ``call``, but this process is the launcher, which saves a start; ranks are processes of their own."""
+    folder = str(here.parent / "tmp")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{here}")
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = cli.main(arguments)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def said(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What a command prints with ``--json``; its exit code must be 0 and nothing else may be said."""
+
+    def run(*arguments: str) -> Any:
+        capfd.readouterr()
+        assert cli.main([*arguments, "--json"]) == 0
+        out, _ = capfd.readouterr()
+        (line,) = out.splitlines()
+        return json.loads(line)
+
+    return run
