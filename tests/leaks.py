@@ -26,11 +26,8 @@ GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for whe
 SHARED_MEMORY = Path("/dev/shm")
 # Caches of libraries, which are filled once. Of the multiprocessing module: its folder goes when the process ends.
 CACHES = ("torchinductor", "pymp-")
-VARIABLES = (
-    "PYTEST_CURRENT_TEST",
-    "TORCHINDUCTOR",
-    "TRITON",
-)  # what their libraries change by themselves
+# What their libraries change by themselves.
+VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON"
 
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _lasting_processes: set[int] = set()

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
@@ -377,34 +376,3 @@ def test_random_graphs_under_random_plans_equal_the_plain_model(pool: Pool, case
 
 
 # ---- what the graphs are kept from
-
-
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
-def changing() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-
-
-def changing_within() -> nn.Module:
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)), nn.Linear(WIDTH, WIDTH)
-    )
-
-
-def alone(factory: Callable[[], nn.Module], **options: Any) -> float:
-    chain, (x, targets) = describe(factory), (torch.ones(8, 3, WIDTH), torch.zeros(8, 3, WIDTH))
-    engine = Engine.build(chain, make_plan(chain, **options), loss=squares)
-    try:
-        return engine.gradients(TensorRows(x, targets))
-    finally:
-        engine.close()
-
-
-def test_a_block_that_changes_its_input_may_be_recomputed() -> None:
-    assert alone(changing, directive="recompute") == alone(changing)
-
-
-def test_what_a_linear_layer_returns_may_be_changed_under_a_split_backward() -> None:
-    assert alone(changing_within, schedule="zb-h1") == pytest.approx(alone(changing_within))

@@ -134,9 +134,8 @@ def test_error_is_told_where_it_is_and_the_others_lose_their_peer(
         assert found.loss_after == results[0].loss_after > 0
         if rank != faulty:
             assert found.kind == "TransportError", found
-            assert (
-                "has ended or given up" in found.text
-            )  # at once: after a timeout it says another thing
+            # At once: after a timeout it says another thing.
+            assert "has ended or given up" in found.text
             assert any(note.startswith("action ") for note in found.notes)
             assert f"stage {rank} of {RANKS}, step 0" in found.notes
 

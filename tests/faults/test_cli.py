@@ -11,7 +11,7 @@ import pytest
 
 from parallax import cli
 from parallax.errors import ConfigError
-from parallax.run import launch
+from parallax.run import rank
 from tests.faults.commands import (
     DGX,
     GPT2,
@@ -222,7 +222,7 @@ def test_an_environment_that_is_no_rank(key: str, monkeypatch: pytest.MonkeyPatc
     for name, value in (WORLD | {key: "x"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{key}=x: accepted is a whole number, as torchrun"):
-        launch._meet()
+        rank._meet()
 
 
 def test_a_rank_in_an_environment_that_is_none_says_so_in_one_line(here: Path) -> None:

@@ -15,7 +15,7 @@ from parallax.commands.options import trusting
 from parallax.common import trust
 from parallax.errors import ConfigError
 from parallax.plan.schedule import ORDERS, splits
-from parallax.run import launch
+from parallax.run.prepare import PreparedRun
 from tests.distributed.pool import ROOT
 from tests.faults.commands import DGX, call, one_line, prepared
 
@@ -167,9 +167,8 @@ def test_a_prepared_directory_of_a_stranger(
         )
     assert not (folder / "imported").exists()
     named = trusting({"model.target": "marks:listing"})
-    assert (
-        launch.PreparedRun.read(run, named).config.model.target == "marks:listing"
-    )  # at the user's word
+    # At the user's word.
+    assert PreparedRun.read(run, named).config.model.target == "marks:listing"
 
 
 def test_what_was_named_is_remembered_for_its_folder(folder: Path) -> None:

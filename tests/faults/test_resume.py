@@ -20,6 +20,7 @@ from parallax.commands.options import read_plan
 from parallax.common.lock import LOCK, locked
 from parallax.errors import ConfigError
 from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.run import rank
 from parallax.run.job import open_source
 from parallax.run.planning import Planned
 from parallax.run.prepare import write_run
@@ -239,7 +240,7 @@ def test_two_runs_of_one_name(here: Path, capfd: pytest.CaptureFixture[str]) -> 
 def read_for_all(directory: Path) -> str:
     """What a rank is told that the user's own torchrun has started."""
     with contextlib.ExitStack() as held, pytest.raises(ConfigError) as told:
-        launch._read_for_all(directory, held, lambda file, found: None)
+        rank._read_for_all(directory, held, lambda file, found: None)
     return str(told.value)
 
 

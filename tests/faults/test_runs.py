@@ -16,7 +16,8 @@ import torch.distributed as dist
 from parallax.errors import PlanError
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.calibrate import times
-from parallax.run import launch
+from parallax.run import rank as subject
+from parallax.run.prepare import PreparedRun
 from tests.distributed.pool import Pool
 from tests.faults.commands import (
     MODULE,
@@ -140,9 +141,10 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     assert temporary() == []
 
 
+# Memory records what profiler does, and more.
 @pytest.mark.parametrize(
     "record", ["trace", pytest.param("profiler", marks=pytest.mark.thorough), "memory"]
-)  # memory records what profiler does, and more
+)
 def test_every_rank_records_the_steps_asked_for(
     called: Callable[..., tuple[int, str, str]], record: str
 ) -> None:
@@ -224,7 +226,7 @@ def different_runs() -> list[Path]:
 def compared(runs: list[Path]) -> str:
     """What a rank is told that has read one of the ``runs``."""
     with pytest.raises(PlanError) as told:
-        launch._compare(launch.PreparedRun.read(runs[dist.get_rank()]))
+        subject._compare(PreparedRun.read(runs[dist.get_rank()]))
     return str(told.value)
 
 

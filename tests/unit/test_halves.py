@@ -275,24 +275,3 @@ def test_a_derivative_taken_in_a_forward_owes_nothing() -> None:
     plain.zero_grad()
     plain(x * slope).sum().backward()
     same(layer.weight.grad, plain.weight.grad)
-
-
-def test_gradients_lie_in_memory_as_their_weights_do() -> None:
-    """Fused optimizers walk along memory. The gradient of a channels_last input comes out channels_last."""
-    layer, halves = nn.Conv2d(3, 4, 3), WeightGradStore()
-    x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    with halves.splitting():
-        outputs = layer(x)
-    outputs.sum().backward()
-    halves.finish()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.stride() == layer.weight.stride()
-
-
-def test_what_a_split_layer_returns_may_be_changed_in_place() -> None:
-    layer, halves = nn.Linear(4, 4), WeightGradStore()
-    with halves.splitting():
-        outputs = torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True)))
-    outputs.sum().backward()
-    halves.finish()
-    assert layer.weight.grad is not None

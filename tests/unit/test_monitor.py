@@ -7,8 +7,6 @@ import io
 import json
 import os
 import pty
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,7 +25,6 @@ from parallax.train.monitor import (
     MetricsLog,
     Progress,
     StepLine,
-    load_curves,
     read_metrics,
 )
 
@@ -231,12 +228,3 @@ def test_summary_table_of_a_run_that_said_nothing() -> None:
     console = Console(file=io.StringIO(), width=80, record=True)
     console.print(summary_table({}))
     assert "- steps" in console.export_text()
-
-
-def test_curves_are_loaded_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the first rank alone exceeded its budget: TensorBoard's tables counted as its stage's memory."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    load_curves(LoggerConfig())
-    assert list(tmp_path.iterdir()) == []
-    assert "tensorboard.summary" in sys.modules
-    load_curves(LoggerConfig(tensorboard=False))

@@ -444,19 +444,6 @@ def test_shapes_that_cannot_use_every_device(config: dict[str, Any]) -> None:
         search(layers(4), cluster(4), PlanConfig(**config), global_batch=4)
 
 
-def test_fewer_rows_than_replicas() -> None:
-    """Once math.ceil(inf): every micro-batch was too small for the only shape there is."""
-    plan, _ = search(layers(1), cluster(3), PlanConfig(), global_batch=2)
-    assert [stage.replicas for stage in plan.stages] == [3]
-
-
-def test_bytes_that_are_no_whole_number_fit_their_swap_limit() -> None:
-    """Once BudgetExceeded: a limit of 100.5 bytes was cut to 100."""
-    model = profile([block(moved=100.5), block(moved=33.3)])
-    plan, _ = search(model, cluster(1), PlanConfig(activations="offload"), global_batch=1)
-    assert plan.stages[0].swap_limit_bytes >= 101
-
-
 def test_devices_that_differ() -> None:
     small, large = (
         cluster(1, 10**8, reserve=10),
@@ -525,32 +512,6 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
         search(tied, machines, PlanConfig(parameters="host"), global_batch=8)
     with pytest.raises(ConfigError, match=r"use plan.optimizer=host"):
         PlanConfig(parameters="host", optimizer="device")
-
-
-def test_a_swap_limit_fills_its_budget_to_the_byte() -> None:
-    """Once a byte over, and refused, or a byte short, and without room to read ahead: gaps are rounded up."""
-    model = profile([block(moved=1000)])
-    for memory in range(2990, 3020):
-        machines = cluster(1, memory, gap_share=0.07)
-        plan, _ = search(
-            model,
-            machines,
-            PlanConfig(activations="offload", schedule="gpipe"),
-            global_batch=3,
-            microbatch=1,
-        )
-        check(plan, machines)
-        assert (
-            memory - plan.prediction.ranks[0].peak_bytes <= 1
-            or plan.stages[0].swap_limit_bytes == 3000
-        )
-
-
-def test_kinds_of_devices_are_not_mixed_and_the_plan_says_so() -> None:
-    """Once called exact: an order such as fast, slow, fast is never tried."""
-    plan, _ = search(layers(5), two_kinds(1, 2), PlanConfig(), global_batch=8)
-    assert not plan.exact
-    assert plan.bound_seconds <= plan.prediction.step_seconds
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,6 @@ def test_the_same_sizes_again_need_no_growth() -> None:
             slots.give(slot)
 
 
-def test_new_sizes_fit_into_a_tier_that_grew_to_its_end() -> None:
-    """Each size once had to wait for its own kind, so that 10 sequence lengths needed 10 times the room."""
-    slots = SlotMap(100 * PAGE, "the tier")
-    for pages in range(1, 30):
-        taken = [slots.take(pages * PAGE) for _ in range(100 // pages)]
-        for slot in taken[1:]:
-            slots.give(slot)
-        slots.give(taken[0])
-
-
 def test_new_sizes_fit_between_places_in_use() -> None:
     slots = SlotMap(100 * PAGE, "the tier")
     taken = [slots.take(10 * PAGE) for _ in range(10)]
@@ -329,18 +319,6 @@ def test_an_open_directory_of_its_own_is_closed_to_others(tmp_path: Path) -> Non
     disk(folder).close()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not left.exists()
-
-
-def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
-    """swap.directory=/tmp, as root, once closed /tmp to everyone."""
-    tmp_path.chmod(0o1777)
-    (tmp_path / "somebody's").touch()
-    with pytest.raises(
-        SwapError,
-        match=r"holds other files \(somebody's\): set swap.directory to a folder of its own",
-    ):
-        disk(tmp_path)
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777
 
 
 def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
