@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from parallax.runtime.optim.optimizer import OptimizerConfig
     from parallax.swap.config import SwapConfig
     from parallax.swap.lms.scope import swap
+    from parallax.swap.stores.tiers import register_tier
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "plan_model",
     "plan_together",
     "register_schedule",
+    "register_tier",
     "swap",
 ]
 
@@ -58,6 +60,7 @@ _HOMES = {
     "plan_model": "run.planning",
     "plan_together": "run.planning",
     "register_schedule": "plan.schedule",
+    "register_tier": "swap.stores.tiers",
     "swap": "swap",  # the package itself is called
 }
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from parallax.common.files import disk_free_bytes
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, check_choice, check_count
 from parallax.machine.host import available_memory, cuda_devices, usable_cores
 from parallax.machine.probes import Probes, measure_speeds
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
 
-AUTO = "auto"
 RANKS_PER_GPU = 8
 # Small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured.
 CPU_RESERVE = 13 * 2**19
@@ -48,7 +47,7 @@ class ClusterConfig:
         check_choice("cluster.kind", self.kind, [AUTO, "cpu", "cuda"])
         for key in ("devices", "threads"):
             check_count(f"cluster.{key}", getattr(self, key))
-        for key in ("device_memory", "host_memory", "disk"):
+        for key in ("device_memory", *ROOM_KEYS):
             if getattr(self, key) != AUTO:
                 parse_bytes(getattr(self, key), f"cluster.{key}")
 
@@ -95,23 +94,23 @@ def build_cluster(
     speeds: tuple[float, ...] = (),
     copying_threads: int = COPYING_THREADS,
 ) -> Cluster:
-    """This machine as a cluster of one node. ``tier``: auto, host, disk or none (``swap.tier``). ``speeds``: of each of
+    """This machine as a cluster of one node. ``tier``: auto, or a tier's name (``swap.tier``). ``speeds``: of each of
     1, 2, … of its devices that compute at once, from :func:`probe_speeds`. ``copying_threads``: those of a rank that
     copy one way at the same time (``swap.threads``).
 
     A budget left at auto keeps a margin for what no plan counts: the CUDA context and the allocator's gaps (a
     tenth of the device), the interpreter and torch itself (a fifth of the available RAM).
     """
-    tier = tier_below(choice, tier)
-    copying, computing = _copying_share(choice), _computing_share(choice, copying_threads)
-    disk = (probes.disk_write * copying, probes.disk_read * copying)
-    write, read = {"host": (probes.host_write, probes.host_read)}.get(tier, disk)
-    tier_bytes = _tier_bytes(config, tier, probes) // choice.count
+    below = tier_below(choice, tier)
+    copying = _copying_share(choice) if below.copied_by_threads else 1.0
+    computing = _computing_share(choice, copying_threads) if below.copied_by_threads else 1.0
+    write, read = (rate * copying for rate in below.bandwidth(probes))
+    tier_bytes = _tier_bytes(config, below, probes) // choice.count
     devices = tuple(
         Device(
             kind=choice.kind,
             memory_bytes=memory,
-            tier=tier,
+            tier=below.name,
             tier_bytes=tier_bytes,
             write=Link(bytes_per_second=write),
             read=Link(bytes_per_second=read),
@@ -119,9 +118,9 @@ def build_cluster(
             if choice.kind == "cpu"
             else 0,
             gap_share=_gap_share(choice),
-            overlap_loss=1 - computing if tier == "disk" else 0.0,
-            tier_share=copying if tier == "disk" else 1.0,
-            host_update_seconds=_host_update_seconds(tier, probes, write, read),
+            overlap_loss=1 - computing,
+            tier_share=copying,
+            host_update_seconds=_host_update_seconds(below, probes, write, read),
         )
         for memory in _device_memory(config, choice)
     )
@@ -132,14 +131,9 @@ def build_cluster(
     return Cluster(nodes=(node,), local=local, remote=local)
 
 
-def tier_below(choice: DeviceChoice, tier: str) -> str:
+def tier_below(choice: DeviceChoice, tier: str) -> Tier:
     """The tier that takes what is offloaded, where ``tier`` (``swap.tier``) may be auto."""
-    check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
-    if tier == "host" and choice.kind == "cpu":
-        raise ConfigError(
-            "swap.tier=host: on a CPU the RAM is the device itself; use swap.tier=disk"
-        )
-    return tier if tier != AUTO else "host" if choice.kind == "cuda" else "disk"
+    return choose_tier("swap.tier", tier, device_is_ram=choice.kind == "cpu")
 
 
 def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, ...]:
@@ -151,29 +145,29 @@ def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, .
 
 
 def _copying_share(choice: DeviceChoice) -> float:
-    """What a thread that copies to and from the disk gets of a core: where ranks leave none for it, it shares one with
+    """What a thread that copies to and from the tier gets of a core: where ranks leave none for it, it shares one with
     its rank, which computes as much more slowly."""
     spare = usable_cores() - choice.count * choice.threads
     return 1.0 if choice.kind == "cuda" or spare >= choice.count else 0.5
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
-    """What a rank computes with while threads of its own copy to and from the disk: where all of them have more work
+    """What a rank computes with while threads of its own copy to and from the tier: where all of them have more work
     than there are cores, each thread gets its share."""
     if _copying_share(choice) < 1 or choice.kind == "cuda":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
 
-def _host_update_seconds(tier: str, probes: Probes, write: float, read: float) -> float:
+def _host_update_seconds(tier: Tier, probes: Probes, write: float, read: float) -> float:
     """The step of one byte of weights below the device, in full precision with AdamW: memory traffic of one thread,
-    whose copies read and write each byte, and on the disk its two bytes of states up and down. What the planner adds
-    for gradients going down and weights coming up (:func:`parallax.plan.cost.stage.load_states`) is one of these
-    two."""
-    if tier == "none":
+    whose copies read and write each byte, and where the tier is no place to step in, its two bytes of states up and
+    down. What the planner adds for gradients going down and weights coming up
+    (:func:`parallax.plan.cost.stage.load_states`) is one of these two."""
+    if not tier.exists:
         return 0.0
     stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
-    return stepping + (1 / write + 1 / read if tier == "disk" else 0.0)
+    return stepping + (0.0 if tier.steps else 1 / write + 1 / read)
 
 
 def _gap_share(choice: DeviceChoice) -> float:
@@ -195,12 +189,11 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
     return [available_memory(choice.count) * 8 // 10] * choice.count
 
 
-def _tier_bytes(config: ClusterConfig, tier: str, probes: Probes) -> int:
+def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
     """What all ranks together may offload; auto leaves a fifth of what is free to others."""
-    if tier == "none":
+    if not tier.exists:
         return 0
-    if tier == "host":
-        asked, free, key = config.host_memory, available_memory(), "cluster.host_memory"
-    else:
-        asked, free, key = config.disk, disk_free_bytes(Path(probes.directory)), "cluster.disk"
-    return free * 8 // 10 if asked == AUTO else parse_bytes(asked, key)
+    asked = getattr(config, tier.key)
+    if asked == AUTO:
+        return tier.free_bytes(Path(probes.directory), available_memory()) * 8 // 10
+    return parse_bytes(asked, f"cluster.{tier.key}")

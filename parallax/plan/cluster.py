@@ -7,6 +7,7 @@ from functools import cached_property
 
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
+from parallax.plan.tier import Tier, tier_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +24,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device and its share of the tiers below: its budget, and the tier that takes what it offloads.
+    """A device and its share of the tiers below: its budget, and the name of the tier that takes what it offloads.
 
     On a CPU-only machine the device is a process with ``memory_bytes`` of RAM and the tier below is the disk.
     ``reserve_bytes`` of the memory are taken by what is no tensor of the model (context, libraries); of all bytes that
     come and go, the allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor
     between two blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
-    ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a disk that the node shares: less than all
-    where it has no core to copy as fast as the disk takes it. ``price_per_hour`` is in any currency.
+    ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a tier that the node shares: less than all
+    where it has no core to copy as fast as the tier takes it. ``price_per_hour`` is in any currency.
     ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
     """
 
@@ -48,6 +49,11 @@ class Device:
     tier_share: float = 1.0
     price_per_hour: float = 0.0
     host_update_seconds: float = 0.0
+
+    @property
+    def swaps_to(self) -> Tier:
+        """The tier; raises :class:`PlanError` where nobody has registered one of that name."""
+        return tier_named(self.tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,7 @@ class Cluster:
 
     def while_all_swap(self, device: Device) -> Device:
         """The device as it is while all of its node's swap: a disk is shared, a way to the host's memory is not."""
-        if device.tier != "disk":
+        if not device.swaps_to.shared:
             return device
         sharing = max(1.0, max(len(node.devices) for node in self.nodes) * device.tier_share)
         write, read = (

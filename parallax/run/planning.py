@@ -124,7 +124,7 @@ def plan_model(
         plan,
         global_batch=len(batch),
         microbatch=microbatch,
-        swap=swap.tier != "none",
+        swap=swap.offloads,
         progress=progress,
     )
     return Planned(best, forecast, profile, found)
@@ -163,7 +163,7 @@ def check_model(
             devices=_choose(cluster, plan).count,
             rows=rows,
             microbatch=microbatch,
-            swap=swap.tier != "none",
+            swap=swap.offloads,
             chosen=cluster.devices != AUTO,
             model=type(chain.model).__name__,
             tied=bool(chain.ties),
@@ -250,7 +250,7 @@ def _conditions(
 def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
     """How the ranks of a run would offload."""
     tier = tier_below(choice, swap.tier)
-    return None if tier == "none" else Trials(tier, swap, _swap_folder(swap, scratch))
+    return Trials(tier.name, swap, _swap_folder(swap, scratch)) if tier.exists else None
 
 
 def _swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
@@ -285,7 +285,7 @@ def plan_catalog(
             devices=len(found.devices),
             rows=global_batch,
             microbatch=microbatch,
-            swap=swap.tier != "none",
+            swap=swap.offloads,
             runnable=False,
         )
     )
@@ -296,7 +296,7 @@ def plan_catalog(
         plan,
         global_batch=global_batch,
         microbatch=microbatch,
-        swap=swap.tier != "none",
+        swap=swap.offloads,
         runnable=False,
         progress=progress,
     )

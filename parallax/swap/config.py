@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallax.errors import ConfigError, check_choice, check_positive, printable
+from parallax.errors import ConfigError, check_positive, printable
 from parallax.machine.device import CopyEngine, no_delay
+from parallax.plan.tier import AUTO, NONE, check_tier, tier_named
 from parallax.swap.activations.policy import Policy
-from parallax.swap.stores.store import DiskStore, HostStore, Store
+from parallax.swap.stores.remedies import ENGINE
+from parallax.swap.stores.store import Store
+from parallax.swap.stores.tiers import StoreRequest, open_store
 from parallax.swap.verify import Delays
 
 
@@ -17,11 +20,11 @@ from parallax.swap.verify import Delays
 class SwapConfig:
     """Where offloaded activations go, and by which preferences.
 
-    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), or auto: host
-    under CUDA, disk on a CPU. ``directory``: folder for disk tiers, of its own; auto is inside the run
-    directory. ``threads``: threads per rank that write files, and as many that read. ``minimum_bytes``:
-    smaller tensors are never moved. ``verify``: sum all bytes and hold transfers up at random, to find a missing
-    wait or bad memory; slow.
+    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), one of your own
+    (:func:`parallax.register_tier`), or auto: host under CUDA, disk on a CPU. ``directory``: folder for disk tiers, of
+    its own; auto is inside the run directory. ``threads``: threads per rank that write files, and as many that read.
+    ``minimum_bytes``: smaller tensors are never moved. ``verify``: sum all bytes and hold transfers up at random, to
+    find a missing wait or bad memory; slow.
 
     The others are those of IBM's Large Model Support, for who wants to set by hand what the limit decides (see
     :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: offload at most so many per micro-batch; auto:
@@ -30,7 +33,7 @@ class SwapConfig:
     together.
     """
 
-    tier: str = "auto"
+    tier: str = AUTO
     directory: str = "auto"
     threads: int = 2
     minimum_bytes: int = 65536
@@ -41,7 +44,7 @@ class SwapConfig:
     swapin_groupby: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("swap.tier", self.tier, ["auto", "host", "disk", "none"])
+        check_tier("swap.tier", self.tier)
         check_positive("swap.threads", self.threads)
         check_positive("swap.minimum_bytes", self.minimum_bytes, zero=True)
         if not self.directory or (
@@ -51,6 +54,11 @@ class SwapConfig:
                 f"swap.directory={self.directory}: accepted is auto or a folder; a missing one is made"
             )
         self.policy()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the planner may put anything below the device."""
+        return self.tier != NONE.name
 
     def policy(self, *, eager: bool = True) -> Policy:
         """The preferences."""
@@ -67,11 +75,18 @@ class SwapConfig:
         return Delays() if self.verify else no_delay
 
     def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
-        """The store of one rank. ``directory`` is used where the configuration says auto."""
-        if tier == "host":
-            return HostStore(capacity, copies)
-        folder = directory if self.directory == "auto" else Path(self.directory)
-        return DiskStore(folder, capacity, copies, threads=self.threads, delay=self.delay())
+        """The store of one rank in the tier of that name. ``directory`` is used where the configuration says auto."""
+        return open_store(
+            StoreRequest(
+                tier=tier_named(tier),
+                capacity=capacity,
+                copies=copies,
+                directory=directory if self.directory == AUTO else Path(self.directory),
+                threads=self.threads,
+                delay=self.delay(),
+                remedies=ENGINE,
+            )
+        )
 
 
 def _whole(key: str, value: int | str) -> int | None:

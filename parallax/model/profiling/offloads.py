@@ -38,7 +38,7 @@ class Offloader(Protocol):
 
     @property
     def tier(self) -> str:
-        """host or disk."""
+        """Its name."""
 
     def of(
         self, block: nn.Module, moved: int, device: torch.device

@@ -20,8 +20,8 @@ from parallax.plan.analytic.hardware import (
     link_kind,
 )
 from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.plan.tier import AUTO, DISK, ROOM_KEYS, check_tier, tier_named, usual_tier
 
-AUTO = "auto"
 UPDATE_BYTES = 28
 """Bytes that AdamW in fp32 on the host moves for one parameter: it reads weight, gradient and two moments, and writes
 all but the gradient."""
@@ -77,7 +77,7 @@ class CatalogClusterConfig:
                 check_count(f"cluster.{key}", count)
         for count in _listed(self.devices_per_node):
             check_positive("cluster.devices_per_node", count)
-        for key in ("host_memory", "disk"):
+        for key in ROOM_KEYS:
             parse_bytes(getattr(self, key), f"cluster.{key}")
         for kind in _listed(self.device):
             self._memory(device_kind(kind))
@@ -109,8 +109,8 @@ class CatalogClusterConfig:
 
     def build(self, *, dtype: str = "bf16", tier: str = AUTO, weight_bytes: int = 4) -> Cluster:
         """The cluster. ``dtype`` is the one of matrix products, in which kinds of devices are compared; ``tier`` is
-        where offloaded data goes (auto, host, disk or none); a parameter takes ``weight_bytes``."""
-        check_choice("swap.tier", tier, [AUTO, "host", "disk", "none"])
+        where offloaded data goes (auto, or a tier's name); a parameter takes ``weight_bytes``."""
+        check_tier("swap.tier", tier)
         nodes: list[Node] = []
         kinds = [device_kind(name) for name in _listed(self.device)]
         for sort, (kind, counts) in enumerate(zip(kinds, self._counts())):
@@ -164,18 +164,16 @@ class CatalogClusterConfig:
 
     def _device(self, kind: DeviceKind, count: int, tier: str, weight_bytes: int) -> Device:
         """One of ``count`` devices of a node, with its share of the host. A CPU's memory has no caching allocator."""
-        caching = kind.host_link != "disk"
-        below = tier if tier != AUTO else "disk" if kind.host_link == "disk" else "host"
-        link = link_kind("disk").link() if below == "disk" else self._link("host", kind.host_link)
+        caching = kind.host_link != DISK.link
+        below = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)
+        link = link_kind(below.link).link() if below.link else self._link("host", kind.host_link)
         below_bytes = (
-            0
-            if below == "none"
-            else parse_bytes(getattr(self, _TIERS[below]), f"cluster.{_TIERS[below]}")
+            parse_bytes(getattr(self, below.key), f"cluster.{below.key}") if below.exists else 0
         )
         return Device(
             kind=kind.name,
             memory_bytes=self._memory(kind),
-            tier=below,
+            tier=below.name,
             tier_bytes=below_bytes // count,
             write=link,
             read=link,
@@ -184,7 +182,7 @@ class CatalogClusterConfig:
             gap_tensors=caching * self.gap_tensors,
             overlap_loss=self.overlap_loss,
             host_update_seconds=UPDATE_BYTES / weight_bytes * count / self.host_bandwidth
-            if below == "host"
+            if below.steps
             else 0.0,
         )
 
@@ -206,9 +204,6 @@ class CatalogClusterConfig:
     def _link_name(self, key: str, usual: str) -> str:
         name: str = getattr(self, key)
         return usual if name == AUTO else name
-
-
-_TIERS = {"host": "host_memory", "disk": "disk"}
 
 
 def _listed(value: Any) -> Sequence[Any]:

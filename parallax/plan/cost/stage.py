@@ -296,12 +296,12 @@ def load_states(
 ) -> StateLoad:
     """Parameters of these ``sizes`` in training, on one of ``replicas``.
 
-    Optimizer states below are stepped there: their gradients go down and their parameters come up again. On the disk
-    they come up to be stepped, those of three buckets at a time. A share is rounded up to whole parameters. Parameters
-    below come up for each forward and each backward, two blocks at a time, the one that runs and the next; the
-    gradients of a block go down, where those of all micro-batches are summed: what is there comes up to be added to.
-    What is new is written before the old is given up. Replicas hold one copy of the states below together, unless their
-    parameters stream, and one copy of those on the device where they are sharded.
+    Optimizer states below are stepped there: their gradients go down and their parameters come up again. Where the tier
+    is no place to step in they come up to be stepped, those of three buckets at a time. A share is rounded up to whole
+    parameters. Parameters below come up for each forward and each backward, two blocks at a time, the one that runs and
+    the next; the gradients of a block go down, where those of all micro-batches are summed: what is there comes up to
+    be added to. What is new is written before the old is given up. Replicas hold one copy of the states below together,
+    unless their parameters stream, and one copy of those on the device where they are sharded.
     """
     parameter_bytes, largest = sizes.parameters, sizes.block
     per_byte = profile.optimizer_bytes + profile.master_bytes
@@ -313,12 +313,12 @@ def load_states(
     gone = math.floor(streamed * profile.gradient_bytes)
     visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
     window = visiting
-    if device.tier == "disk":
+    if not device.swaps_to.steps:
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
-    passing = _passing_bytes(profile, sizes, moving) if device.tier == "host" else 0.0
+    passing = _passing_bytes(profile, sizes, moving) if device.swaps_to.steps else 0.0
     dealt = lower if streamed else _dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (dealt + streamed + gone) // 128  # every place in a store begins at one
     on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))

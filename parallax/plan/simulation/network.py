@@ -106,11 +106,11 @@ class Network:
     def tier(self, rank: int) -> Resource:
         """Where a rank swaps to: a disk is the node's, a way to the host's memory is the device's."""
         device = self._cluster.devices[rank]
-        if device.tier == "disk":
-            disk = "disk", self._cluster.node_of[rank], 0
-            if disk not in self._ways:
-                self._ways[disk] = Resource(1.0 / device.tier_share)
-            return self._ways[disk]
+        if device.swaps_to.shared:
+            way = f"tier {device.tier}", self._cluster.node_of[rank], 0
+            if way not in self._ways:
+                self._ways[way] = Resource(1.0 / device.tier_share)
+            return self._ways[way]
         return self._ways["host", rank, 0]
 
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from parallax.machine.device import CopyEngine
 from parallax.model.describe import Chain
 from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.plan.tier import tier_named
 from parallax.runtime.stage import first_below
 from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.streamed import StreamedParameters
@@ -33,7 +34,7 @@ class Tiers:
 
     def open_states(self, capacity: int) -> Store | None:
         """A store for optimizer states; none where they are stepped where they lie."""
-        return None if self._tier == "host" else self.open_store(capacity)
+        return None if tier_named(self._tier).steps else self.open_store(capacity)
 
     def open_stream(
         self,

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallax.common.files import disk_free_bytes
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
-from parallax.errors import BudgetExceeded, ConfigError, SwapError, check_choice
+from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.machine.device import copies_for, no_delay
 from parallax.machine.host import available_memory, relieve_memory
 from parallax.model.saved import SMALL, Selector
+from parallax.plan.tier import NONE, Tier, check_tier, choose_tier
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
@@ -54,10 +54,10 @@ from parallax.swap.lms.limit import (
 from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.statistics import SwapStatistics
-from parallax.swap.stores.files import check_directory
 from parallax.swap.stores.lazy import LazyStore
 from parallax.swap.stores.remedies import SCOPE
-from parallax.swap.stores.store import DiskStore, HostStore, Store
+from parallax.swap.stores.store import Store
+from parallax.swap.stores.tiers import StoreRequest, check_tier_opens, open_store
 from parallax.swap.verify import Delays
 
 _HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit: all of it is pinned at the first write
@@ -139,7 +139,7 @@ class Options:
     limit: int | None
     policy: Policy
     device: torch.device
-    tier: str
+    tier: Tier
     directory: Path
     tier_bytes: int | None
     threads: int
@@ -156,25 +156,27 @@ class Options:
 
     def check_tier(self) -> None:
         """Raise :class:`SwapError` now where the tier could not be opened later, in the middle of a step."""
-        if self.tier == "disk":
-            check_directory(self.directory, SCOPE)
+        check_tier_opens(self.tier, self.directory, SCOPE)
 
     def open_store(self, limit: int) -> Store:
         """The tier below ``device``, whose limit is ``limit``."""
         delay = Delays() if self.verify else no_delay
-        copies = copies_for(self.device, delay, SCOPE.pinning)
-        if self.tier == "host":
-            room = min(available_memory() // 2, _HOST_LIMITS * limit)
-            return HostStore(self.tier_bytes or room, copies, SCOPE)
-        room = disk_free_bytes(self.directory) * 8 // 10
-        return DiskStore(
-            self.directory,
-            self.tier_bytes or room,
-            copies,
-            threads=self.threads,
-            delay=delay,
-            remedies=SCOPE,
+        return open_store(
+            StoreRequest(
+                tier=self.tier,
+                capacity=self.tier_bytes or self._usual_bytes(limit),
+                copies=copies_for(self.device, delay, SCOPE.pinning),
+                directory=self.directory,
+                threads=self.threads,
+                delay=delay,
+                remedies=SCOPE,
+            )
         )
+
+    def _usual_bytes(self, limit: int) -> int:
+        """What the tier may hold where nobody says."""
+        free = self.tier.free_bytes(self.directory, available_memory())
+        return min(free // 2, _HOST_LIMITS * limit) if self.tier.in_ram else free * 8 // 10
 
 
 class Swapping:
@@ -214,7 +216,7 @@ class Swapping:
                     f"{share}: what cannot move leaves no room to work in; raise limit, or train less"
                 )
             options.check_tier()
-            store = LazyStore(options.tier, lambda: options.open_store(share.limit))
+            store = LazyStore(options.tier.name, lambda: options.open_store(share.limit))
             manager = SwapManager(
                 store, limit_bytes=share.room, policy=options.policy, verify=options.verify
             )
@@ -301,7 +303,7 @@ class Swapping:
         )
         lines.append(
             f"high water: {format_bytes(found.high_water)} of activations on {self._options.device}, "
-            f"{format_bytes(found.tier_high_water)} in the {self._options.tier} tier"
+            f"{format_bytes(found.tier_high_water)} in the {self._options.tier.name} tier"
         )
         lines += self._observed.report()
         lines += [states.report() for states in self._states]
@@ -458,11 +460,9 @@ def _device(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
     return found.pop() if found else torch.device("cpu")
 
 
-def _tier(tier: str, device: torch.device) -> str:
-    check_choice("tier", str(tier), [AUTO, "host", "disk"])
-    if tier == "host" and device.type == "cpu":
-        raise ConfigError("tier=host: on a CPU the RAM is the device itself; use tier=disk")
-    return tier if tier != AUTO else "host" if device.type == "cuda" else "disk"
+def _tier(tier: str, device: torch.device) -> Tier:
+    check_tier("tier", str(tier), without=NONE)
+    return choose_tier("tier", tier, device_is_ram=device.type == "cpu")
 
 
 def _folder() -> Path:

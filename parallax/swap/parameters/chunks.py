@@ -25,7 +25,7 @@ ALIGNMENT = 64  # bytes, as torch's own allocator on a CPU: kernels round in ano
 _GOING = 2
 
 
-class Tier:
+class ChunkStore:
     """A store, with what is known of the transfers through it."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
@@ -84,7 +84,7 @@ class Tier:
 class Gradient:
     """The gradient of one parameter, summed below. ``norm`` is its norm on the device."""
 
-    def __init__(self, segments: Sequence[ParameterSegment], tier: Tier) -> None:
+    def __init__(self, segments: Sequence[ParameterSegment], tier: ChunkStore) -> None:
         self.segments, self._tier = segments, tier
         self.norm: Tensor | None = None
         self.seen = False  # a gradient that was made zero stays zero, and does not become none
@@ -172,7 +172,7 @@ class Chunk:
         self,
         segments: Sequence[ParameterSegment],
         start: int,
-        tier: Tier,
+        tier: ChunkStore,
         gradients: Mapping[nn.Parameter, Gradient],
         aged: Callable[[StoreSlot | None], None],
     ) -> None:

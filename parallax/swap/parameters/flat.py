@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from parallax.errors import SwapError
-from parallax.swap.parameters.chunks import Chunk, Gradient, Tier, is_over, span
+from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, is_over, span
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
 from parallax.swap.weights import ParameterSegment
@@ -56,7 +56,7 @@ class FlatParameter:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], tier: Tier, chunk_bytes: int, *, cut: bool
+        self, parameters: Sequence[nn.Parameter], tier: ChunkStore, chunk_bytes: int, *, cut: bool
     ) -> None:
         self.tier = tier
         self.stale = False

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from parallax.errors import SwapError, check_positive
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.swap.parameters.chunks import Chunk, Tier, is_over
+from parallax.swap.parameters.chunks import Chunk, ChunkStore, is_over
 from parallax.swap.parameters.flat import FlatParameter
 from parallax.swap.parameters.layout import lay_out
 from parallax.swap.parameters.prefetch_order import PrefetchOrder
@@ -82,7 +82,7 @@ class StreamedParameters:
         verify: bool = False,
     ) -> None:
         check_positive("window", window)
-        self._tier, self._lock = (tier := Tier(store, verify=verify)), tier.lock
+        self._tier, self._lock = (tier := ChunkStore(store, verify=verify)), tier.lock
         self._window = window
         self._flats = lay_out(
             blocks, lambda parameters: FlatParameter(parameters, tier, chunk_bytes, cut=cut)

@@ -16,6 +16,7 @@ from torch import Tensor
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
 from parallax.machine.device import CopyEngine, Event, no_delay
+from parallax.plan.tier import DISK, HOST, Tier
 from parallax.swap.stores.files import private_file
 from parallax.swap.stores.forks import generation, mind_forks
 from parallax.swap.stores.remedies import ENGINE, Remedies
@@ -45,7 +46,7 @@ class Pending(Protocol):
 class Store(Protocol):
     """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller
     keeps them alive and unchanged until the transfer is done. ``waste_bytes``: pinned memory allocated beyond what
-    was asked."""
+    was asked. ``tier`` is the name of its tier."""
 
     tier: str
     slots: SlotMap
@@ -90,10 +91,16 @@ class _EventPending:
 class HostStore:
     """One arena of host memory, pinned under CUDA, allocated once."""
 
-    tier = "host"
-
-    def __init__(self, capacity: int, copies: CopyEngine, remedies: Remedies = ENGINE) -> None:
-        self.slots = SlotMap(capacity, "the host tier", remedies.host_room)
+    def __init__(
+        self,
+        capacity: int,
+        copies: CopyEngine,
+        remedies: Remedies = ENGINE,
+        *,
+        tier: Tier = HOST,
+    ) -> None:
+        self.tier = tier.name
+        self.slots = SlotMap(capacity, f"the {tier.name} tier", remedies.more_room(tier))
         self._copies = copies
         self._arena = copies.arena(capacity)
         self.waste_bytes = self._arena.allocated_bytes - capacity
@@ -206,8 +213,6 @@ class DiskStore:
     link, and unlinked while open: whatever ends the process, nothing is left over.
     """
 
-    tier = "disk"
-
     def __init__(
         self,
         directory: Path,
@@ -217,8 +222,12 @@ class DiskStore:
         threads: int,
         delay: Callable[[], float] = no_delay,
         remedies: Remedies = ENGINE,
+        tier: Tier = DISK,
     ) -> None:
-        self.slots = SlotMap(capacity, f"the disk tier in {directory}", remedies.disk_room)
+        self.tier = tier.name
+        self.slots = SlotMap(
+            capacity, f"the {tier.name} tier in {directory}", remedies.more_room(tier)
+        )
         self._remedies = remedies
         self._copies, self._delay = copies, delay
         self.directory = directory
