@@ -18,6 +18,9 @@ import torch
 
 from parallax.common.files import disk_free_bytes, existing_parent, replacing
 from parallax.errors import ConfigError
+from parallax.machine import host
+from parallax.machine import local as machine
+from parallax.machine import probes as module
 from parallax.machine.host import (
     available_memory,
     memory_limits,
@@ -26,9 +29,7 @@ from parallax.machine.host import (
     resident_bytes,
     usable_cores,
 )
-from parallax.machine.local import ClusterConfig, build_cluster, choose_devices, host, probe_speeds
-from parallax.machine.local import local as machine
-from parallax.machine.local import probes as module
+from parallax.machine.local import ClusterConfig, build_cluster, choose_devices, probe_speeds
 from parallax.machine.probes import (
     Probes,
     measure_probes,
