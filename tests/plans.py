@@ -31,6 +31,10 @@ def make_plan(
     all of them."""
     blocks, stages = len(chain.blocks), len(replicas) * interleave
     bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
+    whole = sum(p.numel() for block in chain.blocks for p in block.module.parameters())
+    room = (
+        16 * whole * chain.dtype.itemsize
+    )  # more than states, or weights and gradients, ever take
     parts = tuple(
         StagePlan(
             start=low,
@@ -39,6 +43,8 @@ def make_plan(
             directives=(Directive(directive),) * (high - low),
             swap_limit_bytes=swap_limit,
             tier_bytes=GIB,
+            state_bytes=room,
+            streamed_bytes=room,
             optimizer_offload=optimizer_offload,
             parameter_offload=parameter_offload,
             shard_optimizer=shard,

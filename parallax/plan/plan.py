@@ -45,8 +45,9 @@ class StagePlan:
 
     ``swap_limit_bytes`` is what offloaded activations may hold on the device at one time; ``tier_bytes`` what
     they may hold in the tier below. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision
-    copies, that lives in the tier below and is stepped on the host; ``parameter_offload`` the share of parameters and
-    gradients that lives there and visits the device block by block, for every forward and backward. With
+    copies, that lives in the tier below and is stepped on the host, where they may hold ``state_bytes``;
+    ``parameter_offload`` the share of parameters and gradients that lives there, where these and their full-precision
+    copies may hold ``streamed_bytes``, and visits the device block by block, for every forward and backward. With
     ``shard_optimizer`` each replica holds, and steps, its part of the states that are on the device.
     """
 
@@ -56,6 +57,8 @@ class StagePlan:
     directives: tuple[Directive, ...]
     swap_limit_bytes: int = 0
     tier_bytes: int = 0
+    state_bytes: int = 0
+    streamed_bytes: int = 0
     optimizer_offload: float = 0.0
     parameter_offload: float = 0.0
     shard_optimizer: bool = False
@@ -65,7 +68,8 @@ class StagePlan:
             found = printable(str(self.shard_optimizer))
             raise PlanError(f"plan: shard_optimizer={found}: accepted are true and false")
         _check_numbers(self, float, "optimizer_offload", "parameter_offload")
-        _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes", "tier_bytes")
+        _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes")
+        _check_numbers(self, int, "tier_bytes", "state_bytes", "streamed_bytes")
 
     @property
     def offloads(self) -> bool:
@@ -141,9 +145,9 @@ class Plan:
     s mod positions, so each position holds ``interleave`` stages of equal replica counts.
 
     ``placement`` lists the ranks position by position, replica by replica; empty means in order. ``tier`` is where
-    offloaded data goes (host or disk). ``candidates`` says how many plans the search compared, ``exact`` whether it can
-    say that none was better by its cost model; otherwise none can take less than ``bound_seconds``. ``alternatives``
-    are the runners-up.
+    offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
+    compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take less than
+    ``bound_seconds``. ``alternatives`` are the runners-up.
     """
 
     model: str

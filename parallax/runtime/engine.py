@@ -83,7 +83,7 @@ class Engine:
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
         self._memory = _memory_for(mesh.device, configs.precision)
         copies = copies_for(mesh.device, configs.swap.delay())
-        self._below = Tiers(plan.tier, configs.swap, configs.scratch, copies)
+        self._below = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
         self._stage = Stage(
             chain,
             plans,
@@ -98,7 +98,7 @@ class Engine:
         offloading = [each for each in plans.values() if each.offloads]
         if offloading:
             self._manager = SwapManager(
-                self._below.open_store(sum(each.tier_bytes for each in offloading)),
+                self._below.open_activations(),
                 limit_bytes=sum(each.swap_limit_bytes for each in offloading),
                 policy=configs.swap.policy(),
                 verify=configs.swap.verify,

@@ -69,12 +69,11 @@ class Opener:
     ) -> StageOptimizer:
         share, on_disk = PLACES[place]
 
-        def store(capacity: int) -> Store | None:
+        def store(needed: int, places: int) -> Store | None:
             if not on_disk:
                 return None
-            opened = DiskStore(
-                self._folder / str(len(self.stores)), capacity, CpuCopies(), threads=1
-            )
+            folder, capacity = self._folder / str(len(self.stores)), needed + 4096 * places
+            opened = DiskStore(folder, capacity, CpuCopies(), threads=1)
             self.stores.append(opened)
             self._stack.callback(opened.close)
             return opened
@@ -229,9 +228,11 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
             copies=CpuCopies(),
             share=None,
         )
-        mine = open_optimizer([], open_store=lambda size: None, streamed=streamed)
+        mine = open_optimizer([], open_store=lambda needed, places: None, streamed=streamed)
         stack.callback(mine.close)
-        other = open_optimizer(list(twin.parameters()), open_store=lambda size: None, streamed=None)
+        other = open_optimizer(
+            list(twin.parameters()), open_store=lambda needed, places: None, streamed=None
+        )
         for step in range(4):
             x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))
             for blocks, optimizer in ((twin, other), (net, mine)):

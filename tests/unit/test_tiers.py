@@ -214,7 +214,7 @@ def test_a_tier_of_ones_own_is_planned_for_and_trains_the_same(
 
 
 def test_the_machine_and_the_catalog_ask_the_tier(opened: list[Store]) -> None:
-    config = ClusterConfig(kind="cpu", devices=2, threads=1, disk="3GiB", host_memory="1GiB")
+    config = ClusterConfig(kind="cpu", devices=4, threads=1, disk="6GiB", host_memory="2GiB")
     choice = choose_devices(config)
     device = build_cluster(config, choice, tier="second", probes=PROBES).devices[0]
     disk = build_cluster(config, choice, tier="disk", probes=PROBES).devices[0]

@@ -307,7 +307,7 @@ def load_states(
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(parameter_bytes * per_byte)
     lower = math.floor(states * below.optimizer)
-    upper = _dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
+    upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed = math.floor(parameter_bytes * below.parameters)
     gone = math.floor(streamed * profile.gradient_bytes)
@@ -316,11 +316,12 @@ def load_states(
     if not device.swaps_to.steps:
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
+    twice = math.ceil(min(largest, streamed and parameter_bytes) * (1 + profile.gradient_bytes))
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
     passing = _passing_bytes(profile, sizes, moving) if device.swaps_to.steps else 0.0
-    dealt = lower if streamed else _dealt(lower, sizes.parameter * per_byte, replicas)
-    pages = (dealt + streamed + gone) // 128  # every place in a store begins at one
+    mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
+    pages = (mine + streamed + gone) // 128  # every place in a store begins at one
     on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))
     update = on_device * profile.optimizer_seconds / device.speed
     update += stepped * device.host_update_seconds
@@ -330,7 +331,13 @@ def load_states(
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
         staging_bytes=window,
-        host_bytes=dealt + rounding + streamed + gone + visiting + pages + math.ceil(passing),
+        host_bytes=mine
+        + rounding
+        + streamed
+        + gone
+        + max(visiting, twice)
+        + pages
+        + math.ceil(passing),
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
@@ -359,7 +366,7 @@ def _rounding_bytes(
     return rounding
 
 
-def _dealt(states: int, largest: float, replicas: int) -> int:
+def dealt(states: int, largest: float, replicas: int) -> int:
     """The most of ``states`` that one of ``replicas`` gets: parameters are dealt out to whoever has least."""
     return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
 

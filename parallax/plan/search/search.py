@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.cost.below import with_room_below
 from parallax.plan.plan import Alternative, Directive, Plan, Prediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.exact import EFFORT as EXACT_EFFORT
@@ -243,7 +244,7 @@ def _plan(
         schedule=pipeline.schedule,
         global_batch=request.global_batch,
         microbatch=pipeline.microbatch,
-        stages=pipeline.stages,
+        stages=with_room_below(profile, pipeline.stages, pipeline.positions),
         tier=devices[0].tier,
         prediction=Prediction(
             step_seconds=round(forecast.step_seconds, 6),

@@ -22,10 +22,9 @@ from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import stepped_in
 
-_PAGE = 4096  # bytes; every place in a store begins at one
 Deal = Callable[[Sequence[nn.Parameter]], Exchange]
-# Given a capacity in bytes; None where states stay in host memory.
-OpenStore = Callable[[int], Store | None]
+# Given the bytes of states and the places they lie in; None where states stay in host memory.
+OpenStore = Callable[[int, int], Store | None]
 
 
 class Lion(torch.optim.Optimizer):
@@ -192,7 +191,9 @@ class StageOptimizer:
         streaming = list(dict.fromkeys(s.parameter for chunk in chunks for s in chunk.segments))
         self._below |= set(streaming)
         if self._below:
-            self._store = open_store(_capacity(config, [*lower, *streaming]))
+            owned = [p for p in lower if self._exchange is None or self._exchange.owns(p)]
+            needed = _state_bytes(config, owned) + _state_bytes(config, streaming, masters=False)
+            self._store = open_store(needed, _places([*owned, *streaming]))
             self._host = HostOptimizer(
                 config.build([*lower, *streaming], device),
                 lower,
@@ -304,11 +305,17 @@ class StageOptimizer:
             self._counted = self._host.stall_seconds
 
 
-def _capacity(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of a store for the states of ``parameters``, masters included; every bucket begins at a page."""
-    buckets = sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)
+def _state_bytes(
+    config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, masters: bool = True
+) -> int:
+    """Bytes of the states of ``parameters``; ``masters`` says whether full-precision copies lie with them."""
     wide = [(parameter, stepped_in(parameter.dtype)) for parameter in parameters]
-    kept = sum(
-        (config.states + (p.dtype is not dtype)) * p.numel() * dtype.itemsize for p, dtype in wide
+    return sum(
+        (config.states + (masters and p.dtype is not dtype)) * p.numel() * dtype.itemsize
+        for p, dtype in wide
     )
-    return kept + _PAGE * (buckets + 1)
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> int:
+    """The most buckets that ``parameters`` are in, and one that is written while the old one is there."""
+    return 1 + sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)

@@ -1,4 +1,4 @@
-"""The stores below one rank: how large each must be, and their end."""
+"""The stores below one rank: each is opened with the bytes that the plan gives it, and closed at the end."""
 
 from __future__ import annotations
 
@@ -7,34 +7,50 @@ from pathlib import Path
 
 from torch import nn
 
+from parallax.common.units import format_bytes
+from parallax.errors import PlanError
 from parallax.machine.device import CopyEngine
 from parallax.model.describe import Chain
-from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
 from parallax.plan.tier import tier_named
 from parallax.runtime.stage import first_below
 from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import Store
 
-_PAGE = 4096  # bytes; every place in a store begins at one
+PAGE_BYTES = (
+    4096  # every place in a store begins at a page, and what a plan gives are bytes of data
+)
 
 
 class Tiers:
-    """Opens stores below one rank, and closes them."""
+    """Opens stores in ``tier`` for the ``stages`` of one rank.
 
-    def __init__(self, tier: str, config: SwapConfig, scratch: Path, copies: CopyEngine) -> None:
-        self._tier, self._config, self._scratch, self._copies = tier, config, scratch, copies
+    What a store must hold is known here to the byte; where that is more than the plan gives, the plan is of another
+    model, optimizer or precision, or somebody has changed it, and it is refused with :class:`PlanError`.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        stages: Sequence[StagePlan],
+        config: SwapConfig,
+        scratch: Path,
+        copies: CopyEngine,
+    ) -> None:
+        self._tier, self._stages = tier, stages
+        self._config, self._scratch, self._copies = config, scratch, copies
         self._opened: list[Store] = []
 
-    def open_store(self, capacity: int) -> Store:
-        """A store in the plan's tier."""
-        store = self._config.open_store(self._tier, capacity, self._copies, self._scratch)
-        self._opened.append(store)
-        return store
+    def open_activations(self) -> Store:
+        """A store for offloaded activations."""
+        return self._open(sum(stage.tier_bytes for stage in self._stages if stage.offloads))
 
-    def open_states(self, capacity: int) -> Store | None:
-        """A store for optimizer states; none where they are stepped where they lie."""
-        return None if tier_named(self._tier).steps else self.open_store(capacity)
+    def open_states(self, needed: int, places: int) -> Store | None:
+        """A store for ``needed`` bytes of optimizer states in ``places``; none where they step where they lie."""
+        given = sum(stage.state_bytes for stage in self._stages)
+        self._check("the optimizer's states", needed, given)
+        return None if tier_named(self._tier).steps else self._open(given + PAGE_BYTES * places)
 
     def open_stream(
         self,
@@ -57,10 +73,27 @@ class Tiers:
         )
         # With gradients; of two bytes there are full-precision masters.
         copies = 4 if chain.dtype.itemsize == 2 else 2
-        capacity = copies * (sum(sizes[first:]) + _PAGE * chunks) + 2 * max(sizes[first:])
-        return StreamedParameters(blocks, self.open_store(capacity), verify=self._config.verify)
+        needed = copies * sum(sizes[first:]) + 2 * max(sizes[first:])
+        given = sum(stage.streamed_bytes for stage in self._stages)
+        self._check("parameters that stream", needed, given)
+        store = self._open(given + copies * chunks * PAGE_BYTES)
+        return StreamedParameters(blocks, store, verify=self._config.verify)
 
     def close(self) -> None:
         """Give everything back."""
         for store in self._opened:
             store.close()
+
+    def _open(self, capacity: int) -> Store:
+        store = self._config.open_store(self._tier, capacity, self._copies, self._scratch)
+        self._opened.append(store)
+        return store
+
+    def _check(self, what: str, needed: int, given: int) -> None:
+        if needed > given:
+            blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in self._stages)
+            raise PlanError(
+                f"blocks {blocks}: {what} take {format_bytes(needed)} ({needed} bytes) below the device, and the plan "
+                f"gives them {format_bytes(given)} ({given} bytes) in tier {self._tier}: plan again, for this model, "
+                "optimizer and precision"
+            )

@@ -1,0 +1,202 @@
+"""The plan says what each store below a stage may hold: enough for every stage, and no rank takes more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import PlanError
+from parallax.machine.device import CpuCopies
+from parallax.model.describe import Chain, describe, tie_costs
+from parallax.plan.cost.below import with_room_below
+from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.replicas.replicate import SharedStates
+from parallax.swap.stores.store import Store
+from tests.plans import make_plan
+from tests.unit.plan_fakes import block, profile
+
+CPU, WIDTH = torch.device("cpu"), 24
+DTYPES = {"fp32": (torch.float32, 2.0, 0.0), "bf16": (torch.bfloat16, 4.0, 2.0)}
+
+
+def uneven() -> nn.Module:
+    """Blocks of very different sizes."""
+    sizes = [WIDTH, 300, 7, 512, 64, 64, WIDTH]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*layers)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def make_chain(precision: str = "fp32") -> Chain:
+    return describe(uneven, dtype=DTYPES[precision][0])
+
+
+def costs(chain: Chain, precision: str = "fp32") -> ModelProfile:
+    """What the planner knows of the parameters of ``chain``."""
+    blocks = []
+    for described in chain.blocks:
+        sizes = [p.numel() * chain.dtype.itemsize for p in described.module.parameters()]
+        blocks.append(block(parameter_bytes=sum(sizes), largest_bytes=max(sizes, default=0)))
+    _, states, masters = DTYPES[precision]
+    found = profile(
+        blocks, optimizer_bytes=states, master_bytes=masters, ties=tuple(tie_costs(chain))
+    )
+    return replace(found, fingerprint=chain.fingerprint())
+
+
+def given(chain: Chain, precision: str = "fp32", **options: Any) -> Plan:
+    """A plan with the bytes that the planner gives it."""
+    plan = make_plan(chain, global_batch=4, **options)
+    stages = with_room_below(costs(chain, precision), plan.stages, plan.positions)
+    return replace(plan, stages=stages)
+
+
+def train(chain: Chain, plan: Plan, scratch: Path) -> list[float]:
+    engine = Engine.build(chain, plan, loss=loss, scratch=scratch)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(chain.dtype)
+    try:
+        return [engine.step(TensorRows(x, x)).loss for _ in range(3)]
+    finally:
+        engine.close()
+
+
+SHARES = [(0.0, 0.0), (0.25, 0.0), (0.6, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 0.8), (1.0, 1.0)]
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("states", "parameters"), SHARES)
+def test_the_stores_hold_what_the_plan_gives_them(
+    scratch: Path, states: float, parameters: float, precision: str
+) -> None:
+    chain = make_chain(precision)
+    plan = given(chain, precision, optimizer_offload=states, parameter_offload=parameters)
+    assert bool(plan.stages[0].state_bytes) == (states > 0)
+    assert bool(plan.stages[0].streamed_bytes) == (parameters > 0)
+    kept = train(chain, make_plan(chain, global_batch=4), scratch)
+    assert train(chain, plan, scratch) == kept
+
+
+@pytest.mark.parametrize(
+    ("key", "share", "words"),
+    [
+        ("state_bytes", 0.0, "the optimizer's states take"),
+        ("streamed_bytes", 1.0, "parameters that stream take"),
+    ],
+)
+@pytest.mark.parametrize("left", [0.0, 0.7])
+def test_a_plan_that_gives_less_is_refused(
+    scratch: Path, key: str, share: float, words: str, left: float
+) -> None:
+    chain = make_chain()
+    plan = given(chain, optimizer_offload=1.0, parameter_offload=share)
+    least = int(left * getattr(plan.stages[0], key))
+    less = replace(plan, stages=(replace(plan.stages[0], **{key: least}),))
+    with pytest.raises(PlanError, match=f"blocks 0..5: {words} .* gives them .*: plan again"):
+        train(chain, less, scratch)
+
+
+def test_a_plan_of_another_optimizer_is_refused(scratch: Path) -> None:
+    chain = make_chain()
+    plan = given(chain, optimizer_offload=1.0)
+    half = replace(
+        plan.stages[0], state_bytes=plan.stages[0].state_bytes // 2
+    )  # one state, not two
+    lighter = replace(plan, stages=(half,))
+    sgd = OptimizerConfig(name="sgd")
+    Engine.build(chain, lighter, loss=loss, optimizer=sgd, scratch=scratch).close()
+    with pytest.raises(PlanError, match="for this model, optimizer and precision"):
+        Engine.build(chain, lighter, loss=loss, scratch=scratch)
+
+
+def test_files_from_before_load_and_run_where_nothing_is_below(scratch: Path) -> None:
+    chain = make_chain()
+    for share in (0.0, 0.5):
+        data = given(chain, optimizer_offload=share).to_dict()
+        for stage in data["stages"]:
+            del stage["state_bytes"], stage["streamed_bytes"]
+        old = Plan.from_dict(data)
+        assert old.stages[0].state_bytes == 0
+        if not share:
+            train(chain, old, scratch)
+            continue
+        with pytest.raises(PlanError, match=r"gives them 0 B .*: plan again"):
+            train(chain, old, scratch)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("seed", range(20))
+def test_replicas_take_no_more_than_their_part(seed: int, precision: str) -> None:
+    draw = random.Random(seed)
+    widths = [draw.choice([1, 3, 8, 50, 200]) for _ in range(draw.randint(2, 9))]
+    chain = describe(
+        lambda: nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]),
+        dtype=DTYPES[precision][0],
+    )
+    replicas, share = draw.randint(1, 4), draw.choice([0.1, 0.5, 0.9, 1.0])
+    (stage,) = given(chain, precision, replicas=(replicas,), optimizer_offload=share).stages
+    parameters = [
+        nn.Parameter(torch.zeros(p.shape, dtype=chain.dtype))
+        for described in chain.blocks
+        for p in described.module.parameters()
+    ]
+    for replica in range(replicas):
+        needs: list[int] = []
+
+        def note(needed: int, places: int, needs: list[int] = needs) -> Store | None:
+            needs.append(needed)
+            return None
+
+        def share_out(dealt: Any, replica: int = replica) -> SharedStates:
+            return SharedStates(None, replica, replicas, dealt)  # type: ignore[arg-type]
+
+        StageOptimizer(
+            parameters,
+            OptimizerConfig(),
+            CPU,
+            below=share,
+            lowest=(),
+            copies=CpuCopies(),
+            open_store=note,
+            share=share_out if replicas > 1 else None,
+            streamed=None,
+        ).close()
+        assert all(needed <= stage.state_bytes for needed in needs)
+
+
+class Tied(nn.Module):
+    """The first weight is the last, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.last = nn.Linear(WIDTH, 40)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.middle(self.first(x)))
+        return out
+
+
+def test_what_another_stage_steps_below_is_counted_here() -> None:
+    chain = describe(Tied)
+    plan = make_plan(chain, replicas=(1, 1), cuts=[1])
+    halves = (replace(plan.stages[0], optimizer_offload=1.0), plan.stages[1])
+    first, second = with_room_below(costs(chain), halves, 2)
+    tied = WIDTH * 40 * 4 * 2
+    assert (first.state_bytes, second.state_bytes) == (tied + 40 * 4 * 2, tied)
+    alone = with_room_below(costs(chain), plan.stages, 2)
+    assert [stage.state_bytes for stage in alone] == [0, 0]
