@@ -22,6 +22,7 @@ from parallax.run.prepare import PreparedRun, write_run
 from parallax.run.resume import STORED, load_stored, read_stored
 from parallax.run.working import working
 from parallax.train.loop import OnDrift
+from parallax.train.stop import Drifted
 
 
 def launch(run: PreparedRun) -> int:
@@ -41,7 +42,7 @@ def _drifted(directory: Path) -> str:
         summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return str(summary["drift"]) if summary.get("ended") == "drift" else ""
+    return str(summary["drift"]) if summary.get("ended") == Drifted.name else ""
 
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:

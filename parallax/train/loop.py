@@ -23,6 +23,7 @@ from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import WARM_UP, RunRecord
+from parallax.train.stop import Drifted, Requested, Stopping, StopReason
 from parallax.train.voice import Voice, open_voice
 
 JUDGED = 5  # steps after the warm-up from which a prediction is judged
@@ -92,11 +93,11 @@ def train(
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
 
-    ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where any rank
-    has been, all end after the same step, with a checkpoint.
+    ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where there is
+    a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint.
 
-    The summary's ``ended`` is "steps"; "drift" where the loop ended early at a checkpoint, and ``drift`` says why;
-    "stopped" where it was asked to, and ``stopped`` is the signal's number.
+    The summary's ``ended`` is "steps", or the name of that reason: "drift", of which ``drift`` says why, or "stopped",
+    of which ``stopped`` is the signal's number.
     """
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
     run = _Run(
@@ -140,8 +141,8 @@ class _Run:
         onlooker: Onlooker,
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
-        self._onlooker, self._signal, self._unfinished = onlooker, 0, False
-        self._on_drift, self._drift, self._recording = on_drift, "", recording
+        self._onlooker, self._unfinished, self._recording = onlooker, False, recording
+        self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints = directory / "checkpoints"
@@ -171,7 +172,7 @@ class _Run:
                 voice.note(f"skipped: {refused}")
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
-            while self._engine.completed_steps < total and not self._ends_early:
+            while self._engine.completed_steps < total and not self._stopping.now:
                 with phase("fetching rows"):
                     batch = self._source.batch(self._trainer.global_batch)
                 with self._recording.step():
@@ -193,19 +194,20 @@ class _Run:
         # Before the ranks meet: where there is a summary, there is this.
         self._record.write_occupancy(self._engine.completed_steps)
         summary = self._summary()
-        self._record.write(summary, picture=not self._signal)
+        self._record.write(summary, picture=not self._stopping.at_once)
         lines = [
             line for found in self._mesh.gather_objects(self._unwritten.lines()) for line in found
         ]
         return {**summary, "unwritten": lines}
 
-    @property
-    def _drifted(self) -> bool:
-        return self._on_drift is OnDrift.STOP and bool(self._drift)
+    def _reasons(self, on_drift: OnDrift) -> list[StopReason]:
+        """Why this run may end early."""
 
-    @property
-    def _ends_early(self) -> bool:
-        return bool(self._signal) or self._drifted
+        def judge() -> str:
+            return drift(self._record.seconds, self._engine.plan.prediction.step_seconds)
+
+        heeded, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
+        return [Requested(self._onlooker), Drifted(judge, judges=heeded, ends=ends)]
 
     def _resume(self) -> Path | None:
         """Load the last good checkpoint of the run directory; the one loaded."""
@@ -236,14 +238,14 @@ class _Run:
             swap.bytes_out,
             swap.bytes_in,
             swap.limit_bytes,
-            self._onlooker.asked(),
             self._unwritten.has_news,
+            *self._stopping.numbers(),
         )
         table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
         columns = [column.tolist() for column in self._mesh.sum(table).unbind(1)]
-        peaks, stalls, transfers, out, back, limits, signals, news = columns
-        self._signal = int(max(signals))  # the same on every rank, so all end after this step
+        peaks, stalls, transfers, out, back, limits, news, *numbers = columns
+        self._stopping.agree(numbers)
         if any(news):
             self._tell_unwritten(voice)
         swapping = sum(limits) + sum(out) + sum(back) > 0
@@ -279,24 +281,24 @@ class _Run:
         if last or _due(self._trainer.eval_every, step):
             with self._onlooker.phase("evaluating"):
                 self._evaluate(voice, step)
-        if last or self._signal or _due(self._trainer.checkpoint_every, step):
+        if last or self._stopping.at_once or _due(self._trainer.checkpoint_every, step):
             with self._onlooker.phase("saving a checkpoint"):
                 path = self._engine.save(self._checkpoints, {"source": self._source.state_dict()})
                 if self._rank == 0:
                     remove_old(self._checkpoints, self._trainer.keep_checkpoints)
             voice.note(f"step {step}: checkpoint {path}")
-            self._agree()
-            if not last and self._on_drift is not OnDrift.IGNORE and not self._drift:
-                self._judge(voice, step)
+            self._stopping.ask()
+            for words in self._stopping.judge() if not last else ():
+                voice.note(f"step {step}: {words}")
 
     def _evaluate(self, voice: Voice, step: int) -> None:
         """The validation loss; where a rank has been asked to end, it stays unknown."""
         losses: list[float] = []
-        while not self._signal and len(losses) < self._trainer.eval_batches:
+        while not self._stopping.at_once and len(losses) < self._trainer.eval_batches:
             batch = self._source.validation(len(losses), self._trainer.global_batch)
             losses.append(self._engine.evaluate(batch))
-            self._agree()
-        self._unfinished = bool(self._signal)
+            self._stopping.ask()
+        self._unfinished = self._stopping.at_once
         if not self._unfinished:
             self._record.validation_loss = statistics.fmean(losses)
             voice.evaluation(step, self._record.validation_loss)
@@ -306,40 +308,19 @@ class _Run:
                     f"step {step}: the validation loss is no number: held-out batch {bad[0]} gives {losses[bad[0]]}"
                 )
 
-    def _agree(self) -> None:
-        """Whether any rank has been asked to end, where no step is there to carry the question along."""
-        if not self._signal:
-            signals = torch.zeros(self._engine.plan.world_size, dtype=torch.int64)
-            signals[self._rank] = self._onlooker.asked()
-            self._signal = int(self._mesh.sum(signals).max())
-
-    def _judge(self, voice: Voice, step: int) -> None:
-        """Hold the prediction against the steps so far; rank 0's clock decides for all."""
-        mine = drift(self._record.seconds, self._engine.plan.prediction.step_seconds)
-        self._drift = str(self._mesh.gather_objects(mine)[0])
-        if self._drift:
-            ending = "; another plan continues from here" if self._drifted else ""
-            voice.note(f"step {step}: {self._drift}{ending}")
-
     def _summary(self) -> dict[str, Any]:
         """How the run ended, and predicted against measured; the same on every rank."""
         first = self._rank == 0
         return {
             "steps": self._engine.completed_steps,
-            "ended": self._ending,
-            "drift": self._drift,
-            "stopped": self._signal if self._ending == "stopped" else 0,
+            **self._stopping.summary(complete=self._complete),
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
             **self._record.summary(self._trainer.global_batch * self._tokens),
         }
 
     @property
-    def _ending(self) -> str:
-        if self._signal and (
-            self._unfinished or self._engine.completed_steps < self._trainer.steps
-        ):
-            return "stopped"
-        return "drift" if self._drifted else "steps"
+    def _complete(self) -> bool:
+        return not self._unfinished and self._engine.completed_steps >= self._trainer.steps
 
 
 def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Why a run ends early: any rank may know, all end after the same step, with a checkpoint, and the summary says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallax.model.describe import describe
+from parallax.model.mlp import MLP, MLPConfig
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.checkpoint import list_checkpoints
+from parallax.runtime.engine import Engine
+from parallax.train import loop
+from parallax.train.loop import TrainerConfig, train
+from parallax.train.monitor import LoggerConfig
+from parallax.train.stop import Agreed, StopReason
+from tests.distributed.pool import Pool
+from tests.plans import make_plan
+
+STEPS = 6
+
+
+class SameRows:
+    """One batch for ever."""
+
+    vocabulary = 256
+
+    def batch(self, size: int) -> TensorRows:
+        return self.validation(0, size)
+
+    def validation(self, index: int, size: int) -> TensorRows:
+        torch.manual_seed(index)
+        return TensorRows(torch.randint(0, 256, (size, 4)), torch.randint(0, 256, (size,)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+class Full:
+    """What somebody may add: one rank finds after its ``after``-th step, or the first judges at the second checkpoint,
+    that there is no more room."""
+
+    name, judges, ends, then = "full", True, True, "make room"
+
+    def __init__(self, rank: int, after: int) -> None:
+        self.rank, self.after, self.steps, self.saved = rank, after, 0, 0
+
+    def asked(self) -> int:
+        self.steps += 1
+        return 28 + self.rank if self.steps == self.after else 0
+
+    def judged(self) -> str:
+        self.saved += 1
+        return "the disk is nearly full" if self.saved == 2 and self.rank == 0 else ""
+
+    def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
+        return {"full": [agreed.number, agreed.words, ended]}
+
+
+def running(folder: Path, afters: dict[int, int], every: int) -> tuple[dict[str, Any], list[str]]:
+    """The summary of a run with one reason more, and its checkpoints."""
+    chain = describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
+    plan = make_plan(chain, replicas=(1, 1), global_batch=4)
+    engine = Engine.build(chain, plan, loss=MLP.loss, scratch=folder / "swap")
+    usual = loop._Run._reasons
+
+    def reasons(run: Any, on_drift: Any) -> list[StopReason]:
+        rank = engine.mesh.rank
+        return [*usual(run, on_drift), Full(rank, afters.get(rank, 0))]
+
+    loop._Run._reasons = reasons  # type: ignore[method-assign]
+    trainer = TrainerConfig(
+        steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=every
+    )
+    logger = LoggerConfig(tensorboard=False, events=False)
+    try:
+        summary = train(engine, SameRows(), trainer, logger, folder, tokens_per_row=1)
+    finally:
+        loop._Run._reasons = usual  # type: ignore[method-assign]
+        engine.close()
+    return summary, [path.name for path in list_checkpoints(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    ("afters", "every", "steps", "facts"),
+    [
+        ({1: 3}, 0, 3, ["full", [29, "", True]]),  # a rank that writes nothing
+        ({0: 2, 1: 2}, 0, 2, ["full", [29, "", True]]),
+        ({}, 2, 4, ["full", [0, "the disk is nearly full", True]]),
+        ({}, 0, 6, ["steps", [0, "", False]]),
+        ({0: 6}, 0, 6, ["full", [28, "", True]]),  # the last step anyway, but it is not evaluated
+    ],
+)
+def test_a_reason_more_ends_all_ranks_after_the_same_step(
+    pool: Pool,
+    tmp_path: Path,
+    afters: dict[int, int],
+    every: int,
+    steps: int,
+    facts: list[Any],
+) -> None:
+    for summary, checkpoints in pool.run(running, 2, tmp_path, afters, every):
+        assert [summary["ended"], summary["full"]] == facts
+        assert (summary["steps"], summary["stopped"], summary["drift"]) == (steps, 0, "")
+        assert int(checkpoints[-1].rpartition("-")[2]) == steps
