@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing.util
 import os
 import signal
 import tempfile
@@ -24,10 +25,12 @@ import pytest
 
 GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for where nothing is left
 SHARED_MEMORY = Path("/dev/shm")
-# Caches of libraries, which are filled once. Of the multiprocessing module: its folder goes when the process ends.
-CACHES = ("torchinductor", "pymp-")
-# What their libraries change by themselves.
-VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON"
+CACHES = ("torchinductor",)  # of libraries, which are filled once
+VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR",
+    "TRITON",
+)  # what their libraries change by themselves
 
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _lasting_processes: set[int] = set()
@@ -161,6 +164,7 @@ def _unused(path: Path) -> bool:
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary folder that no other process of this machine writes to, removed with the session."""
     tmp_path_factory.getbasetemp()  # stays where pytest looks for it
+    multiprocessing.util.get_temp_dir()  # its sockets are removed when this process ends
     if os.name == "posix" and hasattr(os, "memfd_create"):  # Linux
         ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
     with (

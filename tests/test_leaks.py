@@ -66,10 +66,10 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_leaking.py").write_text(LEAKING.replace("/dev/shm/left-SHM", str(shared)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
     try:
         done = subprocess.run(
-            [*command, f"--rootdir={tmp_path}"],
+            [*command, f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'inner'}"],
             env=environment,
             cwd=tmp_path,
             capture_output=True,
