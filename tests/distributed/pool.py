@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
         with lasting():
             self._folder = tempfile.TemporaryDirectory(prefix="parallax-pool-")
+            ForkingPickler.dumps(torch.zeros(1))  # begins the thread that hands tensors to workers
 
     def run(self, call: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         while len(self._workers) < world:
