@@ -46,8 +46,10 @@ class Watched(nn.Linear):
 
     def __init__(self, stage: int, positions: int) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
-        nn.init.zeros_(self.weight)
         self.letters = "fbw" if stage >= positions else "FBW"
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         forward, backward, weight = self.letters
