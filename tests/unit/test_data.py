@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +20,7 @@ from parallax.train.data import (
     build_source,
     open_corpus,
 )
+from tests.alone import alone
 
 
 @pytest.fixture(autouse=True)
@@ -164,22 +163,16 @@ def test_resume_is_exact_also_across_an_epoch_and_with_another_batch_size(folder
     assert resumed.state_dict() == text.state_dict()
 
 
+def resumed(folder: Path, state: str) -> list[bytes]:
+    text = TextSource(TextDataConfig(path=str(folder)), 31, 0)
+    text.load_state_dict(json.loads(state))
+    return rows_of(text.batch(20))
+
+
 def test_resume_in_a_new_process(folder: Path) -> None:
     text = source(folder)
     text.batch(100)
-    code = (
-        "import json, sys; from parallax.train.data import *;"
-        f"s = TextSource(TextDataConfig(path={str(folder)!r}), 31, 0);"
-        "s.load_state_dict(json.loads(sys.argv[1]));"
-        "print(json.dumps(s.batch(20).inputs(0, 20).tolist()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(text.state_dict())],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [bytes(row) for row in json.loads(done.stdout)] == rows_of(text.batch(20))
+    assert alone(resumed, folder, json.dumps(text.state_dict())) == rows_of(text.batch(20))
 
 
 @pytest.mark.parametrize("change", [{"validation": 0.2}, {"sequence": 15}, {"pattern": "*.md"}])

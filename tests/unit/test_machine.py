@@ -7,8 +7,6 @@ import json
 import mmap
 import os
 import resource
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -38,6 +36,7 @@ from parallax.machine.probes import (
     shared_speeds,
 )
 from parallax.plan.cluster import Cluster
+from tests.alone import alone
 
 MIB = 2**20
 no_cuda = pytest.mark.skipif(
@@ -90,13 +89,14 @@ def test_cores_are_cut_by_a_v1_quota(tmp_path: Path) -> None:
     assert usable_cores(root) == 0.75
 
 
+def cores_of_one() -> float:
+    """In a process of its own."""
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    return usable_cores()
+
+
 def test_cores_follow_the_affinity_mask() -> None:
-    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
-    code += "from parallax.machine.host import *; print(usable_cores() <= 1)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        == "True\n"
-    )
+    assert alone(cores_of_one) <= 1
 
 
 def test_memory_limits_of_v2_count_dropped_cache_as_free(tmp_path: Path) -> None:
@@ -123,15 +123,17 @@ def test_memory_limits_of_v1_inside_a_container_with_a_foreign_path(tmp_path: Pa
     assert memory_limits(tmp_path) == ()
 
 
-def test_a_process_limit_is_seen_and_caps_the_device_memory() -> None:
+def limits_of_a_gibibyte() -> tuple[list[tuple[str, int]], int, int]:
     """In a process of its own: a hard limit cannot be raised again."""
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30));"
-        "from parallax.machine.host import *;(l,) = [l for l in memory_limits() if l.per_process];"
-        "print(l.name, l.limit_bytes, available_memory(1) == available_memory(2) < 2**30)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert shown.stdout == f"RLIMIT_DATA {2**30} True\n", shown.stderr
+    resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
+    limits = [(each.name, each.limit_bytes) for each in memory_limits() if each.per_process]
+    return limits, available_memory(1), available_memory(2)
+
+
+def test_a_process_limit_is_seen_and_caps_the_device_memory() -> None:
+    limits, one, two = alone(limits_of_a_gibibyte)
+    assert limits == [("RLIMIT_DATA", 2**30)]
+    assert one == two < 2**30
 
 
 def test_available_memory_is_shared_by_processes() -> None:

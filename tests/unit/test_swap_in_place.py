@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.autograd import forward_ad
 
 import parallax
 from parallax.errors import ConfigError
+from tests.alone import alone
 
 Case = Callable[[], list[Tensor]]
 SIDE = 100  # rows and columns: 40,000 bytes
@@ -339,31 +339,27 @@ def test_transforms_that_refuse_hooks_say_what_to_do(transform: Any, scratch: Pa
     torch.func.grad(lambda x: x.exp().sum())(torch.ones(3))
 
 
-CHAIN = """
-import threading, torch, parallax
-threading.stack_size(3 * 2**18)
-def chain():
+def long_chain(scratch: Path) -> bool:
+    """In a process of its own, on a thread with a small stack."""
     x = torch.zeros(4, requires_grad=True)
-    with parallax.swap(torch.nn.Linear(2, 2), limit="1MiB", minimum_bytes=0, directory={folder!r}):
-        for backward in (False, True):
-            y = x
-            for _ in range(6_000):
-                y = torch.tanh(y)
-            if backward:
-                y.sum().backward()
-            del y
-    assert x.grad is not None
-    print("done")
-thread = threading.Thread(target=chain)
-thread.start()
-thread.join()
-"""
+
+    def chain() -> None:
+        with parallax.swap(nn.Linear(2, 2), limit="1MiB", minimum_bytes=0, directory=scratch):
+            for backward in (False, True):
+                y = x
+                for _ in range(6_000):
+                    y = torch.tanh(y)
+                if backward:
+                    y.sum().backward()
+                del y
+
+    threading.stack_size(3 * 2**18)
+    thread = threading.Thread(target=chain)
+    thread.start()
+    thread.join()
+    return x.grad is not None
 
 
 def test_a_long_chain_of_small_tensors_overflows_no_stack(scratch: Path) -> None:
     """A node that Python has seen is freed inside the call that freed the one before."""
-    code = CHAIN.format(folder=str(scratch))
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert found.stdout == "done\n", (found.returncode, found.stderr[-2000:])
+    assert alone(long_chain, scratch)

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import itertools
 import os
+import resource
 import stat
 import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
 from parallax.swap.stores.slots import SlotMap, StoreSlot
 from parallax.swap.stores.store import DiskStore, HostStore, Store
+from tests.alone import alone
 from tests.unit.swap_fakes import MIB, save, settle
 
 PAGE = 4096
@@ -263,18 +263,15 @@ def fails_and_recovers(folder: Path) -> str:
     return message
 
 
+def limited(scratch: Path) -> str:
+    """In a process of its own."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, 6 * MIB))
+    return fails_and_recovers(scratch)
+
+
 def test_a_file_size_limit_fails_with_path_and_bytes(scratch: Path) -> None:
-    program = f"""
-        import resource, sys
-        from pathlib import Path
-        from tests.unit.test_swap_store import MIB, fails_and_recovers
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, 6 * MIB))
-        print(fails_and_recovers(Path({str(scratch)!r})))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"cannot write 4.0 MiB of swapped data in {scratch}: File too large; " in done.stdout
+    message = alone(limited, scratch)
+    assert f"cannot write 4.0 MiB of swapped data in {scratch}: File too large; " in message
 
 
 def test_a_full_disk_fails_with_path_and_bytes(tmp_path: Path) -> None:
