@@ -51,7 +51,7 @@ def run(name: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_pipeline_benchmark_prints_json_last() -> None:
     table = run("pipeline", "--json", *(f"--{key}={value}" for key, value in TINY.items()))
     found = json.loads(table.splitlines()[-1])
@@ -289,7 +289,7 @@ def test_gpu_benchmark_runs_its_gpt_dry(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_gpu_benchmark_runs_its_states_dry(tmp_path: Path) -> None:
     part = dry("states", tmp_path)
     states = {row["way"]: row for row in part["rows"]}
