@@ -20,13 +20,13 @@ class Block:
     """A piece of the model on the meta device: what it is called and the module that runs it.
 
     The module may be one of the model's own or one that only holds some of those; either way its parameters are the
-    model's. ``rowless`` are the positions of its outputs that do not have the micro-batch's rows in dimension 0
+    model's. ``unbatched`` are the positions of its outputs that do not have the micro-batch's rows in dimension 0
     (tables of positions, biases made from parameters): they go whole to every peer, and their gradients are summed.
     """
 
     name: str
     module: nn.Module
-    rowless: frozenset[int] = frozenset()
+    unbatched: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from parallax.common.files import temporary_folder
 from parallax.common.signals import Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import ParallaxError, UserError, printable
-from parallax.runtime.failure.exit_report import LAST_WORDS, read_words
+from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
 from parallax.runtime.failure.report import FailureKind, FailureReport
 
 
@@ -62,7 +62,7 @@ class Agent:
                 signals_to_handle="SIGQUIT",  # of torch's own; requests to end are relayed
             )
             words = folder / "last-words"
-            own = {"PARALLAX_RENDEZVOUS": str(folder / "ranks"), LAST_WORDS: str(words)}
+            own = {"PARALLAX_RENDEZVOUS": str(folder / "ranks"), EXIT_REPORT: str(words)}
             command = ["-m", "parallax", "train", "--run-dir", str(self.directory)]
             relay, begun = Relay(), time.time()
             with _environment({**told, **own}), _no_logging(), heeding(relay):
@@ -70,13 +70,13 @@ class Agent:
                     elastic_launch(settings, sys.executable)(*command)
                 except ChildFailedError as failed:
                     ended = {failure.exitcode for failure in failed.failures.values()}
-                    if not _was_stopped(read_words(words)) and not (
+                    if not _was_stopped(read_exit_report(words)) and not (
                         relay.first and ended == {-signal.SIGTERM}
                     ):
                         return _explain(failed, words)
-                    return self._say_stopped(relay.first, read_words(words))
+                    return self._say_stopped(relay.first, read_exit_report(words))
                 except SignalException as stopped:
-                    return self._say_stopped(int(stopped.sigval), read_words(words))
+                    return self._say_stopped(int(stopped.sigval), read_exit_report(words))
                 except Stopped as stopped:
                     if self._has_ended(since=begun):  # the last of the ranks had just gone
                         return 0
@@ -89,20 +89,20 @@ class Agent:
                         stopped.number,
                         FailureReport(0, FailureKind.STOPPED, "", what) if what else None,
                     )
-                verdict = read_words(words)
-                return self._say_stopped(relay.first, verdict) if _was_stopped(verdict) else 0
+                report = read_exit_report(words)
+                return self._say_stopped(relay.first, report) if _was_stopped(report) else 0
 
-    def _say_stopped(self, number: int, verdict: FailureReport | None) -> int:
+    def _say_stopped(self, number: int, report: FailureReport | None) -> int:
         """Say how far a run came that was asked to end, by signal ``number`` to this process or by one to its ranks,
         which told; the exit code."""
-        verdict = verdict or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
+        report = report or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
         if number:
-            verdict = replace(verdict, who=stopped_by(number), code=exit_code(number))
+            report = replace(report, who=stopped_by(number), code=exit_code(number))
         print(
-            f"parallax: {verdict.text}; `parallax train name={self.name}` continues",
+            f"parallax: {report.text}; `parallax train name={self.name}` continues",
             file=sys.stderr,
         )
-        return verdict.code
+        return report.code
 
     def _has_ended(self, since: float) -> bool:
         """Whether the ranks have come to the run's end."""
@@ -134,35 +134,35 @@ class Relay(Requests):
             raise Stopped(number)
 
 
-def _was_stopped(verdict: FailureReport | None) -> bool:
-    return verdict is not None and verdict.how is FailureKind.STOPPED
+def _was_stopped(report: FailureReport | None) -> bool:
+    return report is not None and report.how is FailureKind.STOPPED
 
 
 def _explain(failed: ChildFailedError, words: Path) -> int:
     """Say why the run failed, as the ranks told; the exit code. Which signal ended a rank only its parent knows, and
     nobody else knows anything where no other rank was left."""
     ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    verdict = read_words(words)
+    report = read_exit_report(words)
     killed = {rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM}
-    if killed and (verdict is None or verdict.how is FailureKind.LOST):
+    if killed and (report is None or report.how is FailureKind.LOST):
         rank, code = next(iter(killed.items()))
-        if verdict is not None and verdict.rank in killed:
-            rank, code = verdict.rank, killed[verdict.rank]
+        if report is not None and report.rank in killed:
+            rank, code = report.rank, killed[report.rank]
         hint = " (no memory left?)" if code == -signal.SIGKILL else ""
         what = f"was killed by {signal.Signals(-code).name}{hint}"
         known = (
-            verdict
-            if verdict is not None and verdict.rank == rank
+            report
+            if report is not None and report.rank == rank
             else FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
         )
-        verdict = replace(
+        report = replace(
             known,
             what=what,
             remark=f"{known.remark}; run again to continue from the last checkpoint",
         )
-    if verdict is not None:
-        print(f"parallax: {printable(verdict.text)}", file=sys.stderr)
-        return verdict.code
+    if report is not None:
+        print(f"parallax: {printable(report.text)}", file=sys.stderr)
+        return report.code
     rank, code = next(iter(ended.items()))
     if code == -signal.SIGTERM:
         raise ParallaxError(

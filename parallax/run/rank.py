@@ -32,7 +32,14 @@ from parallax.run.job import build_chain, build_loss, local_cluster, open_source
 from parallax.run.planning import Loss, settle
 from parallax.run.prepare import PreparedRun, Trusts, prepare
 from parallax.runtime.engine import Engine
-from parallax.runtime.failure.exit_report import LAST_WORDS, depart, follows, leave, say, verdict_on
+from parallax.runtime.failure.exit_report import (
+    EXIT_REPORT,
+    depart,
+    failure_of,
+    follows,
+    leave,
+    say,
+)
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
 from parallax.train.loop import OnDrift, TrainerConfig, train
@@ -76,7 +83,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
     except (Exception, KeyboardInterrupt) as error:
         leave(error, watch)
     # Our launcher knows.
-    depart(exit_code(stopped) if stopped and LAST_WORDS not in os.environ else 0)
+    depart(exit_code(stopped) if stopped and EXIT_REPORT not in os.environ else 0)
 
 
 def _meet() -> None:
@@ -173,7 +180,7 @@ def _train(run: PreparedRun, watch: Watch) -> int:
         error = _in_run_directory(caught, run.directory)
         if not follows(error):
             # The others need not wait for this rank to tidy up.
-            watch.claim(verdict_on(error, watch))
+            watch.claim(failure_of(error, watch))
         if error is caught:
             raise
         raise error from None
@@ -218,7 +225,7 @@ def _tell_end(run: PreparedRun, summary: Mapping[str, Any]) -> None:
 def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
     """Where no launcher of ours goes on, this is the last line."""
     number, step = int(summary["stopped"]), summary["steps"]
-    ours = LAST_WORDS in os.environ
+    ours = EXIT_REPORT in os.environ
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     what = f"after step {step} of {run.config.trainer.steps}, which is saved"
     say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, exit_code(number)))

@@ -131,7 +131,7 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
         for rows, width in ((2, 0), (2, 3), (3, 0), (1, 1))
     ],
     "scalar beside rows": [[(F32, (rows, 2)), (F64, ())] for rows in (2, 3, 1)],
-    "rowless beside rows": [
+    "unbatched beside rows": [
         [(F32, (rows, 2)), (F32, (7, 3)), (F32, (2,))] for rows in (2, 3, 1, 7, 2)
     ],
     "nothing": [[], [(F32, (2, 2))], [], [], [(F32, ())], []],

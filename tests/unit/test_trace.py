@@ -131,7 +131,7 @@ def test_a_skip_passes_every_block_between() -> None:
         values = as_tuple(block(*entered))
         kept += [value for value in values if any(value is other for other in entered)]
     assert len({id(value) for value in kept}) == 3, "three skips, unchanged on their way"
-    assert not any(block.rowless for block in chain.blocks)
+    assert not any(block.unbatched for block in chain.blocks)
 
 
 def test_a_module_that_runs_several_times_is_tied() -> None:
@@ -177,8 +177,8 @@ def test_what_does_not_depend_on_rows_is_rowless(sampled: bool) -> None:
     values = chain.arguments(entry.sample(3))
     for block, described in zip(blocks[:-1], chain.blocks):
         values = as_tuple(block(*values))
-        assert described.rowless == {i for i, value in enumerate(values) if value.shape[0] != 3}
-    assert any(block.rowless for block in chain.blocks)
+        assert described.unbatched == {i for i, value in enumerate(values) if value.shape[0] != 3}
+    assert any(block.unbatched for block in chain.blocks)
     for length in (4, 7, 12):
         longer = Entry(
             entry.build, entry.loss, lambda rows, step, n=length: tokens_batch(rows, step, n)
@@ -209,7 +209,7 @@ def test_what_mixes_rows_is_not_cut() -> None:
         "layers.3",
     ]
     assert "mean" in repr(chain.blocks[2].module), "from the rows to what has none, and back"
-    assert not any(block.rowless for block in chain.blocks)
+    assert not any(block.unbatched for block in chain.blocks)
     check_same(entry, chain, blocks, plain, 4)
 
 
@@ -391,4 +391,4 @@ def test_random_graphs(nodes: list[tuple[int, int, int, str]], sampled: bool, ro
     for block, described in zip(blocks[:-1], chain.blocks):
         values = as_tuple(block(*values))
         for i, value in enumerate(values):
-            assert (i in described.rowless) == (value.shape[0] != rows + 4)
+            assert (i in described.unbatched) == (value.shape[0] != rows + 4)

@@ -163,9 +163,9 @@ class _ProgramCutter:
         whole = None if last and self._adopt(module) else builder.plain(leaving)
         name = next(iter(builder.paths), f"steps {low} to {high - 1}")
         self._named[name] = self._named.get(name, 0) + 1
-        rowless = frozenset(i for i, step in enumerate(leaving) if step.rows == -1 and not last)
+        unbatched = frozenset(i for i, step in enumerate(leaving) if step.rows == -1 and not last)
         unique = name if self._named[name] == 1 else f"{name} ({self._named[name]})"
-        return Block(unique, whole or module, rowless)
+        return Block(unique, whole or module, unbatched)
 
     def _adopt(self, module: nn.Module) -> bool:
         """Give the last block what no step uses, as the model has it; whether there is any."""

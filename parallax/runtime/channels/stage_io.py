@@ -46,7 +46,7 @@ class StageIO:
         self._receivers: dict[tuple[Kind, int], list[Receiver]] = {}
         self._senders: dict[tuple[Kind, int], list[Sender]] = {}
         # Of what leaves a stage.
-        self._rowless = [chain.blocks[stage.stop - 1].rowless for stage in mesh.plan.stages]
+        self._rowless = [chain.blocks[stage.stop - 1].unbatched for stage in mesh.plan.stages]
         self._summed: dict[
             int, frozenset[int]
         ] = {}  # stage before a cut → which of its gradients have no rows
@@ -125,18 +125,18 @@ class StageIO:
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
-        rowless = self._without_rows(action)
+        unbatched = self._without_rows(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
             alone = ends[other].receive(high - low, copy)
-            _check_rows(action, alone, high - low, rowless)
+            _check_rows(action, alone, high - low, unbatched)
             return alone
         pieces = [ends[other].receive(high - low) for other, (low, high) in shares]
         for tensors, (_, (low, high)) in zip(pieces, shares):
-            _check_rows(action, tensors, high - low, rowless)
+            _check_rows(action, tensors, high - low, unbatched)
         joined = []
         for index, parts in enumerate(zip(*pieces)):
-            if index not in rowless:
+            if index not in unbatched:
                 joined.append(torch.cat(parts))
             elif action.kind in _GRADIENTS:
                 joined.append(torch.stack(parts).sum(0))
@@ -152,10 +152,10 @@ class StageIO:
             ends[other].send(tensors, high - low)
             return
         for count, (other, (low, high)) in enumerate(shares):
-            rowless = self._without_rows(action)
+            unbatched = self._without_rows(action)
             pieces = []
             for index, tensor in enumerate(tensors):
-                if index not in rowless:
+                if index not in unbatched:
                     pieces.append(tensor[low:high])
                 # This one's copy was not the one that was used.
                 elif count and action.kind in _GRADIENTS:
@@ -206,9 +206,9 @@ class StageIO:
         return self._parts_by_size[size]
 
 
-def _check_rows(action: Action, tensors: Tensors, rows: int, rowless: frozenset[int]) -> None:
+def _check_rows(action: Action, tensors: Tensors, rows: int, unbatched: frozenset[int]) -> None:
     for index, tensor in enumerate(tensors):
-        if index not in rowless and (not tensor.dim() or tensor.shape[0] != rows):
+        if index not in unbatched and (not tensor.dim() or tensor.shape[0] != rows):
             raise TransportError(
                 f"{action}: a tensor of shape {tuple(tensor.shape)} arrived where {rows} rows were due: every tensor "
                 "between blocks must have the micro-batch's rows in its first dimension"

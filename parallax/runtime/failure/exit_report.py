@@ -25,7 +25,7 @@ from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 
 # Names the file in which ranks tell their launcher why the run ended.
-LAST_WORDS = "PARALLAX_LAST_WORDS"
+EXIT_REPORT = "PARALLAX_EXIT_REPORT"
 _BROKEN = re.compile(
     r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up"
 )
@@ -46,20 +46,20 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
         os._exit(code)
     if follows(error):
         time.sleep(PATIENCE_SECONDS)
-    verdict = verdict_on(error, watch)
+    report = failure_of(error, watch)
     if watch is not None:
-        watch.claim(verdict)
+        watch.claim(report)
         watch.wait()
     if watch is not None or _speaks_first():
         if not isinstance(error, ParallaxError):
             print(print_exception(error), end="", file=sys.stderr)
-        (say if watch is None else watch.say)(verdict)
+        (say if watch is None else watch.say)(report)
     else:
         # Torchrun would stop the one that speaks, if another left first.
         time.sleep(PATIENCE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(verdict.code)
+    os._exit(report.code)
 
 
 def depart(code: int) -> NoReturn:
@@ -75,26 +75,26 @@ def depart(code: int) -> NoReturn:
     os._exit(code)
 
 
-def say(verdict: FailureReport) -> None:
+def say(report: FailureReport) -> None:
     """Why the run ended: to the launcher, which knows more and says it; otherwise to whoever reads this rank's errors.
 
     Written past Python's buffers: the main thread may hold their locks for ever.
     """
-    if not verdict.text:
+    if not report.text:
         return
-    file = os.environ.get(LAST_WORDS)
+    file = os.environ.get(EXIT_REPORT)
     if file is not None:
         with contextlib.suppress(OSError):  # no room for them: then as without a launcher
-            Path(file).write_text(json.dumps(verdict.to_dict()), encoding="utf-8")
+            Path(file).write_text(json.dumps(report.to_dict()), encoding="utf-8")
             return
     with contextlib.suppress(OSError):
         os.write(
             sys.__stderr__.fileno() if sys.__stderr__ else 2,
-            f"parallax: {printable(verdict.text)}\n".encode(),
+            f"parallax: {printable(report.text)}\n".encode(),
         )
 
 
-def read_words(words: Path) -> FailureReport | None:
+def read_exit_report(words: Path) -> FailureReport | None:
     """What the ranks told; None where none was able to."""
     try:
         return FailureReport.from_dict(json.loads(words.read_text(encoding="utf-8")))
@@ -107,7 +107,7 @@ def follows(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
 
 
-def verdict_on(error: BaseException, watch: Watch | None) -> FailureReport:
+def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
     """What is said of an exception. Wrong input, for one, is the same for every rank: no one is named."""
     said, text = os.environ.get("RANK", "0"), printable(str(error))
     rank = int(said) if said.isdecimal() else 0  # what else it says may be the error

@@ -115,7 +115,7 @@ def name(rank: int, place: tuple[int, int] | None, action: Action | None = None)
     return f"rank {rank} (stage {stage}, replica {place[1]})"
 
 
-def culprit(
+def root_cause(
     seen: Sequence[RankStatus], limit_seconds: float, phase_seconds: float = 0.0
 ) -> tuple[int, FailureKind] | None:
     """The rank that keeps the others from going on, and how; None as long as somebody goes on.
@@ -142,7 +142,7 @@ def culprit(
         return max(alone, key=lambda r: seen[r].seconds), FailureKind.HANGS
     inside = [r for r in ranks if seen[r].action]
     if not inside:
-        return _culprit_outside(seen, limit_seconds, phase_seconds)
+        return _root_cause_outside(seen, limit_seconds, phase_seconds)
     if len(still) < len(seen):
         return None
     if len(inside) < len(seen):
@@ -152,7 +152,7 @@ def culprit(
     return min(inside, key=lambda r: (seen[r].step, -seen[r].seconds)), FailureKind.HANGS
 
 
-def _culprit_outside(
+def _root_cause_outside(
     seen: Sequence[RankStatus], limit_seconds: float, phase_seconds: float
 ) -> tuple[int, FailureKind] | None:
     idle = all(each.phase and min(each.idle_seconds, each.seconds) > limit_seconds for each in seen)
@@ -178,7 +178,7 @@ def complaint(
     limit_seconds: float,
     phase_seconds: float = 0.0,
 ) -> tuple[str, str]:
-    """What ``rank`` does wrong and what the others wait in, as ``what`` and ``remark`` of a verdict."""
+    """What ``rank`` does wrong and what the others wait in, as ``what`` and ``remark`` of a report."""
     found = seen[rank]
     waiting = [
         f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action

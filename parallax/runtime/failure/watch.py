@@ -5,7 +5,7 @@ process group, ten minutes and more. So beside the main thread each rank has one
 0's, which judges::
 
     rank 1    receive_gradient of micro-batch 0, for 61 s ─┐
-    rank 2    failed: RuntimeError ...                     ├─> rank 0 ──> verdict ──> every rank ends
+    rank 2    failed: RuntimeError ...                     ├─> rank 0 ──> report ──> every rank ends
     rank 3    its connection ends ─────────────────────────┘
 
 An exception is told in words; the end of a process, whatever ended it, by the end of its connection; a hang by what the
@@ -40,8 +40,8 @@ from parallax.runtime.failure.report import (
     FailureReport,
     RankStatus,
     complaint,
-    culprit,
     name,
+    root_cause,
 )
 
 PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
@@ -87,7 +87,7 @@ class Watch:
         self._serving = False
         self._leaving = float("inf")
         self._claim: FailureReport | None = None
-        self._verdict: FailureReport | None = None
+        self._report: FailureReport | None = None
         self._judged = threading.Event()
         self._speaking = threading.Lock()
         self._closing = False
@@ -143,26 +143,26 @@ class Watch:
         return self._requests.first
 
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
-        """The verdict on this rank, by what it is in the middle of."""
+        """The report on this rank, by what it is in the middle of."""
         current = self._attended[0].current if self._attended else None
         where = f" in {RankStatus(current[0], current[1])}" if current else ""
         who = self._name(self.rank, current[0] if current else None)
         return FailureReport(self.rank, how, who, f"failed{where}: {cause}", code=code)
 
-    def claim(self, verdict: FailureReport) -> None:
+    def claim(self, report: FailureReport) -> None:
         """Tell the others, without waiting, that this rank has failed. What is claimed later follows from it."""
         if self._claim is None:
-            self._claim = verdict
+            self._claim = report
             self._rouse()
 
     def wait(self) -> None:
         """Wait until it is this rank's turn to speak; where another one failed first, the process ends meanwhile."""
         self._judged.wait(PATIENCE_SECONDS)
 
-    def say(self, verdict: FailureReport) -> None:
+    def say(self, report: FailureReport) -> None:
         """Say it, once."""
         if self._speaking.acquire(blocking=False):
-            self._say(verdict)
+            self._say(report)
 
     def close(self) -> None:
         """Say goodbye and stop watching."""
@@ -193,8 +193,8 @@ class Watch:
                 self._heard[peer] = time.monotonic()
                 if "seen" in message:
                     self._seen[peer] = RankStatus.from_list(message["seen"])
-                elif "verdict" in message:
-                    self._decide(FailureReport.from_dict(message["verdict"]))
+                elif "report" in message:
+                    self._decide(FailureReport.from_dict(message["report"]))
                 elif "bye" in message:
                     self._part(peer)
                     return
@@ -234,11 +234,11 @@ class Watch:
                     doing,
                     code=exit_code(number),
                 )
-        if self._claim is None or self._verdict is not None:
+        if self._claim is None or self._report is not None:
             return
         if self.rank != 0 and 0 in self._links:
             # Comes back, or another one does.
-            self._links[0].send({"verdict": self._claim.to_dict()})
+            self._links[0].send({"report": self._claim.to_dict()})
             if self._claim.how is FailureKind.STOPPED:
                 self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
         else:
@@ -272,7 +272,7 @@ class Watch:
                 link.send({"seen": self._seen[self.rank].to_list()})
         if now > self._leaving and self._claim is not None:
             os._exit(self._claim.code)
-        if self._limit_seconds and self._verdict is None:
+        if self._limit_seconds and self._report is None:
             self._judge(now)
 
     def _examine(self, before: RankStatus, gap: float) -> tuple[float, bool]:
@@ -298,60 +298,60 @@ class Watch:
             replace(each, silent_seconds=now - heard.get(rank, now))
             for rank, each in enumerate(self._seen)
         ]
-        found = culprit(seen, limit, self._phase_seconds)
+        found = root_cause(seen, limit, self._phase_seconds)
         if found is None or (self.rank != 0 and found != (0, FailureKind.SILENT)):
             return
         rank, how = found
         what, remark = complaint(seen, rank, how, self._limit_seconds, self._phase_seconds)
         self._decide(FailureReport(rank, how, self._name(rank, seen[rank].action), what, remark))
 
-    def _decide(self, verdict: FailureReport) -> None:
-        """The first verdict holds. Rank 0 tells it to all; then the process ends."""
-        if self._verdict is not None:
+    def _decide(self, report: FailureReport) -> None:
+        """The first report holds. Rank 0 tells it to all; then the process ends."""
+        if self._report is not None:
             return
-        self._verdict = verdict
+        self._report = report
         if self.rank == 0:
             for link in self._links.values():
-                link.send({"verdict": verdict.to_dict()})
-        if verdict.rank == self.rank:
+                link.send({"report": report.to_dict()})
+        if report.rank == self.rank:
             self._judged.set()
-            if verdict.how is FailureKind.RAISED:
+            if report.how is FailureKind.RAISED:
                 time.sleep(PATIENCE_SECONDS)  # the main thread speaks and leaves
-            if verdict.how is FailureKind.HANGS:
-                verdict = self._with_stacks(verdict)
-        if self._speaker(verdict) == self.rank:
-            self.say(verdict)
+            if report.how is FailureKind.HANGS:
+                report = self._with_stacks(report)
+        if self._speaker(report) == self.rank:
+            self.say(report)
             if (
-                verdict.how is FailureKind.SILENT
-                and self._met.hosts[verdict.rank] == self._met.hosts[self.rank]
+                report.how is FailureKind.SILENT
+                and self._met.hosts[report.rank] == self._met.hosts[self.rank]
             ):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._met.pids[verdict.rank], signal.SIGKILL)  # it heeds nothing else
+                    os.kill(self._met.pids[report.rank], signal.SIGKILL)  # it heeds nothing else
         else:
             time.sleep(
                 _FOLLOW_SECONDS
-                + (2 * _BEAT_SECONDS * self._pace if verdict.how is FailureKind.SILENT else 0.0)
+                + (2 * _BEAT_SECONDS * self._pace if report.how is FailureKind.SILENT else 0.0)
             )
-        os._exit(verdict.code)
+        os._exit(report.code)
 
-    def _speaker(self, verdict: FailureReport) -> int:
+    def _speaker(self, report: FailureReport) -> int:
         """The rank that failed; where it cannot, the first beside it on its host, otherwise the first of all."""
-        if verdict.how not in (FailureKind.LOST, FailureKind.SILENT):
-            return verdict.rank
+        if report.how not in (FailureKind.LOST, FailureKind.SILENT):
+            return report.rank
         hosts = self._met.hosts
-        others = [rank for rank in range(len(hosts)) if rank != verdict.rank]
-        return min(others, key=lambda rank: (hosts[rank] != hosts[verdict.rank], rank), default=-1)
+        others = [rank for rank in range(len(hosts)) if rank != report.rank]
+        return min(others, key=lambda rank: (hosts[rank] != hosts[report.rank], rank), default=-1)
 
-    def _with_stacks(self, verdict: FailureReport) -> FailureReport:
+    def _with_stacks(self, report: FailureReport) -> FailureReport:
         """Say where this rank hangs, and leave the stacks of its threads."""
-        verdict = replace(verdict, remark=f"{verdict.remark}; it is in {where()}")
+        report = replace(report, remark=f"{report.remark}; it is in {where()}")
         if self._directory is None:
-            return verdict
+            return report
         path = self._directory / f"stacks-rank{self.rank}.txt"
         with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
-            return replace(verdict, remark=f"{verdict.remark}; its stacks: {path}")
-        return verdict
+            return replace(report, remark=f"{report.remark}; its stacks: {path}")
+        return report
 
     def _name(self, rank: int, action: Action | None) -> str:
         return name(rank, self._attended[1].locate(rank) if self._attended else None, action)

@@ -12,8 +12,8 @@ from parallax.runtime.failure.report import (
     FailureReport,
     RankStatus,
     complaint,
-    culprit,
     name,
+    root_cause,
 )
 
 LIMIT = 60.0
@@ -43,7 +43,7 @@ NOBODY = [
 
 @pytest.mark.parametrize("ranks", [ranks for _, ranks in NOBODY], ids=[text for text, _ in NOBODY])
 def test_nobody_is_to_blame(ranks: list[RankStatus]) -> None:
-    assert culprit(ranks, LIMIT) is None
+    assert root_cause(ranks, LIMIT) is None
 
 
 def outside(
@@ -72,7 +72,7 @@ OUTSIDE = [
 def test_outside_of_steps_who_shows_no_sign_of_life(
     ranks: list[RankStatus], rank: int | None
 ) -> None:
-    assert culprit(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, FailureKind.HANGS))
+    assert root_cause(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, FailureKind.HANGS))
 
 
 BLAMED = [
@@ -104,12 +104,12 @@ BLAMED = [
     ("ranks", "rank"), [case[1:] for case in BLAMED], ids=[case[0] for case in BLAMED]
 )
 def test_the_one_that_keeps_the_others_waiting(ranks: list[RankStatus], rank: int) -> None:
-    assert culprit(ranks, LIMIT) == (rank, FailureKind.HANGS)
+    assert root_cause(ranks, LIMIT) == (rank, FailureKind.HANGS)
 
 
 def test_silence_explains_everything_else() -> None:
     ranks = [seen(Kind.FORWARD), seen(None, seconds=0.0, silent=LONG), seen(Kind.REDUCE)]
-    assert culprit(ranks, LIMIT) == (1, FailureKind.SILENT)
+    assert root_cause(ranks, LIMIT) == (1, FailureKind.SILENT)
 
 
 def test_what_is_said() -> None:
