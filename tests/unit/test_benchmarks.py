@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, pipeline_plans
+from benchmarks import pipeline_plans
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.models import ResNetTask
 from benchmarks.pipeline import main
 from benchmarks.pipeline_plans import Heavy, Lopsided

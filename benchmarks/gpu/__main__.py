@@ -2,7 +2,7 @@
 
 Five parts, each with a time budget of its own; a way that cannot run is a row that says why, and ends nothing else:
 
-``resnet``, ``gpt``  training steps by turns (ways: benchmarks/gpu_ways.py), each in a process of its own on one device.
+``resnet``, ``gpt``  training steps by turns (ways: benchmarks/gpu/ways.py), each in a process of its own on one device.
                      Plain's activations are its peak less what stays between steps; ``offload`` may take a share of
                      them, and its limit is lowered until its measured peak is within that cap. The other ways have no
                      such knob: their measured peaks say which caps they keep.
@@ -11,7 +11,7 @@ Five parts, each with a time budget of its own; a way that cannot run is a row t
 ``states``           a GPT whose weights, gradients and optimizer states are more than twice the cap: who trains it, at
                      how many tokens per second, and with what loss beside plain's on a device without a cap
 ``pipeline``         two stages in two processes that share the device, beside one process; and with all activations
-                     offloaded under a cap (ways: benchmarks/gpu_pipeline.py)
+                     offloaded under a cap (ways: benchmarks/gpu/pipeline.py)
 
 Ratios are of times in neighbouring turns (benchmarks/ratios.py). Losses that are not equal bit for bit may come from
 kernels that add in any order, so the largest relative difference is given as well. The result goes to
@@ -36,8 +36,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_pipeline import SWAP, pipelined
-from benchmarks.gpu_ways import AMPLE, Spec, Turn, train
+from benchmarks.gpu.pipeline import SWAP, pipelined
+from benchmarks.gpu.ways import AMPLE, Spec, Turn, train
 from benchmarks.models import GPTTask, ResNetTask, Task
 from benchmarks.ratios import ratios, show
 from benchmarks.teams import Place
@@ -688,7 +688,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = run(setup, given.parts, console.log)
     for table in tables(found):
         console.print(table)
-    folder = given.output or (None if given.dry else Path(__file__).parent / "results")
+    folder = given.output or (None if given.dry else Path(__file__).parents[1] / "results")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"gpu-{time.strftime('%Y-%m-%d')}.json"
