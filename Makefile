@@ -24,9 +24,10 @@ help:  ## list these targets
 train: $(INSTALLED)  ## install into .venv, then plan and train the main job (ARGS go to parallax train)
 	@$(BIN)/parallax train $(ARGS)
 
+# Files of few but long tests, those of processes, come first by name; by their number of tests they would come last.
 test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
 	@echo "== ruff check"
