@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from parallax import config
+from parallax import cli, config
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.train.monitor import read_metrics
 from tests.faults.commands import (
@@ -127,10 +127,16 @@ def last_step(run: Path) -> int:
     ],
 )
 def test_a_request_is_served_after_a_step(
-    here: Path, number: signal.Signals, code: int, to: str
+    here: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int, to: str
 ) -> None:
+    """And until then nobody else trains in its directory."""
     run = prepared(*ENDLESS)
     process = stepping(run)
+    for command in (["train", "name=run"], ["train", "--run-dir", str(run)]):
+        assert cli.main(command) == 2
+        held = f"runs/run is being trained by process {process.pid} on"
+        assert held in one_line(capfd.readouterr().err)
+    assert cli.main(["explain", str(run)]) == 0  # whoever only reads need not wait
     asked = {"launcher": [process], "rank": ranks(process)[1:], "all": [process, *ranks(process)]}[
         to
     ]
@@ -226,7 +232,9 @@ OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batc
         ),
     ],
 )
-def test_whatever_the_run_is_doing(here: Path, where: str, ends: str) -> None:
+def test_whatever_the_run_is_doing(
+    here: Path, called: Callable[..., tuple[int, str, str]], where: str, ends: str
+) -> None:
     (here / "asking.py").write_text(ASKING)
     run = prepared(*OWN)
     code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)], ASK=where))
@@ -235,7 +243,7 @@ def test_whatever_the_run_is_doing(here: Path, where: str, ends: str) -> None:
         err
     )
     assert ("validation loss" in out) == (where == "checkpoint")
-    code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)]))
+    code, out, err = called("train", "--run-dir", str(run))
     assert (code, err) == (0, "")
     assert ("continuing after step" in out) == (where != "building")
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,8 @@ from tests.faults.commands import (
     TINY,
     TORCHRUN,
     call,
-    finish,
     one_line,
     prepared,
-    started,
     weights,
 )
 
@@ -159,10 +158,12 @@ def build(width):
 """
 
 
-def test_a_run_of_ones_own_model_goes_on_by_its_name(here: Path) -> None:
+def test_a_run_of_ones_own_model_goes_on_by_its_name(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
     """Its class path was named when it was begun."""
-    (here / "own_model.py").write_text(OWN_MODEL)
-    model = ["model=custom", "model.target=own_model:build", "model.kwargs.width=16"]
+    (here / "narrow_model.py").write_text(OWN_MODEL)
+    model = ["model=custom", "model.target=narrow_model:build", "model.kwargs.width=16"]
     common = [
         *SETTLED,
         "data.max_bytes=64KiB",
@@ -170,7 +171,7 @@ def test_a_run_of_ones_own_model_goes_on_by_its_name(here: Path) -> None:
         "cluster.devices=2",
         "trainer.eval_every=0",
     ]
-    code, _, err = call("train", *model, *common, "name=a", "trainer.steps=2")
+    code, _, err = called("train", *model, *common, "name=a", "trainer.steps=2")
     assert (code, err.strip()) == (0, "")
     code, out, err = call("train", "name=a", "trainer.steps=3")
     assert (code, err.strip()) == (0, "")
@@ -217,24 +218,6 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     with locked(tmp_path / "a"):
         pass
     assert not (tmp_path / "a" / LOCK).exists()
-
-
-def test_two_runs_of_one_name(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = prepared(
-        *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
-    )
-    process = started(run)
-    try:
-        for arguments in (["name=run"], ["--run-dir", str(run)]):
-            assert cli.main(["train", *arguments]) == 2
-            assert f"runs/run is being trained by process {process.pid} on" in one_line(
-                capfd.readouterr().err
-            )
-        assert cli.main(["explain", str(run)]) == 0  # whoever only reads need not wait
-        assert process.poll() is None
-    finally:
-        process.kill()
-        finish(process)
 
 
 def read_for_all(directory: Path) -> str:

@@ -141,9 +141,13 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     assert temporary() == []
 
 
-# Memory records what profiler does, and more.
+# Memory records what profiler does, and more; what a trace holds is asserted in the unit tests.
 @pytest.mark.parametrize(
-    "record", ["trace", pytest.param("profiler", marks=pytest.mark.thorough), "memory"]
+    "record",
+    [
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("trace", "profiler")),
+        "memory",
+    ],
 )
 def test_every_rank_records_the_steps_asked_for(
     called: Callable[..., tuple[int, str, str]], record: str
@@ -175,18 +179,32 @@ def test_every_rank_records_the_steps_asked_for(
     assert temporary() == []
 
 
-def test_killed_and_interrupted_runs(here: Path) -> None:
-    run = prepared(
-        *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
-    )
-    process = started(run)
+ENDLESS = [
+    *TINY,
+    "trainer.steps=1000000",
+    "trainer.checkpoint_every=1",
+    "trainer.eval_every=0",
+]
+
+
+def test_a_rank_that_is_killed_ends_the_run(here: Path) -> None:
+    process = started(prepared(*ENDLESS))
     assert len(ranks(process)) == 2
     ranks(process)[1].kill()
     code, _, err = finish(process)
     assert code == 1
     assert "was killed by SIGKILL" in one_line(err)
     assert running(here) == []
+    assert temporary() == []
 
+
+@pytest.mark.thorough  # test_requests_to_end.py sends it to all, as a terminal does, and SIGTERM to the launcher
+def test_an_interrupted_run_goes_on(here: Path) -> None:
+    run = prepared(*ENDLESS)
+    process = started(run)
+    process.kill()
+    finish(process)
+    wait_for(lambda: not running(here), "the ranks of a launcher that was killed")
     process = started(run)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
@@ -199,11 +217,7 @@ def test_killed_and_interrupted_runs(here: Path) -> None:
 
 @pytest.mark.thorough  # test_left_over.py kills a launcher too, and waits for the end of its ranks
 def test_the_ranks_of_a_launcher_that_was_killed_end(here: Path) -> None:
-    process = started(
-        prepared(
-            *TINY, "trainer.steps=1000000", "trainer.checkpoint_every=1", "trainer.eval_every=0"
-        )
-    )
+    process = started(prepared(*ENDLESS))
     process.kill()
     finish(process)
     wait_for(lambda: not running(here), "the ranks of a launcher that was killed")
