@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import getpass
 import multiprocessing.util
 import os
 import signal
@@ -26,6 +27,9 @@ import pytest
 GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for where nothing is left
 SHARED_MEMORY = Path("/dev/shm")
 CACHES = ("torchinductor",)  # of libraries, which are filled once
+COMPILED = (
+    Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+)  # torch's own place for it
 VARIABLES = (
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR",
@@ -172,6 +176,9 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TMPDIR", folder)
+        patch.setenv(
+            "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
+        )
         patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
