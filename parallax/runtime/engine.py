@@ -108,8 +108,7 @@ class Engine:
             )
             swap = (self._manager, selector)
         self._optimizer = self._open_optimizer(configs, copies)
-        if self._optimizer.waiting:
-            self._stage.wait_for_weights(self._optimizer.ready)
+        self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], RankProgram] = {}
         split = splits(plan.schedule)
         self._sync = sync_for(
@@ -328,8 +327,7 @@ class Engine:
     def close(self) -> None:
         """Release the tiers below, the channels and the process groups; the engine cannot be used any more."""
         self._optimizer.close()
-        if self._stage.streamed is not None:
-            self._stage.streamed.close()
+        self._stage.streamed.close()
         if self._manager is not None:
             self._manager.close()
         self._channels.close()

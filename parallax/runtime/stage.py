@@ -24,15 +24,27 @@ from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
+from parallax.swap.parameters.nothing_streams import NothingStreams
 from parallax.swap.parameters.streamed import StreamedParameters
 
-OpenStream = Callable[
-    [Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], StreamedParameters
-]
+Stream = StreamedParameters | NothingStreams
+OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], Stream]
 
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples lie as far apart as can be, in the lower half, too
 _POSITIVE = 2**63 - 1
+
+
+def keep_all(
+    chain: Chain, indices: Sequence[int], share: float, blocks: Iterable[Iterable[nn.Parameter]]
+) -> Stream:
+    """Make the ``blocks``, whose parameters stay on the device."""
+    del chain, indices, share
+    return NothingStreams(blocks)
+
+
+def _are_there(parameters: Iterable[nn.Parameter]) -> None:
+    """Nobody has to wait for weights."""
 
 
 class MicroBatchContext(NamedTuple):
@@ -63,7 +75,7 @@ class Stage(nn.Module):
         plans: Mapping[int, StagePlan],
         device: torch.device,
         precision: PrecisionConfig,
-        open_stream: OpenStream | None = None,
+        open_stream: OpenStream = keep_all,
         *,
         norms: Norms | None = None,
         compile: bool = False,
@@ -79,7 +91,7 @@ class Stage(nn.Module):
         self._directives = [directive for plan in plans.values() for directive in plan.directives]
         self._seed, self._precision, self._device = chain.seed, precision, device
         self._names = parameter_names(chain, self._indices)
-        self._arrive: Callable[[Iterable[nn.Parameter]], None] | None = None
+        self._arrive: Callable[[Iterable[nn.Parameter]], None] = _are_there
         self.norms = norms or Norms()
         self._generator = torch.Generator(device)
         self._compiled = compile
@@ -87,17 +99,13 @@ class Stage(nn.Module):
         self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
         self._changes: dict[int, bool] = {}  # place → whether its inputs are changed in place
         share = max(plan.parameter_offload for plan in plans.values())
-        made = self._make(chain, share, device)
-        self.streamed: StreamedParameters | None = None
-        if share > 0 and open_stream is not None:
-            self.streamed = open_stream(chain, self._indices, share, made)
-            for place, block in enumerate(self.blocks):
-                if self.streamed.parameters(place):
-                    self.streamed.attach(place, block)
+        opened = open_stream if share > 0 else keep_all
+        self.streamed = opened(chain, self._indices, share, self._make(chain, share, device))
+        for place, block in enumerate(self.blocks):
+            if self.streamed.parameters(place):
+                self.streamed.attach(place, block)
+        if share:
             self._check_share(share)
-        else:
-            for _ in made:
-                pass
         self._by_place = tuple(self.blocks)  # the list of modules is slow to be asked
         for place, block in enumerate(self._by_place):
             self._prepare(place, block)
@@ -175,21 +183,17 @@ class Stage(nn.Module):
 
     def streams(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter that lives below."""
-        return (
-            self.streamed is not None
-            and isinstance(tensor, nn.Parameter)
-            and self.streamed.streams(tensor)
-        )
+        return isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor)
 
     def streams_memory(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` is that of a parameter that lives below."""
-        return self.streamed is not None and self.streamed.holds(tensor)
+        return self.streamed.holds(tensor)
 
     def values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Model-wide name, parameter or buffer, and its value, wherever that is; block by block."""
         below: dict[Tensor, Tensor] = {}
         for name, tensor in self.named_tensors().items():
-            if self.streamed is not None and self.streams(tensor) and tensor not in below:
+            if self.streams(tensor) and tensor not in below:
                 block = self._indices.index(self._names[name][0])
                 below = dict(zip(self.streamed.parameters(block), self.streamed.read_full(block)))
             yield name, tensor, below.get(tensor, tensor.detach())
@@ -198,7 +202,7 @@ class Stage(nn.Module):
         """New values, in the order and form of :meth:`values`."""
         below: dict[Tensor, Tensor] = {}
         for name, tensor, value in values:
-            if self.streamed is None or not self.streams(tensor):
+            if not self.streams(tensor):
                 tensor.detach().copy_(value)
                 continue
             block = self._indices.index(self._names[name][0])
@@ -209,20 +213,14 @@ class Stage(nn.Module):
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a parameter, wherever it is."""
-        if (
-            self.streamed is not None
-            and isinstance(tensor, nn.Parameter)
-            and self.streamed.streams(tensor)
-        ):
+        if isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor):
             return self.streamed.read_gradient(tensor)
         return tensor.grad
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What stands for the gradients of ``tensors`` in torch.nn.utils.get_total_norm."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        if self.streamed is not None:
-            return self.streamed.norm_terms(trained)
-        return [parameter.grad for parameter in trained if parameter.grad is not None]
+        return self.streamed.norm_terms(trained)
 
     def wait_for_weights(self, arrive: Callable[[Iterable[nn.Parameter]], None]) -> None:
         """From now on a block runs forward when ``arrive`` has returned for its parameters."""
@@ -230,8 +228,7 @@ class Stage(nn.Module):
 
     def skip(self) -> None:
         """There is nothing to run, but gradients are about to be used: wait as if there were."""
-        if self._arrive is not None:
-            self._arrive(self.parameters())
+        self._arrive(self.parameters())
 
     def run(
         self,
@@ -248,8 +245,7 @@ class Stage(nn.Module):
         training = torch.is_grad_enabled()
         for place in self._parts[stage]:
             directive = self._directives[place]
-            if self._arrive is not None:
-                self._arrive(self._by_place[place].parameters())
+            self._arrive(self._by_place[place].parameters())
             if training:
                 self.norms.begin(place, where.whole)
             if directive is Directive.RECOMPUTE and training:

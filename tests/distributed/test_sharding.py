@@ -16,6 +16,7 @@ from parallax.machine.device import CpuCopies
 from parallax.runtime.optim import resident
 from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.replicas.replicate import SharedStates
+from parallax.swap.parameters.nothing_streams import NothingStreams
 from tests.distributed.pool import Pool
 
 SHAPES = ((90, 70), (70,), (3,), (), (50, 33), (33,), (1, 7), (40, 40), (40, 40), (11, 5))  # uneven
@@ -87,9 +88,9 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
         below=setting.below,
         lowest=(),
         copies=CpuCopies(),
-        open_store=lambda capacity: None,
+        open_store=lambda needed, places: None,
         share=partial(deal, dist.new_group(ranks)) if setting.below else None,
-        streamed=None,
+        streamed=NothingStreams(),
         shard=spread,
     )
     if saved is not None:

@@ -17,6 +17,7 @@ from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim import resident
 from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import gradient_norm
+from parallax.swap.parameters.nothing_streams import NothingStreams
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import DiskStore, Store
 
@@ -87,7 +88,7 @@ class Opener:
             copies=CpuCopies(),
             open_store=store,
             share=None,
-            streamed=None,
+            streamed=NothingStreams(),
         )
         self._stack.callback(optimizer.close)
         return optimizer
@@ -231,7 +232,9 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
         mine = open_optimizer([], open_store=lambda needed, places: None, streamed=streamed)
         stack.callback(mine.close)
         other = open_optimizer(
-            list(twin.parameters()), open_store=lambda needed, places: None, streamed=None
+            list(twin.parameters()),
+            open_store=lambda needed, places: None,
+            streamed=NothingStreams(),
         )
         for step in range(4):
             x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))

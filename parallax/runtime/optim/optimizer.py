@@ -15,9 +15,8 @@ from parallax.machine.device import CopyEngine
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.resident import DeviceOptimizer
 from parallax.runtime.optim.scaling import GradientCorrection
-from parallax.runtime.stage import first_below
-from parallax.swap.optimizer.host import Exchange, HostOptimizer
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.runtime.stage import Stream, first_below
+from parallax.swap.optimizer.host import ALONE, Exchange, HostOptimizer, NothingBelow
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import stepped_in
@@ -169,7 +168,7 @@ class StageOptimizer:
         copies: CopyEngine,
         open_store: OpenStore,
         share: Deal | None,
-        streamed: StreamedParameters | None,
+        streamed: Stream,
         shard: Deal | None = None,
     ) -> None:
         self._config, self._streamed = config, streamed
@@ -180,81 +179,70 @@ class StageOptimizer:
         self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
         upper = [parameter for parameter in trained if parameter not in self._below]
         lower = [parameter for parameter in trained if parameter in self._below]
-        spread = shard(upper) if shard is not None and upper else None
+        spread = shard(upper) if shard is not None and upper else ALONE
         self._on_device = DeviceOptimizer(config.build(upper, device), upper, spread)
-        self._sharded = frozenset(upper if spread is not None else ())
-        self._shared = frozenset(self._below)
-        self._store: Store | None = None
-        self._host: HostOptimizer | None = None
-        self._exchange = share(lower) if share is not None else None
-        chunks = streamed.chunks if streamed is not None else ()
+        self._sharded = frozenset(upper if spread is not ALONE else ())
+        self._shared = frozenset(lower if share is not None else ())
+        self._host: HostOptimizer | NothingBelow = NothingBelow()
+        self._exchange = share(lower) if share is not None else ALONE
+        chunks = streamed.chunks
         streaming = list(dict.fromkeys(s.parameter for chunk in chunks for s in chunk.segments))
         self._below |= set(streaming)
         if self._below:
-            owned = [p for p in lower if self._exchange is None or self._exchange.owns(p)]
+            owned = [p for p in lower if self._exchange.owns(p)]
             needed = _state_bytes(config, owned) + _state_bytes(config, streaming, masters=False)
-            self._store = open_store(needed, _places([*owned, *streaming]))
+            store = open_store(needed, _places([*owned, *streaming]))
             self._host = HostOptimizer(
                 config.build([*lower, *streaming], device),
                 lower,
                 copies=copies,
-                store=self._store,
+                store=store,
                 exchange=self._exchange,
                 extra=chunks,
             )
 
     @property
-    def waiting(self) -> list[HostOptimizer | StreamedParameters]:
+    def waiting(self) -> tuple[HostOptimizer | NothingBelow, Stream]:
         """Those whose ``stall_seconds`` are how long forwards and backwards have waited for weights."""
-        return [each for each in (self._host, self._streamed) if each is not None]
+        return self._host, self._streamed
 
     def zero_grad(self) -> None:
         """Gradients are zero, or will be before a backward adds to them."""
         self._on_device.zero_grad()
-        if self._streamed is not None:
-            self._streamed.zero_gradients()
-        if self._host is not None:
-            self._host.zero_grad()
+        self._streamed.zero_gradients()
+        self._host.zero_grad()
 
     def reduced(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is final."""
-        if self._host is not None:
-            self._host.reduced(parameter)
+        self._host.reduced(parameter)
 
     def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
         """Update everything, at learning rate ``rate``. Gradients are ``scale`` times too large; without that their
         global norm is ``norm``, by which they are clipped."""
-        for optimizer in (
-            self._on_device.optimizer,
-            *([self._host.optimizer] if self._host else []),
-        ):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        self._on_device.set_rate(rate)
         self._on_device.step(GradientCorrection(norm, self._config.clip_norm, scale))
-        if self._host is not None:
+        self._host.set_rate(rate)
+        if self._below:  # the norm comes to the host only for whoever steps there
             self._host.commit(
                 GradientCorrection(norm.cpu(), self._config.clip_norm, scale).coefficient
             )
 
     def skip(self) -> None:
         """Update nothing: the gradients, which overflowed, are dropped."""
-        if self._host is not None:
-            self._host.skip()
+        self._host.skip()
         self.zero_grad()
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Return when ``parameters`` may be used."""
-        if self._host is not None:
-            self._host.ready(parameters)
+        self._host.ready(parameters)
 
     def finish(self) -> None:
         """Return when all may be used."""
-        if self._host is not None:
-            self._host.finish()
+        self._host.finish()
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is known of ``parameter``; nothing where another replica steps it."""
-        if self._host is not None and parameter in self._below:
+        if parameter in self._below:
             return self._host.states(parameter)
         return self._on_device.states(parameter)
 
@@ -262,19 +250,13 @@ class StageOptimizer:
         """Whether replicas share the states of ``parameter``, and this one has them."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
-        return (
-            self._exchange is not None
-            and parameter in self._shared
-            and self._exchange.owns(parameter)
-        )
+        return parameter in self._shared and self._exchange.owns(parameter)
 
     def reset(self) -> None:
         """Forget all states, and a step that failed: everything is about to be set."""
         self._on_device.reset()
-        if self._host is not None:
-            self._host.reset()
-        if self._streamed is not None:
-            self._streamed.zero_gradients()
+        self._host.reset()
+        self._streamed.zero_gradients()
 
     @property
     def name(self) -> str:
@@ -283,26 +265,23 @@ class StageOptimizer:
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """``parameter`` has been set; what is known of it is ``states``."""
-        if self._host is not None and parameter in self._below:
+        if parameter in self._below:
             self._host.restore(parameter, states)
         elif isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             self._on_device.restore(parameter, states)
 
     def close(self) -> None:
         """End the threads; a step that has begun is let end."""
-        if self._host is not None:
-            self._host.close()
+        self._host.close()
 
     def add_statistics(self, statistics: SwapStatistics) -> None:
         """Count what parameters moved, and how long training waited for weights, among what the swap did."""
-        if self._streamed is not None:
-            streamed = self._streamed.take_statistics()
-            statistics.bytes_out += streamed.bytes_out
-            statistics.bytes_in += streamed.bytes_in
-            statistics.stall_seconds += streamed.stall_seconds
-        if self._host is not None:
-            statistics.stall_seconds += self._host.stall_seconds - self._counted
-            self._counted = self._host.stall_seconds
+        streamed = self._streamed.take_statistics()
+        statistics.bytes_out += streamed.bytes_out
+        statistics.bytes_in += streamed.bytes_in
+        statistics.stall_seconds += streamed.stall_seconds
+        statistics.stall_seconds += self._host.stall_seconds - self._counted
+        self._counted = self._host.stall_seconds
 
 
 def _state_bytes(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, runs, settings_of
-from parallax.swap.optimizer.host import Exchange
+from parallax.swap.optimizer.host import ALONE, Exchange
 from parallax.swap.weights import ResidentWeights, stepped_in
 
 # Of weights; gradients are widened, and new weights sent, for so many at one time.
@@ -33,28 +33,32 @@ UPDATE_BUCKET_BYTES = 32 * 2**20
 
 class DeviceOptimizer:
     """Steps ``parameters``, which ``optimizer`` has in its groups: these say how. ``exchange``: replicas that share the
-    states; None is one that keeps its own."""
+    states."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
-        exchange: Exchange | None,
+        exchange: Exchange = ALONE,
     ) -> None:
         self.optimizer = optimizer
         self._parameters, self._exchange = parameters, exchange
         self._buckets: list[Bucket] = []
-        if exchange is not None or any(_is_short(parameter) for parameter in parameters):
+        if exchange is not ALONE or any(_is_short(parameter) for parameter in parameters):
             groups = {
                 p: index
                 for index, group in enumerate(optimizer.param_groups)
                 for p in group["params"]
             }
-            ordered = sorted(parameters, key=self._owner)
-            for run in runs(ordered, UPDATE_BUCKET_BYTES, self._owner, cut=True):
-                self._buckets.append(
-                    Bucket(ResidentWeights(run), optimizer, groups, self._owner(run[0].parameter))
-                )
+            ordered = sorted(parameters, key=exchange.owner)
+            for run in runs(ordered, UPDATE_BUCKET_BYTES, exchange.owner, cut=True):
+                owner = exchange.owner(run[0].parameter)
+                self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, owner))
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def zero_grad(self) -> None:
         """Gradients become zero."""
@@ -74,13 +78,12 @@ class DeviceOptimizer:
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
                     bucket.step(settings, coefficient)
-            if self._exchange is not None:
-                for bucket in self._buckets:
-                    self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
+            for bucket in self._buckets:
+                self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this replica steps ``parameter``."""
-        return self._exchange is None or self._exchange.owns(parameter)
+        return self._exchange.owns(parameter)
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is known of ``parameter``: states, and its weights in full precision (``master``) where its own are not.
@@ -106,9 +109,6 @@ class DeviceOptimizer:
         self.optimizer.state.clear()
         for bucket in self._buckets:
             bucket.reset()
-
-    def _owner(self, parameter: Tensor) -> int:
-        return 0 if self._exchange is None else self._exchange.owner(parameter)
 
 
 def _is_short(parameter: Tensor) -> bool:

@@ -357,7 +357,7 @@ def sync_for(
         }
         sync = NoSync(told, reduced)
     following: list[Following] = []
-    if mesh.replicas is not None and stage.streamed is not None:
+    if mesh.replicas is not None and isinstance(stage.streamed, StreamedParameters):
         following.append(StreamedSum(stage.streamed, mesh.replicas, SHORT.get(config.compress)))
     if stage.norms.differ:
         following.append(StatisticsAverage(stage.norms))

@@ -64,6 +64,64 @@ class Exchange(Protocol):
         """Make ``tensors`` equal to those of the replica that owns ``parameter``; all call in the same order."""
 
 
+class Alone:
+    """No exchange: one replica, which steps everything."""
+
+    def owner(self, parameter: Tensor) -> int:  # noqa: ARG002
+        """The first."""
+        return 0
+
+    def owns(self, parameter: Tensor) -> bool:  # noqa: ARG002
+        """This one."""
+        return True
+
+    def spread(self, parameter: Tensor, tensors: list[Tensor]) -> None:
+        """Nobody else has them."""
+
+
+ALONE = Alone()
+
+
+class NothingBelow:
+    """No parameter is stepped below the device."""
+
+    stall_seconds = 0.0
+
+    def set_rate(self, rate: float) -> None:
+        """Nothing is stepped."""
+
+    def zero_grad(self) -> None:
+        """There are none."""
+
+    def reduced(self, parameter: Tensor) -> None:
+        """It stays."""
+
+    def commit(self, coefficient: Tensor | None = None) -> None:
+        """Nothing is stepped."""
+
+    def skip(self) -> None:
+        """Nothing is stepped."""
+
+    def ready(self, parameters: Iterable[Tensor]) -> None:
+        """All may be used."""
+
+    def finish(self) -> None:
+        """All may be used."""
+
+    def reset(self) -> None:
+        """There are no states."""
+
+    def states(self, parameter: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+        """None."""
+        return {}
+
+    def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
+        """Nothing of it is here."""
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
 class HostOptimizer:
     """Steps the parameters of ``optimizer``, which itself never steps: its groups say what is stepped, and how.
 
@@ -80,7 +138,7 @@ class HostOptimizer:
         *,
         copies: CopyEngine,
         store: Store | None = None,
-        exchange: Exchange | None = None,
+        exchange: Exchange = ALONE,
         extra: Sequence[BucketWeights] = (),
         bucket_bytes: int | None = None,
     ) -> None:
@@ -93,7 +151,9 @@ class HostOptimizer:
         self._home: InHostMemory | InStore = InHostMemory() if store is None else InStore(store)
         self._stepping = ThreadPoolExecutor(1, "parallax-update", initializer=copies.adopt)
         self._spreading = (
-            ThreadPoolExecutor(1, "parallax-spread", initializer=copies.adopt) if exchange else None
+            None
+            if exchange is ALONE
+            else ThreadPoolExecutor(1, "parallax-spread", initializer=copies.adopt)
         )
         groups = {
             p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
@@ -105,12 +165,14 @@ class HostOptimizer:
             )
         cut = not isinstance(optimizer, _WHOLE)
         found = list(
-            runs([p for p in parameters if p in groups], bucket_bytes, self._owner, cut=cut)
+            runs([p for p in parameters if p in groups], bucket_bytes, exchange.owner, cut=cut)
         )
         self._pinned = copies.arena(sum(_place_bytes(segments) for segments in found))
         ends = list(accumulate((_place_bytes(segments) for segments in found), initial=0))
         self._buckets = [
-            Bucket(self._weights(run, copies, at), optimizer, groups, self._owner(run[0].parameter))
+            Bucket(
+                self._weights(run, copies, at), optimizer, groups, exchange.owner(run[0].parameter)
+            )
             for run, at in zip(found, ends)
         ]
         self._buckets += [Bucket(weights, optimizer, groups, None) for weights in extra]
@@ -118,6 +180,11 @@ class HostOptimizer:
         for bucket in self._buckets:
             for parameter in dict.fromkeys(segment.parameter for segment in bucket.segments):
                 self._of.setdefault(parameter, []).append(bucket)
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def reduced(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is final: a bucket comes down when all of its gradients are."""
@@ -237,7 +304,6 @@ class HostOptimizer:
         self.update_seconds += time.perf_counter() - start
 
     def _spread(self, bucket: Bucket, stepped: Future[None] | None) -> None:
-        assert self._exchange is not None
         if stepped is not None:
             stepped.result()
         with self._noting_failure(), torch.no_grad():
@@ -275,13 +341,7 @@ class HostOptimizer:
 
     def _steps(self, bucket: Bucket) -> bool:
         """Whether it is stepped here."""
-        return bucket.owner is None or self._owns(bucket.segments[0].parameter)
-
-    def _owner(self, parameter: Tensor) -> int:
-        return 0 if self._exchange is None else self._exchange.owner(parameter)
-
-    def _owns(self, parameter: Tensor) -> bool:
-        return self._exchange is None or self._exchange.owns(parameter)
+        return bucket.owner is None or self._exchange.owns(bucket.segments[0].parameter)
 
     def _weights(
         self, segments: Sequence[ParameterSegment], copies: CopyEngine, at: int
@@ -290,7 +350,8 @@ class HostOptimizer:
         if not size:
             return ResidentWeights(segments)
         place = self._pinned.data[at : at + size]
-        return CopiedWeights(segments, copies, place, owned=self._owns(segments[0].parameter))
+        owned = self._exchange.owns(segments[0].parameter)
+        return CopiedWeights(segments, copies, place, owned=owned)
 
 
 def _place_bytes(segments: Sequence[ParameterSegment]) -> int:
