@@ -104,7 +104,10 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 
 
 def prepared(
-    *overrides: str, name: str = "run", plan: Callable[[Plan], Plan] = lambda plan: plan
+    *overrides: str,
+    name: str = "run",
+    replicas: tuple[int, ...] = (1, 1),
+    plan: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Path:
     """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything."""
     settings = config.compose([*overrides, f"name={name}"])
@@ -112,7 +115,7 @@ def prepared(
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config.dump(settings))
     made = make_plan(
-        build_chain(settings), replicas=(1, 1), global_batch=settings.trainer.global_batch
+        build_chain(settings), replicas=replicas, global_batch=settings.trainer.global_batch
     )
     plan(made).save(folder / "plan.yaml")
     trust.remember(folder, trust.class_paths(config.dump(settings)))

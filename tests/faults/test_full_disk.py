@@ -67,7 +67,7 @@ def test_a_run_goes_on_without_its_logs(here: Path) -> None:
 def test_a_checkpoint_that_cannot_be_written_keeps_the_last(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
-    run = prepared(*LONG, "logger.events=false", "trainer.steps=2")
+    run = prepared(*LONG, "logger.events=false", "trainer.steps=2", replicas=(1,))
     assert called("train", "--run-dir", str(run))[0] == 0
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("\n  steps: 2\n", "\n  steps: 4\n"))

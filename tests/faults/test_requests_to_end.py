@@ -114,9 +114,7 @@ def last_step(run: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code", "to"),
     [
-        pytest.param(
-            signal.SIGTERM, 143, "launcher", marks=pytest.mark.thorough
-        ),  # as what goes on bit for bit
+        (signal.SIGTERM, 143, "launcher"),
         (signal.SIGINT, 130, "all"),
         pytest.param(
             signal.SIGTERM, 143, "rank", marks=pytest.mark.thorough
@@ -163,6 +161,7 @@ def is_served(
     return step
 
 
+@pytest.mark.thorough  # as a run that is resumed after its end, in test_runs.py
 def test_what_was_stopped_goes_on_bit_for_bit(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
