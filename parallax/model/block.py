@@ -102,6 +102,11 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among :func:`leaves`."""
+    return (part for _, part in leaves(value) if isinstance(part, Tensor))
+
+
 def _has_names(value: Any) -> bool:
     """Whether ``value`` is a named tuple, of Python or, such as what torch.max returns, of C."""
     return isinstance(value, tuple) and (

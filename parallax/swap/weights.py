@@ -6,7 +6,7 @@ bfloat16 adds up there. Masters are made from the weights when they are first st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from parallax.machine.device import CopyEngine, Event
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
 
 
 class ParameterSegment(NamedTuple):
@@ -28,6 +29,38 @@ class ParameterSegment(NamedTuple):
     def whole(self) -> bool:
         """Whether it is all of the parameter."""
         return self.stop - self.start == self.parameter.numel()
+
+
+def aligned_runs(
+    parameters: Iterable[nn.Parameter],
+    run_bytes: int,
+    kind: Callable[[nn.Parameter], object],
+    *,
+    cut: bool,
+    size: Callable[[ParameterSegment], int] | None = None,
+) -> Iterator[list[ParameterSegment]]:
+    """``parameters``, in order, in runs of one ``kind`` and of at most ``run_bytes`` of what a segment's ``size`` is,
+    its bytes where nobody says. What may not be ``cut``, or does not lie in one piece, is in one run whole, which may
+    then be longer."""
+    run: list[ParameterSegment] = []
+    room, known = 0, None
+    for parameter in parameters:
+        whole = not (cut and parameter.is_contiguous())
+        at, count, item = 0, parameter.numel(), parameter.element_size()
+        while at < count:
+            least = count - at if whole else min(_LANES, count - at)
+            if run and (room < least * item or kind(parameter) != known):
+                yield run
+                run = []
+            if not run:
+                room, known = run_bytes, kind(parameter)
+            fitting = max(1, room // item // _LANES) * _LANES
+            stop = count if whole else min(count, at + fitting)
+            run.append(ParameterSegment(parameter, at, stop))
+            room -= (size or bytes_of)(run[-1])
+            at = stop
+    if run:
+        yield run
 
 
 class BucketWeights(Protocol):

@@ -24,10 +24,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
+from parallax.model.block import tensors_in
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.blocks import block_by_block, tie_costs
@@ -157,8 +157,7 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        written = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
-        read = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
+        written, read = list(tensors_in(out)), list(tensors_in((args, kwargs)))
         fresh = [tensor for tensor in written if self._remember(tensor.untyped_storage())]
         formula = _ATTENTION.get(func.name()) or flop_registry.get(func._overloadpacket)
         if formula is not None:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from parallax.runtime.optim.scaling import GradientCorrection
-from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, runs, settings_of
+from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, settings_of
 from parallax.swap.optimizer.host import ALONE, Exchange
-from parallax.swap.weights import ResidentWeights, stepped_in
+from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
 
 # Of weights; gradients are widened, and new weights sent, for so many at one time.
 UPDATE_BUCKET_BYTES = 32 * 2**20
@@ -51,7 +51,11 @@ class DeviceOptimizer:
                 for p in group["params"]
             }
             ordered = sorted(parameters, key=exchange.owner)
-            for run in runs(ordered, UPDATE_BUCKET_BYTES, exchange.owner, cut=True):
+
+            def alike(parameter: nn.Parameter) -> object:
+                return parameter.dtype, exchange.owner(parameter)
+
+            for run in aligned_runs(ordered, UPDATE_BUCKET_BYTES, alike, cut=True):
                 owner = exchange.owner(run[0].parameter)
                 self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, owner))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
+from parallax.swap.optimizer.clones import independent_clone
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
 from parallax.swap.weights import (
@@ -23,7 +24,6 @@ from parallax.swap.weights import (
 )
 
 MASTER = "master"  # a state's key: the weights themselves, in full precision
-_LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
 
 
 class _BucketPlace(NamedTuple):
@@ -59,7 +59,7 @@ class Bucket:
         for segment, stepped in zip(self.segments, self._stepped):
             members.setdefault(groups[segment.parameter], []).append(stepped)
         self._groups = list(members)
-        self._kernel = _same_kind(
+        self._kernel = independent_clone(
             optimizer, [{**settings_of(optimizer, g), "params": members[g]} for g in members]
         )
 
@@ -251,37 +251,6 @@ class InStore:
             self._going.pop()[1].wait()
 
 
-def runs(
-    parameters: Sequence[nn.Parameter],
-    bucket_bytes: int,
-    owner: Callable[[Tensor], int],
-    *,
-    cut: bool,
-) -> Iterator[list[ParameterSegment]]:
-    """``parameters`` in runs of at most ``bucket_bytes``, of one type and one owner, and so the same on all replicas.
-    What may not be ``cut``, or does not lie in one piece, is in one run whole."""
-    run: list[ParameterSegment] = []
-    room, kind = 0, None
-    for parameter in parameters:
-        most = max(_LANES, bucket_bytes // parameter.element_size())
-        at, count = 0, parameter.numel()
-        while at < count:
-            if not run or room < _LANES or kind != (parameter.dtype, owner(parameter)):
-                if run:
-                    yield run
-                run, room, kind = [], most, (parameter.dtype, owner(parameter))
-            stop = (
-                min(count, at + room // _LANES * _LANES)
-                if cut and parameter.is_contiguous()
-                else count
-            )
-            run.append(ParameterSegment(parameter, at, stop))
-            room -= stop - at
-            at = stop
-    if run:
-        yield run
-
-
 def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
     """What is known of a whole parameter from what is known of its segments; scalars are the same in all."""
     found: dict[str, list[Tensor]] = {}
@@ -299,18 +268,6 @@ def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
         if key != "params"
     }
     return {**found, "capturable": False} if "capturable" in found else found
-
-
-def _same_kind(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """An optimizer of the same class over other parameters. Its own ``__init__`` may ask for anything; what it set,
-    beside the groups, is taken over."""
-    kernel = object.__new__(type(optimizer))
-    torch.optim.Optimizer.__init__(kernel, groups, dict(optimizer.defaults))
-    for key, value in vars(optimizer).items():
-        vars(kernel).setdefault(key, value)
-    return kernel
 
 
 def _join(values: list[Tensor], parameter: Tensor) -> Tensor:

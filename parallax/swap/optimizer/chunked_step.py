@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.errors import ConfigError, SwapError
+from parallax.swap.optimizer.clones import shallow_clone
 
 # These look at all parameters together whatever their settings, others by such a setting: they clip or divide by the
 # norm of all gradients inside ``step``. Of a piece the norm would be another, and nothing would tell.
@@ -50,8 +51,8 @@ class ChunkedStep:
             _Group(index, {**self._groups[index], "params": found})
             for index, found in parameters.items()
         ]
-        other: Optimizer = object.__new__(type(self._optimizer))
-        vars(other).update(self._attributes, param_groups=[group.narrow for group in groups])
+        narrow = [group.narrow for group in groups]
+        other = shallow_clone(self._optimizer, self._attributes, narrow)
         self._stand_ins.append((other, groups))
         return other
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from parallax.errors import SwapError
 from parallax.machine.device import CopyEngine
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.swap.optimizer.buckets import Bucket, InHostMemory, InStore, joined, runs, settings_of
+from parallax.swap.optimizer.buckets import Bucket, InHostMemory, InStore, joined, settings_of
 from parallax.swap.optimizer.chunked_step import check_per_parameter
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import (
@@ -40,6 +40,7 @@ from parallax.swap.weights import (
     CopiedWeights,
     ParameterSegment,
     ResidentWeights,
+    aligned_runs,
     bytes_of,
     stepped_in,
 )
@@ -164,8 +165,9 @@ class HostOptimizer:
                 STATE_BUCKET_BYTES if store is not None else min(_LARGE_BUCKET_BYTES, part)
             )
         cut = not isinstance(optimizer, _WHOLE)
+        stepped = [parameter for parameter in parameters if parameter in groups]
         found = list(
-            runs([p for p in parameters if p in groups], bucket_bytes, exchange.owner, cut=cut)
+            aligned_runs(stepped, bucket_bytes, lambda p: (p.dtype, exchange.owner(p)), cut=cut)
         )
         self._pinned = copies.arena(sum(_place_bytes(segments) for segments in found))
         ends = list(accumulate((_place_bytes(segments) for segments in found), initial=0))

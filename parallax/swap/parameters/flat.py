@@ -28,9 +28,7 @@ from parallax.errors import SwapError
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, is_over, span
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
-from parallax.swap.weights import ParameterSegment
-
-_LANES = 64  # elements; a parameter is cut where the optimizer's kernels cut no vector
+from parallax.swap.weights import aligned_runs
 
 
 class _State(enum.Enum):
@@ -254,26 +252,9 @@ class FlatParameter:
     ) -> Iterator[Chunk]:
         """In runs of one type, either all trained or none."""
         start = 0
-        for _, alike in itertools.groupby(parameters, key=lambda p: (p.requires_grad, p.dtype)):
-            run: list[ParameterSegment] = []
-            room = chunk_bytes
-            for parameter in alike:
-                at, count, item = 0, parameter.numel(), parameter.element_size()
-                while at < count:
-                    if run and room < min(
-                        (count - at if not cut else _LANES) * item, (count - at) * item
-                    ):
-                        yield Chunk(run, start, self.tier, self._gradients, self._age)
-                        start, run, room = (
-                            start + sum(span(segment) for segment in run),
-                            [],
-                            chunk_bytes,
-                        )
-                    most = max(1, room // item // _LANES) * _LANES
-                    stop = min(count, at + most) if cut else count
-                    run.append(ParameterSegment(parameter, at, stop))
-                    room -= span(run[-1])
-                    at = stop
+        for run in aligned_runs(
+            parameters, chunk_bytes, lambda p: (p.requires_grad, p.dtype), cut=cut, size=span
+        ):
             yield Chunk(run, start, self.tier, self._gradients, self._age)
             start += sum(span(segment) for segment in run)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from parallax.errors import SwapError, check_positive
+from parallax.model.block import tensors_in
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, is_over
 from parallax.swap.parameters.flat import FlatParameter
@@ -150,8 +151,8 @@ class StreamedParameters:
     def before_backward(self, block: int, result: Any, given: Any = ()) -> None:
         """Enter ``block`` when the backward comes to its ``result``. What the block only passes on, of what it was
         ``given``, belongs to another block."""
-        passed = {tensor.grad_fn for tensor in _tensors(given)}
-        for node in {tensor.grad_fn for tensor in _tensors(result)} - passed:
+        passed = {tensor.grad_fn for tensor in tensors_in(given)}
+        for node in {tensor.grad_fn for tensor in tensors_in(result)} - passed:
             if node is not None:
                 node.register_prehook(lambda _: self._enter_backward(block))
 
@@ -238,12 +239,6 @@ class StreamedParameters:
                 flat.clear_gradients(to_none=set_to_none)
             self._reserved = 0
             self._visits.restart()
-
-    def invalidate(self) -> None:
-        """What is on the device is old: somebody else has written below."""
-        with self._lock:
-            for flat in self._flats:
-                flat.stale = True
 
     def read_full(self, block: int) -> list[Tensor]:
         """The values of :meth:`parameters`, in host memory, without a visit to the device."""
@@ -424,12 +419,3 @@ class StreamedParameters:
     def _note(self, more: int = 0) -> None:
         held = self._weights() + self._gradients() + more
         self._statistics.high_water = max(self._statistics.high_water, held)
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, (tuple, list, dict)):
-        for inner in nest.values() if isinstance(nest, dict) else nest:
-            yield from _tensors(inner)
