@@ -300,8 +300,8 @@ def load_states(
     is no place to step in they come up to be stepped, those of three buckets at a time. A share is rounded up to whole
     parameters. Parameters below come up for each forward and each backward, two blocks at a time, the one that runs and
     the next; the gradients of a block go down, where those of all micro-batches are summed: what is there comes up to
-    be added to. What is new is written before the old is given up. Replicas hold one copy of the states below together,
-    unless their parameters stream, and one copy of those on the device where they are sharded.
+    be added to. Replicas hold one copy of the states below together, unless their parameters stream, and one copy of
+    those on the device where they are sharded.
     """
     parameter_bytes, largest = sizes.parameters, sizes.block
     per_byte = profile.optimizer_bytes + profile.master_bytes
@@ -316,10 +316,10 @@ def load_states(
     if not device.swaps_to.steps:
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
-    twice = math.ceil(min(largest, streamed and parameter_bytes) * (1 + profile.gradient_bytes))
     stepped = below.optimizer * parameter_bytes
     moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
-    passing = _passing_bytes(profile, sizes, moving) if device.swaps_to.steps else 0.0
+    passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
+    passing += max(visiting, _twice_bytes(profile, sizes, streamed))
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
     on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))
@@ -331,13 +331,7 @@ def load_states(
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
         staging_bytes=window,
-        host_bytes=mine
-        + rounding
-        + streamed
-        + gone
-        + max(visiting, twice)
-        + pages
-        + math.ceil(passing),
+        host_bytes=mine + rounding + streamed + gone + pages + passing,
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
@@ -350,6 +344,11 @@ def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
     stepped are copies."""
     copies = 1 if profile.master_bytes else 2
     return copies * min(sizes.parameters, moving + (sizes.block if moving else 0))
+
+
+def _twice_bytes(profile: ModelProfile, sizes: Sizes, streamed: int) -> int:
+    """What is new of a block is written before the old is given up."""
+    return math.ceil(min(sizes.block, streamed and sizes.parameters) * (1 + profile.gradient_bytes))
 
 
 def _rounding_bytes(
