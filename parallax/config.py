@@ -38,7 +38,7 @@ from parallax.common.documents import (
     take_keys,
     take_options,
 )
-from parallax.common.typed import build, checked, defaults, members, refuse, unknown
+from parallax.common.typed import build, checked, defaults, in_one_line, members, refuse, unknown
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.precision import PrecisionConfig
@@ -376,7 +376,10 @@ def _read_run(tree: Any) -> RunConfig:
             check_choice(f"{group}.name", name, sorted(named))
             chosen, label = named[name], f"{group}={name}"
         parts[group] = build(chosen, checked(chosen, parts[group], group, label), f"{group}.")
-    return typing.cast(RunConfig, build(RunConfig, parts, ""))
+    run = typing.cast(RunConfig, build(RunConfig, parts, ""))
+    with in_one_line():
+        run.plan.load_schedule()
+    return run
 
 
 def _one_line(error: Exception) -> str:

@@ -148,14 +148,14 @@ class Mesh:
                 dist.destroy_process_group(group)
 
     @property
-    def stages(self) -> range:
+    def stages(self) -> tuple[int, ...]:
         """The stages of this rank: one, unless several share its position."""
-        return range(self.stage, len(self.plan.stages), self.plan.positions)
+        return self.plan.stages_of(self.stage)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.stage == self.plan.positions - 1
+        return self.stage == self.plan.position(len(self.plan.stages) - 1)
 
     @property
     def replica_count(self) -> int:
@@ -188,8 +188,10 @@ def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
 
 
 def _edges(plan: Plan) -> Iterator[Edge]:
-    """Every way between ranks of neighbour stages that may share rows."""
+    """Every way between ranks of neighbour stages that may share rows; none within a position."""
     for boundary in range(len(plan.stages) - 1):
+        if plan.hands_over(boundary):
+            continue
         for low, high in itertools.product(plan.ranks(boundary), plan.ranks(boundary + 1)):
             yield Edge(low, high, boundary, backward=False)
             yield Edge(high, low, boundary, backward=True)

@@ -45,7 +45,7 @@ from parallax.plan.cluster import Cluster
 from parallax.plan.cost.stage import OffloadFractions, load_stage
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.schedule import in_flight
+from parallax.plan.schedule import SCHEDULES
 from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.plan.work import ModelWork
 
@@ -70,7 +70,7 @@ STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 FITTED = ("matmul", "bandwidth")
 FOLDS = 3
 """Of so many parts of the runs, each is predicted by a calibration to the others."""
-SCHEDULE = "1f1b"
+SCHEDULE = SCHEDULES["1f1b"]
 START = default_efficiency(device_kind(DEVICE))
 
 
@@ -182,7 +182,7 @@ class Case:
                 device=device,
                 below=OffloadFractions(stage.optimizer_offload),
             )
-            flight = in_flight(SCHEDULE, len(self.partition), index, self.micro_batches)
+            flight = SCHEDULE.in_flight(len(self.partition), index, self.micro_batches)
             widened = self.widened(profile, stage.start, stage.stop, replicas)
             found.append({**load.memory(flight, stage.swap_limit_bytes), "widened": widened})
         return found

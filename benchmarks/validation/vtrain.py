@@ -47,6 +47,7 @@ from parallax.plan.cluster import Cluster, Node
 from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.plan.schedule import SCHEDULES
 from parallax.plan.simulation.predict import Pipeline
 from parallax.plan.simulation.predict import predict as planned
 from parallax.plan.work import ModelWork
@@ -222,7 +223,7 @@ def simulate(run: Run, efficiency: Efficiency) -> float:
         node, nodes=(Node(name="node", devices=(roomy,) * devices, concurrent=devices),), local=link
     )
     pipeline = Pipeline(
-        schedule="1f1b",
+        schedule=SCHEDULES["1f1b"],
         stages=stages,
         global_batch=run.global_batch,
         microbatch=run.rows * run.data,

@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print it; the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
     if words := words_of(parsed):  # nothing below needs the schedule itself
-        know_schedule(plan, plan_file(parsed.plan), words)
+        plan = know_schedule(plan, plan_file(parsed.plan), words)
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)
     rows, tables = _swap_rows(ranks, directory)

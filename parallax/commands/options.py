@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from parallax.errors import ConfigError, printable
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import ORDERS, load_schedule, register_schedule
+from parallax.plan.schedule import SCHEDULES, named, register_schedule
+from parallax.plan.schedule.own import asked
 
 RUNS = Path("runs")
 HOUR = 3600.0
@@ -77,26 +79,26 @@ def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], No
     return ask
 
 
-def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> None:
-    """Make the plan's schedule known where it is one of the user's own and the user has named it, see
+def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> Plan:
+    """The plan with its schedule known also where it is one of the user's own and the user has named it, see
     :mod:`parallax.common.trust`."""
-    key, typed = "plan.schedule", words.get("plan.schedule", "")
-    if plan.schedule in ORDERS or ":" in plan.schedule:
-        if typed not in ("", plan.schedule):
+    key, typed, name = "plan.schedule", words.get("plan.schedule", ""), plan.schedule.name
+    if name in SCHEDULES or ":" in name:
+        if typed not in ("", name):
             raise ConfigError(
-                f"{key}={printable(typed)}: the schedule of {printable(str(file))} is {plan.schedule}"
+                f"{key}={printable(typed)}: the schedule of {printable(str(file))} is {name}"
             )
-        if plan.schedule not in ORDERS:
-            check_named(file, {key: plan.schedule}, [f"{key}={typed}"])
-            load_schedule(plan.schedule)
-        return
+        if name not in SCHEDULES:
+            check_named(file, {key: name}, [f"{key}={typed}"])
+        return replace(plan, schedule=asked(name))
     # A name given by parallax.register_schedule says nothing of where the function is.
     if not typed:
         raise ConfigError(
-            f"{printable(str(file))} has the schedule {plan.schedule}, which nobody has registered here: add "
+            f"{printable(str(file))} has the schedule {name}, which nobody has registered here: add "
             f"{key}=package.module:function, its function"
         )
-    register_schedule(plan.schedule, load_target(key, typed))
+    register_schedule(name, load_target(key, typed))
+    return replace(plan, schedule=named(name))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +151,7 @@ def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)
-    know_schedule(plan, file, words)
-    return plan, inputs
+    return know_schedule(plan, file, words), inputs
 
 
 def check_writable(option: str, path: Path) -> None:

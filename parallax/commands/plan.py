@@ -87,8 +87,9 @@ def run(parsed: argparse.Namespace) -> int:
     with writing("--output", parsed.output) as path:
         planned.plan.save(path)
         Inputs(planned.profile, planned.cluster).save(inputs_path(path))
-    if ":" in planned.plan.schedule:
-        remember(parsed.output.parent, {"plan.schedule": planned.plan.schedule})
+    name = planned.plan.schedule.name
+    if ":" in name:
+        remember(parsed.output.parent, {"plan.schedule": name})
     if parsed.json:
         print_json({**planned.plan.to_dict(), "hash": planned.plan.hash()})
         return 0

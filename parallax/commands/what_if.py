@@ -98,7 +98,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
         fits=True,
         devices=plan.world_size,
         replicas=tuple(stage.replicas for stage in plan.stages[: plan.positions]),
-        schedule=plan.schedule,
+        schedule=plan.schedule.name,
         microbatch=plan.microbatch,
         step_seconds=seconds,
         tokens_per_second=plan.global_batch * tokens_per_row(config) / seconds

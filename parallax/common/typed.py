@@ -8,6 +8,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from parallax.common.documents import shown
@@ -56,8 +57,15 @@ def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
         except (ValueError, OverflowError):
             accepted = _accepted(hint, defaults(kind).get(key))
             refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
-    try:
+    with in_one_line():
         return kind(**read)
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """What is wrong with a value, as a terminal can show it."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(printable(str(error))) from None
 

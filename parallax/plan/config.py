@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.plan import Directive
-from parallax.plan.schedule import BUILT_IN, ORDERS, load_schedule, splits
+from parallax.plan.schedule import SCHEDULES, Schedule
+from parallax.plan.schedule.own import asked
 
 AUTO = "auto"
-INTERLEAVES = (2, 4)  # stages per position that are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,8 @@ class PlanConfig:
     replan: str = "off"
 
     def __post_init__(self) -> None:
-        if ":" in self.schedule:
-            load_schedule(self.schedule)
-        check_choice("plan.schedule", self.schedule, [AUTO, *ORDERS])
+        if ":" not in self.schedule:
+            check_choice("plan.schedule", self.schedule, [AUTO, *SCHEDULES])
         check_choice("plan.activations", self.activations, [AUTO, *Directive])
         check_choice("plan.optimizer", self.optimizer, [AUTO, "device", "host"])
         check_choice("plan.parameters", self.parameters, [AUTO, "device", "host"])
@@ -58,19 +57,46 @@ class PlanConfig:
         check_count("plan.interleave", self.interleave)
         for count in self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]:
             check_count("plan.replicas", count)
-        if self.interleave not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
+        self._check_interleave()
+
+    def _check_interleave(self) -> None:
+        if AUTO in (self.schedule, self.interleave):
+            return
+        schedule, each = SCHEDULES.get(self.schedule), int(self.interleave)
+        if (schedule is None and each != 1) or (schedule is not None and not schedule.allows(each)):
+            has = 1 if schedule is None else schedule.interleaves[0]  # of the user's own: one
             raise ConfigError(
-                f"plan.interleave={self.interleave}: plan.schedule={self.schedule} has 1 stage per device"
+                f"plan.interleave={each}: plan.schedule={self.schedule} has {has} {'stage' if has == 1 else 'stages'} "
+                "per device"
             )
 
-    @property
-    def schedules(self) -> list[str]:
-        """Schedules to try."""
-        if self.interleave not in (AUTO, 1):
-            return ["interleaved"]
+    def load_schedule(self) -> None:
+        """Import a schedule of the user's own: what is wrong with it is said before anything else is done."""
         if self.schedule != AUTO:
-            return [self.schedule]
-        return [name for name in BUILT_IN if name != "interleaved" or self.interleave == AUTO]
+            asked(self.schedule)
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Schedules to try. One of the user's own is imported where it is not known yet."""
+        if self.schedule != AUTO:
+            return [asked(self.schedule)]
+        tried = [schedule for schedule in SCHEDULES.values() if schedule.searched]
+        if self.interleave == AUTO:
+            return tried
+        each = int(self.interleave)
+        return [s for s in tried if s.shares_positions == (each > 1) and s.allows(each)]
+
+    @property
+    def shares_positions(self) -> bool:
+        """Whether several stages to a device are asked for."""
+        schedule = SCHEDULES.get(self.schedule)
+        return self.interleave not in (AUTO, 1) or (
+            schedule is not None and schedule.shares_positions
+        )
+
+    def interleaves(self, schedule: Schedule) -> tuple[int, ...]:
+        """How many stages to a device are tried."""
+        return schedule.interleaves if self.interleave == AUTO else (int(self.interleave),)
 
     def check_streaming(self, model: str, *, tied: bool) -> None:
         """Raise :class:`ConfigError` where the runtime cannot have all parameters below the device, as is asked for."""
@@ -80,7 +106,7 @@ class PlanConfig:
                 "plan.parameters=device, or a model without shared parameters"
             )
         if self.parameters == "host" and all(
-            name == "interleaved" or splits(name) for name in self.schedules
+            schedule.shares_positions or schedule.splits for schedule in self.schedules
         ):
             raise ConfigError(
                 f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "

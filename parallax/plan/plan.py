@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,15 +16,12 @@ from parallax.common.documents import check_flat
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import Schedule, named
 
 VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-# Whoever runs or simulates it must know it; a file can be read without.
-_OWN_SCHEDULE = re.compile(r"[\w.:-]{1,200}")
 
 # Of parameters that are stepped at one time where their states are below the device.
 STATE_BUCKET_BYTES = 2 * 2**20
@@ -141,8 +137,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Stages in order of data. A pipeline has ``len(stages) / interleave`` positions; stage s runs on position
-    s mod positions, so each position holds ``interleave`` stages of equal replica counts.
+    """Stages in order of data. A pipeline has ``len(stages) / interleave`` positions, each with ``interleave`` stages
+    of equal replica counts; the ``schedule``, which may be given by its name, says which.
 
     ``placement`` lists the ranks position by position, replica by replica; empty means in order. ``tier`` is where
     offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
@@ -152,7 +148,7 @@ class Plan:
 
     model: str
     fingerprint: str
-    schedule: str
+    schedule: Schedule
     global_batch: int
     microbatch: int
     stages: tuple[StagePlan, ...]
@@ -171,10 +167,8 @@ class Plan:
             raise PlanError(
                 f"plan version {self.version}: this Parallax reads version {VERSION}; plan again"
             )
-        if self.schedule not in ORDERS and not _OWN_SCHEDULE.fullmatch(str(self.schedule)):
-            raise PlanError(
-                f"plan schedule {printable(str(self.schedule))}: known are {', '.join(ORDERS)}"
-            )
+        if not isinstance(self.schedule, Schedule):
+            object.__setattr__(self, "schedule", named(self.schedule))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, float, "bound_seconds")
         if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):
@@ -239,7 +233,15 @@ class Plan:
 
     def position(self, stage: int) -> int:
         """The place in the pipeline that holds a stage."""
-        return stage % self.positions
+        return self.schedule.position_of(stage, self.positions)
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """The stages that a place in the pipeline holds, in the order of the data."""
+        return self.schedule.stages_of(position, self.positions, self.interleave)
+
+    def hands_over(self, stage: int) -> bool:
+        """Whether the stage after this one is on the same position, so that nothing is sent between them."""
+        return self.schedule.hands_over(stage, self.positions)
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks of a stage, replica by replica."""
@@ -262,7 +264,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for YAML and JSON."""
-        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        plain = {**asdict(self), "schedule": self.schedule.name}
+        data: dict[str, Any] = json.loads(json.dumps(plain))
         return data
 
     @classmethod
@@ -368,7 +371,7 @@ class Plan:
 
     def _explain_position(self, position: int) -> str:
         """Where the bytes and the seconds of one position go, largest terms first."""
-        stages = self.stages[position :: self.positions]
+        stages = [self.stages[stage] for stage in self.stages_of(position)]
         rank = self.prediction.ranks[self.ranks(position)[0]]
         chosen = [directive for stage in stages for directive in stage.directives]
         doing = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)

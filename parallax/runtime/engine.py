@@ -32,7 +32,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import actions, evaluation_actions, splits
+from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
@@ -110,9 +110,8 @@ class Engine:
         self._optimizer = self._open_optimizer(configs, copies)
         self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], RankProgram] = {}
-        split = splits(plan.schedule)
         self._sync = sync_for(
-            self._stage, mesh, self._optimizer.reduced, configs.replicas, split=split
+            self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
         )
         self._channels = Channels(mesh, copies)
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
@@ -435,7 +434,7 @@ def _check_runnable(plan: Plan, chain: Chain) -> None:
         beyond += ["parameters below the device although some are shared"] if chain.ties else []
         beyond += (
             [f"parameters below the device under schedule {plan.schedule}"]
-            if splits(plan.schedule)
+            if plan.schedule.splits
             else []
         )
         beyond += (

@@ -17,7 +17,7 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.rows import micro_batch_rows
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.replicas.config import ReplicasConfig
@@ -71,10 +71,10 @@ def cases() -> list[Any]:
     third of the models."""
     turns = itertools.cycle(itertools.product(REPLICAS, DIRECTIVES))
     found: list[Any] = []
-    for model, schedule in itertools.product(MODELS, ORDERS):
+    for model, schedule in itertools.product(MODELS, SCHEDULES):
         replicas, directive = next(turns)
         found.append(Case(model, schedule, replicas, directive))
-    schedules = len(ORDERS)
+    schedules = len(SCHEDULES)
     skipped = [(i // schedules + i % schedules) % 3 > 0 for i in range(len(found))]
     found = [
         pytest.param(case, marks=pytest.mark.thorough) if skip else case
@@ -82,7 +82,7 @@ def cases() -> list[Any]:
     ]
     found += [
         Case(model, schedule, (2, 1), "keep", "bf16")
-        for model, schedule in zip(MODELS, itertools.cycle(ORDERS))
+        for model, schedule in zip(MODELS, itertools.cycle(SCHEDULES))
     ]
     return found
 
@@ -92,7 +92,7 @@ def every_case() -> list[Case]:
     layouts = [(2, 2), (1, 3, 2)]
     return [
         Case(*each)
-        for each in itertools.product(MODELS, ORDERS, layouts, DIRECTIVES, ("fp64", "bf16"))
+        for each in itertools.product(MODELS, SCHEDULES, layouts, DIRECTIVES, ("fp64", "bf16"))
     ]
 
 

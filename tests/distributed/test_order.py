@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.model.describe import describe
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from tests.distributed.pool import Pool
@@ -99,7 +99,7 @@ def job(schedule: str, positions: int, micro_batches: int, interleave: int) -> l
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_blocks_run_as_the_schedule_is_drawn(pool: Pool, schedule: str) -> None:
-    picture = re.findall(r"stage \d \| (.+)", ORDERS[schedule].__doc__ or "")
+    picture = re.findall(r"stage \d \| (.+)", SCHEDULES[schedule].ordering.__doc__ or "")
     drawn = [[cell for cell in row.split() if cell != ".."] for row in picture]
     positions, cells = len(drawn), [cell for row in drawn for cell in row]
     micro_batches = 1 + max(int(cell[1:]) for cell in cells)

@@ -19,7 +19,7 @@ from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Directive, Plan
-from parallax.plan.schedule import BUILT_IN
+from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -268,7 +268,7 @@ def cases(draw: st.DrawFn) -> Case:
     graph, rows = draw(graphs()), draw(st.integers(1, 9))
     chain = chain_of(graph)
     blocks = len(chain.blocks)
-    schedule = draw(st.sampled_from(sorted(BUILT_IN)))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     fitting = [each for each in REPLICAS if len(each) <= blocks]
     twice = (
         [each for each in fitting if 1 < len(each) <= blocks // 2]

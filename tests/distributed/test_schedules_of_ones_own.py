@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.plan.schedule import ORDERS, Action, Kind, Listing, register_schedule
+from parallax.plan.schedule import SCHEDULES, Action, Kind, Listing, register_schedule
 from tests.distributed import test_order as order
 from tests.distributed import test_transparency as transparency
 from tests.distributed.pool import Pool
@@ -58,7 +58,7 @@ def _register() -> None:
 
 def _forget() -> None:
     for name in OWN:
-        del ORDERS[name]
+        del SCHEDULES[name]
 
 
 def running(options: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
@@ -53,7 +53,7 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)], ids=str)
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_swap_is_bit_identical_under_every_schedule(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:

@@ -15,7 +15,7 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.rows import micro_batch_rows
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
@@ -147,7 +147,7 @@ def piped(case: Case) -> list[tuple[float, Gradients]]:
 
 
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lengths_and_numbers_of_micro_batches_vary(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:
@@ -226,7 +226,7 @@ def training_and_evaluating(case: Case) -> tuple[list[float], list[float], Gradi
 @pytest.mark.parametrize(
     "replicas", [pytest.param((1, 1), marks=pytest.mark.thorough), (2, 1)], ids=str
 )
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_between_steps_changes_nothing(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:

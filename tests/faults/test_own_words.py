@@ -14,7 +14,7 @@ from parallax import cli
 from parallax.commands.options import trusting
 from parallax.common import trust
 from parallax.errors import ConfigError
-from parallax.plan.schedule import ORDERS, splits
+from parallax.plan.schedule import SCHEDULES
 from parallax.run.prepare import PreparedRun
 from tests.distributed.pool import ROOT
 from tests.faults.commands import DGX, call, one_line, prepared
@@ -34,17 +34,15 @@ def folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     """An empty folder, a cache of its own, and no schedule but the built-in ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(ROOT / "examples")
-    known = set(ORDERS)
+    known = set(SCHEDULES)
     yield here
-    for name in ORDERS.keys() - known:
-        del ORDERS[name]
-    splits.cache_clear()
+    for name in SCHEDULES.keys() - known:
+        del SCHEDULES[name]
 
 
 def forget(name: str) -> None:
     """As in the next process."""
-    del ORDERS[name]
-    splits.cache_clear()
+    del SCHEDULES[name]
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -61,7 +59,7 @@ def test_a_schedule_of_ones_own_is_explained_and_simulated(
     forget("own_schedule:halved")
     assert cli.main(["explain", "plan.yaml"]) == 0
     assert cli.main(["plan", "--diff", "plan.yaml", "plan.yaml"]) == 0
-    assert "own_schedule:halved" not in ORDERS  # neither needs the function
+    assert "own_schedule:halved" not in SCHEDULES  # neither needs the function
     assert cli.main(["simulate", "plan.yaml", "--json"]) == 0  # named when it was planned
     forget("own_schedule:halved")
 
@@ -79,7 +77,7 @@ def test_a_schedule_of_ones_own_is_explained_and_simulated(
     assert "accepted are the class paths" in said(
         capfd, "simulate", "theirs/plan.yaml", "plan.stages=3"
     )
-    assert "own_schedule:halved" not in ORDERS
+    assert "own_schedule:halved" not in SCHEDULES
     for command in ("explain", "simulate"):
         assert cli.main([command, "theirs/plan.yaml", "--json", OWN]) == 0
 
@@ -94,7 +92,7 @@ def test_a_schedule_that_a_script_registered(
     assert cli.main(["explain", "plan.yaml"]) == 0
     assert "add plan.schedule=package.module:function" in said(capfd, "simulate", "plan.yaml")
     assert cli.main(["simulate", "plan.yaml", OWN]) == 0
-    assert "by-halves" in ORDERS
+    assert "by-halves" in SCHEDULES
 
 
 def stranger(folder: Path, key: str) -> Path:

@@ -14,7 +14,6 @@ from parallax.plan.cost.stage import load_block, load_stage
 from parallax.plan.cost.traffic import TIER_FLOOR, TIER_SLACK
 from parallax.plan.plan import Directive
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import in_flight
 from parallax.plan.search.exact_stage import TIE
 from parallax.plan.search.request import Request, Shape
 
@@ -121,11 +120,11 @@ def brute_force(request: Request, *, always: bool = False) -> float:
     blocks, devices, batch = len(request.profile.blocks), len(request.devices), request.global_batch
     known: dict[Any, Any] = {}
     least = math.inf
-    schedules = [schedule for schedule in request.schedules if schedule != "interleaved"]
+    schedules = [schedule for schedule in request.schedules if not schedule.shares_positions]
     for schedule, parts in itertools.product(schedules, range(1, min(blocks, devices) + 1)):
         for micro in request.sizes(parts, schedule):
             shape = Shape(schedule, micro, parts)
-            if parts == 1 and request.config.schedule == "auto" and schedule != "1f1b":
+            if parts == 1 and request.config.schedule == "auto" and schedule.name != "1f1b":
                 continue  # all would be the same
             if (
                 parts > 1
@@ -145,7 +144,7 @@ def brute_force(request: Request, *, always: bool = False) -> float:
                     for s, r in enumerate(replicas):
                         rows, flight = (
                             -(-micro // r),
-                            in_flight(schedule, parts, s, micro_batch_count(batch, micro)),
+                            schedule.in_flight(parts, s, micro_batch_count(batch, micro)),
                         )
                         key = bounds[s], bounds[s + 1], r, rows, flight, shape.split
                         if key not in known:

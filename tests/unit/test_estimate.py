@@ -11,7 +11,7 @@ from parallax.plan.cost.estimate import ANY_DEVICE, estimate, stage_counts, with
 from parallax.plan.cost.stage import load_stage
 from parallax.plan.plan import Directive
 from parallax.plan.profile import ModelProfile
-from parallax.plan.schedule import in_flight
+from parallax.plan.schedule import SCHEDULES
 
 MODEL = TransformerConfig(layers=6, hidden=64, heads=2, vocabulary=1024, sequence=64)
 
@@ -46,7 +46,7 @@ def test_no_cut_needs_less(stages: int, directive: Directive) -> None:
     rows, micro_batches = 2, 4
     profile = without_seconds(MODEL.work("fp32"))
     blocks = len(profile.blocks)
-    flights = [in_flight("1f1b", stages, stage, micro_batches) for stage in range(stages)]
+    flights = [SCHEDULES["1f1b"].in_flight(stages, stage, micro_batches) for stage in range(stages)]
     least = min(
         max(
             peak(profile, directive, a, b, rows, flight)

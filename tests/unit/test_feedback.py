@@ -91,7 +91,9 @@ def test_what_an_old_plan_measured_is_put_aside(tmp_path: Path) -> None:
     predicted = replace(plan.prediction, step_seconds=plan.prediction.step_seconds + 1)
     _set_aside(tmp_path, replace(plan, prediction=predicted))  # the same decisions
     assert (tmp_path / "events-rank0.jsonl").exists()
-    _set_aside(tmp_path, replace(plan, schedule="gpipe" if plan.schedule != "gpipe" else "1f1b"))
+    _set_aside(
+        tmp_path, replace(plan, schedule="gpipe" if plan.schedule.name != "gpipe" else "1f1b")
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", f"before-{plan.hash()}"}
     kept = {path.name for path in (tmp_path / f"before-{plan.hash()}").iterdir()}
     assert kept == {

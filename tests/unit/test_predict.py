@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parallax.plan.cluster import Cluster, Link
-from parallax.plan.schedule import ORDERS
+from parallax.plan.schedule import SCHEDULES
 from parallax.plan.simulation import predict as predicting
 from parallax.plan.simulation.predict import Pipeline, best_placement, predict
 from tests.unit.plan_fakes import block, cluster, profile, stages
@@ -26,7 +26,7 @@ def pipeline(
     count = positions * interleave
     cuts = [8 * s // count for s in range(count + 1)]
     return Pipeline(
-        schedule=schedule,
+        schedule=SCHEDULES[schedule],
         stages=tuple(stages(cuts, [replicas] * count)),
         global_batch=rows,
         microbatch=replicas,
@@ -35,7 +35,7 @@ def pipeline(
     )
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("positions", [2, 4])
 def test_very_many_micro_batches_take_what_all_of_them_would(
     schedule: str, positions: int, monkeypatch: pytest.MonkeyPatch
@@ -49,7 +49,7 @@ def test_very_many_micro_batches_take_what_all_of_them_would(
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-9)
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_timed_and_simulated_agree_where_nothing_is_shared(
     schedule: str, replicas: int, monkeypatch: pytest.MonkeyPatch

@@ -18,41 +18,41 @@ from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import (
-    ORDERS,
+    SCHEDULES,
     Action,
     Kind,
     Listing,
-    actions,
-    compute_order,
-    evaluation_actions,
-    gpipe,
-    in_flight,
+    Schedule,
+    named,
     register_schedule,
-    splits,
 )
+from parallax.plan.schedule.gpipe import gpipe
+from parallax.plan.schedule.lists import actions, evaluation_actions
+from parallax.plan.schedule.one_forward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.search import search
 from parallax.plan.simulation.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 2), (4, 4), (4, 9), (5, 3)]
-KINDS = [(schedule, 1) for schedule in ORDERS] + [("interleaved", 2), ("interleaved", 3)]
+KINDS = [(s, each) for s in SCHEDULES.values() for each in (1, 2, 3) if s.allows(each)]
 SENDS = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
 }
-SPLIT = ("zb-h1", "zb-h2")
 
 
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
 def test_every_micro_batch_goes_forward_before_it_goes_backward(
-    schedule: str, interleave: int, count: int, micro: int
+    schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
-    kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule in SPLIT else [])]
+    kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule.splits else [])]
     for position in range(count):
-        listed = compute_order(schedule, count, position, micro, interleave=interleave)
+        listed = schedule.compute_order(count, position, micro, interleave=interleave)
         assert len(listed) == len(kinds) * micro * interleave
-        for stage, m in itertools.product(range(position, count * interleave, count), range(micro)):
+        for stage, m in itertools.product(
+            schedule.stages_of(position, count, interleave), range(micro)
+        ):
             places = [listed.index(Action(kind, stage, m)) for kind in kinds]
             assert places == sorted(places)
 
@@ -60,28 +60,28 @@ def test_every_micro_batch_goes_forward_before_it_goes_backward(
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
 def test_in_flight(count: int, micro: int) -> None:
     for stage in range(count):
-        assert in_flight("1f1b", count, stage, micro) == min(micro, count - stage)
-        assert in_flight("gpipe", count, stage, micro) == micro
-        assert in_flight("interleaved", count, stage, micro) == min(micro, count - stage)
+        assert SCHEDULES["1f1b"].in_flight(count, stage, micro) == min(micro, count - stage)
+        assert SCHEDULES["gpipe"].in_flight(count, stage, micro) == micro
+        assert SCHEDULES["interleaved"].in_flight(count, stage, micro) == min(micro, count - stage)
         # Qi et al. 2024, section 2: the memory of 1F1B's first stage on all stages, and about twice that.
-        assert in_flight("zb-h1", count, stage, micro) == min(micro, count)
-        assert in_flight("zb-h2", count, stage, micro) == min(micro, 2 * count - 1)
+        assert SCHEDULES["zb-h1"].in_flight(count, stage, micro) == min(micro, count)
+        assert SCHEDULES["zb-h2"].in_flight(count, stage, micro) == min(micro, 2 * count - 1)
 
 
 def test_in_flight_of_stages_that_share_a_position() -> None:
     """Narayanan et al. 2021, section 2.2: the first position warms up with 2·(p − 1) + (v − 1)·p = 10 forwards, so
     11 are in flight; its stages have their own peaks one action apart."""
-    assert [in_flight("interleaved", 8, stage, 16, 2) for stage in (0, 4)] == [8, 4]
-    assert [in_flight("interleaved", 8, stage, 16, 2) for stage in (3, 7)] == [5, 1]
-    assert [in_flight("interleaved", 8, stage, 3, 2) for stage in (0, 4)] == [3, 3]
+    assert [INTERLEAVED.in_flight(8, stage, 16, 2) for stage in (0, 4)] == [8, 4]
+    assert [INTERLEAVED.in_flight(8, stage, 16, 2) for stage in (3, 7)] == [5, 1]
+    assert [INTERLEAVED.in_flight(8, stage, 3, 2) for stage in (0, 4)] == [3, 3]
     with pytest.raises(PlanError, match="stage 3 of 3, 2 per position: there is no such stage"):
-        in_flight("interleaved", 3, 3, 4, 2)
+        INTERLEAVED.in_flight(3, 3, 4, 2)
 
 
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
 def test_sends_and_receives_of_neighbours_match_in_order(
-    schedule: str, interleave: int, count: int, micro: int
+    schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
     """Per pair of positions and direction, whatever stages the messages are for: channels are FIFO."""
     lists = [
@@ -111,7 +111,9 @@ def test_sends_and_receives_of_neighbours_match_in_order(
 
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
-def test_what_surrounds_compute(schedule: str, interleave: int, count: int, micro: int) -> None:
+def test_what_surrounds_compute(
+    schedule: Schedule, interleave: int, count: int, micro: int
+) -> None:
     for position in range(count):
         listed = actions(schedule, count, position, micro, interleave=interleave, offload=True)
         assert listed[-2:] == [Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
@@ -138,27 +140,29 @@ def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
     """Groups are as large as there are positions, or a little larger where those do not divide the micro-batches."""
     forwards = [
         (a.stage, a.micro)
-        for a in compute_order("interleaved", 2, 0, 4, interleave=2)
+        for a in INTERLEAVED.compute_order(2, 0, 4, interleave=2)
         if a.kind == "forward"
     ]
     assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
     uneven = [
-        a.micro for a in compute_order("interleaved", 2, 0, 5, interleave=2) if a.kind == "forward"
+        a.micro for a in INTERLEAVED.compute_order(2, 0, 5, interleave=2) if a.kind == "forward"
     ]
     assert uneven == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
 
 
-@pytest.mark.parametrize("schedule", [schedule for schedule in ORDERS if schedule != "interleaved"])
-def test_only_one_schedule_interleaves(schedule: str) -> None:
-    with pytest.raises(PlanError, match="only schedule interleaved has more than one"):
-        compute_order(schedule, 2, 0, 4, interleave=2)
+@pytest.mark.parametrize(
+    "schedule", [s for s in SCHEDULES.values() if not s.shares_positions], ids=str
+)
+def test_not_every_schedule_has_several_stages_to_a_position(schedule: Schedule) -> None:
+    with pytest.raises(PlanError, match=r"it has 1; interleaved.* can have so many"):
+        schedule.compute_order(2, 0, 4, interleave=2)
 
 
 def test_evaluation_only_goes_forward() -> None:
-    listed = [str(a) for a in evaluation_actions("1f1b", 3, 1, 2)]
+    listed = [str(a) for a in evaluation_actions(ONE_FORWARD_ONE_BACKWARD, 3, 1, 2)]
     one = ["receive_activation(1, {0})", "forward(1, {0})", "send_activation(1, {0})"]
     assert listed == [text.format(m) for m in range(2) for text in one]
-    assert [str(a) for a in evaluation_actions("1f1b", 1, 0, 2)] == [
+    assert [str(a) for a in evaluation_actions(ONE_FORWARD_ONE_BACKWARD, 1, 0, 2)] == [
         "forward(0, 0)",
         "forward(0, 1)",
     ]
@@ -167,11 +171,11 @@ def test_evaluation_only_goes_forward() -> None:
 LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
 
 
-@pytest.mark.parametrize("schedule", list(ORDERS))
-def test_the_picture_is_what_the_simulator_does(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
+def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
     """One column of the docstring's picture is one unit of time; small letters are those of a position's second
     stage."""
-    picture = re.findall(r"stage (\d) \| (.+)", ORDERS[schedule].__doc__ or "")
+    picture = re.findall(r"stage (\d) \| (.+)", schedule.ordering.__doc__ or "")
     drawn = {
         (int(stage), cell): column
         for stage, row in picture
@@ -202,12 +206,12 @@ def test_the_picture_is_what_the_simulator_does(schedule: str) -> None:
 @pytest.mark.parametrize(("stage", "count", "micro"), [(2, 2, 1), (-1, 2, 1), (0, 1, 0)])
 def test_nothing_to_schedule(stage: int, count: int, micro: int) -> None:
     with pytest.raises(PlanError, match="nothing to schedule"):
-        actions("gpipe", count, stage, micro)
+        actions(SCHEDULES["gpipe"], count, stage, micro)
 
 
 def test_an_unknown_schedule_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gpipe'"):
-        compute_order("gpip", 1, 0, 1)
+        named("gpip").compute_order(1, 0, 1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -221,7 +225,7 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
     concurrent=st.sampled_from([1.0, 2.0, 50.0]),
 )
 def test_no_shape_deadlocks(
-    kind: tuple[str, int],
+    kind: tuple[Schedule, int],
     replicas: list[int],
     micro: int,
     rows: int,
@@ -246,7 +250,7 @@ def test_no_shape_deadlocks(
         interleave=interleave,
     )
     seen = Counter((span.kind, span.rank, span.stage, span.micro) for span in result.spans)
-    wanted = {Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule in SPLIT else [])}
+    wanted = {Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule.splits else [])}
     first = 0
     for position, number in enumerate(replicas):
         for rank, stage, m in itertools.product(
@@ -265,10 +269,10 @@ def test_no_shape_deadlocks(
 @pytest.fixture
 def known() -> Iterator[None]:
     """Schedules registered by a test are forgotten after it."""
-    before = dict(ORDERS)
+    before = dict(SCHEDULES)
     yield
-    ORDERS.clear()
-    ORDERS.update(before)
+    SCHEDULES.clear()
+    SCHEDULES.update(before)
 
 
 def one_at_a_time(positions: int, position: int, micro_batches: int) -> list[Action]:
@@ -283,13 +287,13 @@ def one_at_a_time(positions: int, position: int, micro_batches: int) -> list[Act
 @pytest.mark.usefixtures("known")
 def test_a_schedule_of_ones_own() -> None:
     register_schedule("mine", one_at_a_time)
-    assert [str(a) for a in compute_order("mine", 2, 1, 2)] == [
+    assert [str(a) for a in SCHEDULES["mine"].compute_order(2, 1, 2)] == [
         "forward(1, 0)",
         "backward(1, 0)",
         "forward(1, 1)",
         "backward(1, 1)",
     ]
-    assert in_flight("mine", 3, 0, 100) == 1
+    assert SCHEDULES["mine"].in_flight(3, 0, 100) == 1
     with pytest.raises(PlanError, match="there is one of that name"):
         register_schedule("mine", one_at_a_time)
 
@@ -347,7 +351,7 @@ def turned(positions: int, position: int, micro_batches: int) -> list[Action]:
 def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         register_schedule("mine", listing)
-    assert "mine" not in ORDERS
+    assert "mine" not in SCHEDULES
 
 
 def split_from(ranks: int, micro_batches: int) -> Listing:
@@ -365,29 +369,33 @@ def split_from(ranks: int, micro_batches: int) -> Listing:
 @pytest.mark.usefixtures("known")
 def test_a_schedule_that_splits_only_larger_pipelines() -> None:
     register_schedule("two", split_from(2, 1))
-    assert splits("two")
-    assert not any(action.kind is Kind.BACKWARD_WEIGHT for action in actions("two", 1, 0, 3))
+    two = SCHEDULES["two"]
+    assert two.splits
+    assert not any(action.kind is Kind.BACKWARD_WEIGHT for action in actions(two, 1, 0, 3))
     register_schedule("seven", split_from(1, 7))
-    assert not splits("seven")
-    assert actions("seven", 2, 0, 6)
+    seven = SCHEDULES["seven"]
+    assert not seven.splits
+    assert actions(seven, 2, 0, 6)
     with pytest.raises(
         PlanError, match=r"splits backwards on 2 ranks with 7 .*none of up to 4 with up to 6"
     ):
-        actions("seven", 2, 0, 7)
+        actions(seven, 2, 0, 7)
 
 
 @pytest.mark.usefixtures("known")
 def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     config = PlanConfig(schedule="own_schedule:halved")
-    assert in_flight(config.schedule, 2, 0, 8) == 4
+    assert config.schedule not in SCHEDULES  # a setting is only a name
+    (schedule,) = config.schedules
+    assert schedule.in_flight(2, 0, 8) == 4
     plan, forecast = search(
         profile([block() for _ in range(4)]),
         cluster(2),
         PlanConfig(schedule="own_schedule:halved"),
         global_batch=8,
     )
-    assert plan.schedule == "own_schedule:halved"
+    assert plan.schedule is schedule
     assert forecast.spans
     with pytest.raises(ConfigError, match="module own_schedule has no quartered"):
-        PlanConfig(schedule="own_schedule:quartered")
+        PlanConfig(schedule="own_schedule:quartered").load_schedule()

@@ -18,7 +18,6 @@ from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.schedule import in_flight, splits
 from parallax.plan.search.exact_stage import Flight, judge_stage
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
@@ -34,10 +33,11 @@ def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
     totals = dict.fromkeys(used, 0)
     for index, stage in enumerate(plan.stages):
         rows = -(-plan.microbatch // stage.replicas)
-        flight = in_flight(plan.schedule, len(plan.stages), index, micro_batches, plan.interleave)
+        count = len(plan.stages)
+        flight = plan.schedule.in_flight(count, index, micro_batches, plan.interleave)
         for rank in plan.ranks(index):
             device = machines.devices[rank]
-            load = load_planned(model, stage, rows, device=device, split=splits(plan.schedule))
+            load = load_planned(model, stage, rows, device=device, split=plan.schedule.splits)
             totals[rank] += load.peak_bytes(flight, stage.swap_limit_bytes)
             assert (
                 totals[rank] <= device.memory_bytes + index // plan.positions * load.reserve_bytes

@@ -17,7 +17,9 @@ from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
-from parallax.plan.schedule import ORDERS, Kind, Order, gpipe, in_flight, splits
+from parallax.plan.schedule import SCHEDULES, Kind, Schedule
+from parallax.plan.schedule.gpipe import gpipe
+from parallax.plan.schedule.order import Order
 from parallax.plan.simulation.fluid import Resource, Routine, Simulator
 from parallax.plan.simulation.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, block, cluster, profile, stages
@@ -42,7 +44,7 @@ def run(
         profile(blocks, **fields),
         machines or cluster(sum(part.replicas for part in parts) // interleave, **where),
         parts,
-        schedule=schedule,
+        schedule=SCHEDULES[schedule],
         rows=rows,
         micro_batches=micro,
         interleave=interleave,
@@ -70,7 +72,7 @@ def times(result: Simulation, kind: str) -> dict[tuple[int, int], tuple[float, f
     }
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("count", "micro"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2)]
 )
@@ -194,7 +196,7 @@ def test_a_limit_below_one_block_is_refused() -> None:
     micro=st.integers(1, 6),
     spare=st.integers(0, 120),
     speed=st.floats(1, 100),
-    schedule=st.sampled_from(list(ORDERS)),
+    schedule=st.sampled_from(list(SCHEDULES)),
 )
 def test_a_limit_of_the_largest_block_is_always_enough(
     sizes: list[int], micro: int, spare: int, speed: float, schedule: str
@@ -280,7 +282,7 @@ def backward_first(positions: int, position: int, micro_batches: int, interleave
 
 
 def test_a_deadlock_names_ranks_and_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ORDERS, "wrong", backward_first)
+    monkeypatch.setitem(SCHEDULES, "wrong", Schedule(name="wrong", ordering=backward_first))
     with pytest.raises(DeadlockError) as error:
         run([block()] * 2, stages([0, 1, 2]), schedule="wrong", rows=2, micro=2)
     assert "rank 0 in receive_gradient(0, 1)" in str(
@@ -290,7 +292,7 @@ def test_a_deadlock_names_ranks_and_actions(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_channel_is_first_in_first_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ORDERS, "wrong", disagree)
+    monkeypatch.setitem(SCHEDULES, "wrong", Schedule(name="wrong", ordering=disagree))
     with pytest.raises(
         DeadlockError,
         match=r"rank 1 waits for receive_activation\(1, 1\), but rank 0 sends micro-batch 0",
@@ -547,7 +549,7 @@ def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     kind=st.sampled_from(
-        [*((schedule, 1) for schedule in ORDERS), ("interleaved", 2), ("interleaved", 3)]
+        [*((schedule, 1) for schedule in SCHEDULES), ("interleaved", 2), ("interleaved", 3)]
     ),
     positions=st.integers(1, 4),
     micro=st.integers(1, 9),
@@ -596,9 +598,9 @@ def test_no_rank_peaks_above_what_is_proved(
         bound = 0
         for index, stage in enumerate(range(position, count, positions)):
             part = parts[stage]
-            device, split = machines.devices[position], splits(schedule)
+            device, split = machines.devices[position], SCHEDULES[schedule].splits
             load = load_planned(profile(drawn), part, -(-rows // micro), device=device, split=split)
-            flight = in_flight(schedule, count, stage, micro, interleave)
+            flight = SCHEDULES[schedule].in_flight(count, stage, micro, interleave)
             limit = part.swap_limit_bytes if part.offloads else 0
             bound += load.peak_bytes(flight, limit) - (17 if index else 0)
         assert sum(rank.memory.values()) == rank.peak_bytes <= bound

@@ -14,6 +14,7 @@ from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
 from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import SCHEDULES
 from parallax.plan.search.bounds import StepBound
 from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.microbatches import dealt
@@ -132,7 +133,7 @@ def test_what_is_refused_is_refused_soon() -> None:
     quick, shapes = GreedySearch(request), list(request.shapes())
     lean = quick.leanest(shapes)
     assert len(lean) < len(shapes) / 20
-    assert {shape.schedule for shape in lean} == {"1f1b"}
+    assert {shape.schedule.name for shape in lean} == {"1f1b"}
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
@@ -262,7 +263,7 @@ def test_fewer_rows_that_give_every_rank_one_are_tried() -> None:
         global_batch=question.global_batch,
         runnable=False,
     )
-    assert {51, 52} <= set(request.sizes(10, "1f1b"))
-    shape = Shape("1f1b", 51, 10)
+    assert {51, 52} <= set(request.sizes(10, SCHEDULES["1f1b"]))
+    shape = Shape(SCHEDULES["1f1b"], 51, 10)
     assert request.has_rows(shape, 52)
     assert not request.has_rows(shape, 53)

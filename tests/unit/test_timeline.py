@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from parallax.errors import DeadlockError, PlanError
 from parallax.plan.cluster import Link
-from parallax.plan.schedule import ORDERS, Action, Kind, Order, order, zero_bubble
+from parallax.plan.schedule import SCHEDULES, Action, Kind, Schedule
+from parallax.plan.schedule.order import Order
+from parallax.plan.schedule.zero_bubble import zero_bubble
 from parallax.plan.simulation.longest_path import StageTimes, time_orders, time_schedule
 from parallax.plan.simulation.simulate import simulate
 from tests.unit.plan_fakes import block, cluster, profile, stages
@@ -21,7 +23,7 @@ TIME = st.floats(0.01, 10.0)
 @pytest.mark.parametrize(("positions", "micro"), SHAPES)
 def test_bubble_of_equal_stages(schedule: str, positions: int, micro: int) -> None:
     """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""
-    found = time_schedule(schedule, [StageTimes(1, 1.5, 0.5)] * positions, micro)
+    found = time_schedule(SCHEDULES[schedule], [StageTimes(1, 1.5, 0.5)] * positions, micro)
     assert found.step_seconds == pytest.approx(3 * (micro + positions - 1))
     assert found.bubble == pytest.approx((positions - 1) / (micro + positions - 1))
 
@@ -31,7 +33,7 @@ def test_bubble_of_equal_stages(schedule: str, positions: int, micro: int) -> No
 def test_interleaving_divides_the_bubble(positions: int, micro: int, interleave: int) -> None:
     """Narayanan et al. 2021, section 2.2: (p − 1)·(t_f + t_b) / v of idle time."""
     times = [StageTimes(1 / interleave, 2 / interleave)] * (positions * interleave)
-    found = time_schedule("interleaved", times, micro, interleave=interleave)
+    found = time_schedule(SCHEDULES["interleaved"], times, micro, interleave=interleave)
     assert found.step_seconds == pytest.approx(3 * micro + 3 * (positions - 1) / interleave)
 
 
@@ -46,7 +48,8 @@ def test_idle_time_of_zero_bubble_schedules(
         micro * (forward + backward + weight),
     )
     idle = {
-        s: time_schedule(s, times, micro).span_seconds - work for s in ("1f1b", "zb-h1", "zb-h2")
+        s: time_schedule(SCHEDULES[s], times, micro).span_seconds - work
+        for s in ("1f1b", "zb-h1", "zb-h2")
     }
     assert idle["1f1b"] == pytest.approx((positions - 1) * (forward + backward + weight))
     assert idle["zb-h1"] == pytest.approx((positions - 1) * (forward + backward - weight))
@@ -58,20 +61,20 @@ def test_idle_time_of_zero_bubble_schedules(
 def test_a_message_that_blocks_holds_both_ranks() -> None:
     """Two stages, one micro-batch: activations and gradient each hold sender and receiver for 1 s, and travel 2 s."""
     found = time_schedule(
-        "1f1b", [StageTimes(10, 20, 0, send=2, blocking=1), StageTimes(10, 20)], 1
+        SCHEDULES["1f1b"], [StageTimes(10, 20, 0, send=2, blocking=1), StageTimes(10, 20)], 1
     )
     assert found.step_seconds == pytest.approx(10 + 1 + 2 + 1 + 10 + 20 + 1 + 2 + 1 + 20)
     assert found.busy.tolist() == [30, 30]
     assert found.begin.tolist() == [0, 13]
-    alone = time_schedule("1f1b", [StageTimes(10, 20, 0, send=2, blocking=1)], 3)
+    alone = time_schedule(SCHEDULES["1f1b"], [StageTimes(10, 20, 0, send=2, blocking=1)], 3)
     assert alone.step_seconds == pytest.approx(90)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[str, int, int, int, list[StageTimes]]:
-    schedule = draw(st.sampled_from(list(ORDERS)))
+def shapes(draw: st.DrawFn) -> tuple[Schedule, int, int, int, list[StageTimes]]:
+    schedule = draw(st.sampled_from(list(SCHEDULES.values())))
     positions, micro = draw(st.integers(1, 6)), draw(st.integers(1, 14))
-    interleave = draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    interleave = draw(st.sampled_from([each for each in (1, 2, 3) if schedule.allows(each)]))
     count = positions * interleave
     times = st.builds(StageTimes, TIME, TIME, TIME, st.just(draw(st.floats(0.01, 3))))
     return (
@@ -86,7 +89,7 @@ def shapes(draw: st.DrawFn) -> tuple[str, int, int, int, list[StageTimes]]:
 @settings(max_examples=200, deadline=None)
 @given(shapes())
 def test_it_agrees_with_the_event_simulator(
-    shape: tuple[str, int, int, int, list[StageTimes]],
+    shape: tuple[Schedule, int, int, int, list[StageTimes]],
 ) -> None:
     """Where nothing is shared: messages wait for the latency alone."""
     schedule, positions, interleave, micro, times = shape
@@ -126,7 +129,7 @@ def test_it_agrees_with_the_event_simulator(
 
 @settings(max_examples=50, deadline=None)
 @given(shapes())
-def test_the_step_bounds(shape: tuple[str, int, int, int, list[StageTimes]]) -> None:
+def test_the_step_bounds(shape: tuple[Schedule, int, int, int, list[StageTimes]]) -> None:
     """Never less than the work of a position, or than one micro-batch through all stages and back."""
     schedule, _, interleave, micro, times = shape
     found = time_schedule(schedule, times, micro, interleave=interleave)
@@ -140,11 +143,10 @@ def test_orders_of_ones_own() -> None:
     times = [StageTimes(1.0, 1.0, 0.5)] * 4
     orders = [zero_bubble(p, 24, warm_up=2 * (3 - p), delay=4 * p) for p in range(4)]
     assert time_orders(orders, times, 24).span_seconds == pytest.approx(24 * 2.5)
-    assert time_schedule("zb-h2", times, 24).span_seconds == pytest.approx(24 * 2.5 + 3)
-    same = [order("1f1b", 4, p, 24) for p in range(4)]
-    assert (
-        time_orders(same, times, 24).step_seconds == time_schedule("1f1b", times, 24).step_seconds
-    )
+    assert time_schedule(SCHEDULES["zb-h2"], times, 24).span_seconds == pytest.approx(24 * 2.5 + 3)
+    plain = SCHEDULES["1f1b"]
+    same = [plain.order(4, p, 24) for p in range(4)]
+    assert time_orders(same, times, 24).step_seconds == time_schedule(plain, times, 24).step_seconds
 
 
 @pytest.mark.parametrize(
@@ -167,10 +169,12 @@ def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, wai
 @pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])
 def test_stages_that_cannot_be_dealt_out(count: int, interleave: int) -> None:
     with pytest.raises(PlanError, match="cannot be dealt out"):
-        time_schedule("interleaved", [StageTimes(1, 1)] * count, 4, interleave=interleave)
+        time_schedule(
+            SCHEDULES["interleaved"], [StageTimes(1, 1)] * count, 4, interleave=interleave
+        )
 
 
 def test_many_positions_and_micro_batches() -> None:
     times = [StageTimes(1 + position / 1000, 1, 1, 0.01) for position in range(64)]
-    found = time_schedule("zb-h1", times, 4096)
+    found = time_schedule(SCHEDULES["zb-h1"], times, 4096)
     assert found.step_seconds == pytest.approx(4096 * 3.063, rel=0.02)

@@ -18,10 +18,10 @@ from parallax.plan.cost.stage import load_block, load_stage
 from parallax.plan.plan import Directive
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import in_flight
+from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.work import ModelWork
 
-SCHEDULE = "1f1b"
+SCHEDULE = ONE_FORWARD_ONE_BACKWARD
 ENOUGH = 1.005  # bisection ends when its limits are this close
 DIRECTIVES = (Directive.KEEP, Directive.RECOMPUTE)
 
@@ -146,7 +146,7 @@ def _fullest(
     profile: ModelProfile, directive: Directive, rows: int, micro_batches: int, stages: int
 ) -> int:
     """Bytes of the fullest stage of the best cut."""
-    flights = [in_flight(SCHEDULE, stages, stage, micro_batches) for stage in range(stages)]
+    flights = [SCHEDULE.in_flight(stages, stage, micro_batches) for stage in range(stages)]
     cutter = _ChainCutter(profile, directive, rows)
     low, high = 0.0, 1.0
     while cutter.cut(high, flights) is None:

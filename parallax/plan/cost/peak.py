@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from parallax.plan.cost.passes import Bytes, Passes
 from parallax.plan.cost.stage import StageLoad
-from parallax.plan.schedule import COMPUTE, Action
+from parallax.plan.schedule.action import COMPUTE, Action
 
 
 def peak_memory(

@@ -39,13 +39,9 @@ from parallax.plan.cost.stage import BlockLoad, Sizes, gap_bytes, load_block, lo
 from parallax.plan.cost.traffic import copying_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
-from parallax.plan.schedule import BUILT_IN, in_flight
 from parallax.plan.search.exact_stage import block_kinds
 from parallax.plan.search.greedy import even_cuts
 from parallax.plan.search.request import ROUNDING, Request, Shape
-
-# What of a ramp's seconds each second of a weight half that is put off saves.
-_HALVES = {"zb-h1": 2, "zb-h2": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +82,6 @@ class _Terms:
     forward_share: float
 
 
-def _flights(schedule: str, positions: int, micro_batches: int) -> NDArray[np.float64]:
-    """Micro-batches in flight on each position, at least; interleaved stages have more than those of 1F1B."""
-    if schedule == "gpipe":
-        return np.full(positions, float(micro_batches))
-    if schedule in ("zb-h1", "zb-h2"):
-        return np.full(
-            positions,
-            float(min(micro_batches, positions if schedule == "zb-h1" else 2 * positions - 1)),
-        )
-    return np.minimum(float(micro_batches), np.arange(positions, 0, -1.0))
-
-
 class StepBound:
     """Lower bounds of the shapes of one request."""
 
@@ -124,7 +108,7 @@ class StepBound:
         )
         least_cost, least_weighted = fullness * least_cost, fullness * least_weighted
         work = max(micro_batches * terms.slowest + terms.update, micro_batches * least_cost)
-        if shape.schedule not in BUILT_IN:
+        if not shape.schedule.searched:
             return float(work * ROUNDING)
         if shape.interleave > 1:
             return float(max(work, self._dealt(shape) + terms.update) * ROUNDING)
@@ -149,7 +133,7 @@ class StepBound:
         stages = [rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(cuts)]
         before = itertools.accumulate(stages[: shape.positions - 1], initial=0.0)
         work = [
-            self.request.count(shape) * sum(stages[p :: shape.positions])
+            self.request.count(shape) * sum(stages[stage] for stage in shape.stages_of(p))
             for p in range(shape.positions)
         ]
         return max(first + rest for first, rest in zip(before, work))
@@ -162,7 +146,7 @@ class StepBound:
 
     def weighs(self, shape: Shape) -> bool:
         """Whether the positions of ``shape`` are known to weigh anything."""
-        return shape.schedule in BUILT_IN and shape.interleave == 1
+        return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
         """What a second of each position's micro-batch costs a step, in seconds of the last one's."""
@@ -175,7 +159,7 @@ class StepBound:
         """What the slowest position may cost per micro-batch in a pipeline of ``shape`` that takes up to
         ``most_seconds``, all positions being about equally slow: then a step takes ``M · max + ramp · (Σ − max)``."""
         terms, micro_batches = self._terms(shape), self.request.count(shape)
-        if shape.schedule not in BUILT_IN or most_seconds == math.inf:
+        if not shape.schedule.searched or most_seconds == math.inf:
             return most_seconds / micro_batches
         return max(0.0, most_seconds - terms.ramp) / micro_batches
 
@@ -194,7 +178,7 @@ class StepBound:
         total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
         slowest = max(total / positions, rows.largest, float(rows.cheapest[least]))
         path = total + self._messages(shape, rows)
-        halves = _HALVES.get(shape.schedule, 0) * deferred * (positions - 1) / positions
+        halves = shape.schedule.ramp.halves * deferred * (positions - 1) / positions
         return _Terms(
             total=total,
             slowest=slowest,
@@ -210,7 +194,7 @@ class StepBound:
         """For each position how many of its micro-batches' seconds a step has besides the way of one through all
         positions: all but one, less the forwards that can run while the first is on its way through those above."""
         micro_batches, positions = self.request.count(shape), shape.positions
-        ahead = {"gpipe": 0, "zb-h2": 2}.get(shape.schedule, 1)
+        ahead = shape.schedule.ramp.ahead
         hidden = [min(ahead * (positions - 1 - p), micro_batches - 1) for p in range(positions)]
         return [max(micro_batches - 1 - count * forward_share, 1e-9) for count in hidden]
 
@@ -243,9 +227,9 @@ class StepBound:
     def _in_flight(self, shape: Shape) -> int:
         """The most micro-batches that a pipeline has under way."""
         micro_batches = self.request.count(shape)
-        if shape.schedule not in BUILT_IN:
+        if not shape.schedule.searched:
             return micro_batches
-        return in_flight(shape.schedule, shape.positions, 0, micro_batches)
+        return shape.schedule.in_flight(shape.positions, 0, micro_batches)
 
     def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
         """The most seconds of weight halves of one micro-batch that all positions together can put off."""
@@ -276,7 +260,7 @@ class StepBound:
         """The most of the common blocks whose activations can stay: on each position beside their own parameters, and
         on all together beside those of all."""
         held = rows.common.held_bytes
-        if held <= 0 or shape.schedule not in BUILT_IN:
+        if held <= 0 or not shape.schedule.searched:
             return 1.0
         device, positions, micro_batches = self._device, shape.positions, self.request.count(shape)
         free = device.memory_bytes - device.reserve_bytes - gap_bytes(device, rows.cost.input.at(1))
@@ -285,7 +269,7 @@ class StepBound:
         )
         if room <= 0:
             return 0.0
-        flights = _flights(shape.schedule, positions, micro_batches)
+        flights = shape.schedule.least_flights(positions, micro_batches)
         static = self._static(replicas) * self._common_bytes
         apart = float((room / (flights * held + static / rows.count)).sum())
         together = (positions * room - static) / (float(flights.min()) * held)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallax.errors import ConfigError, InfeasiblePlan
-from parallax.plan.config import AUTO, INTERLEAVES, PlanConfig
+from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.plan import Directive
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.search.microbatches import dealt, sizes
@@ -52,7 +52,7 @@ class Question:
     @property
     def interleaves(self) -> bool:
         """Whether several stages to a device are asked for."""
-        return self.config.interleave not in (AUTO, 1) or self.config.schedule == "interleaved"
+        return self.config.shares_positions
 
 
 def check_question(question: Question) -> None:
@@ -156,17 +156,17 @@ def _of_rows(question: Question) -> str:
 
 
 def _of_interleaving(question: Question) -> str:
-    """Interleaving wants two positions or more, a block for each stage of each, as many devices to each position, and
-    micro-batches that the positions divide (Narayanan et al. 2021, section 2.2)."""
+    """Interleaving wants two positions or more, a block for each stage of each, as many devices to each position, and,
+    where it groups micro-batches, as many as the positions divide (Narayanan et al. 2021, section 2.2)."""
     if not question.interleaves:
         return ""
     config, blocks, devices = question.config, question.blocks, question.devices
     name = (
-        "plan.schedule=interleaved"
+        f"plan.schedule={config.schedule}"
         if config.interleave == AUTO
         else f"plan.interleave={config.interleave}"
     )
-    asked = INTERLEAVES if config.interleave == AUTO else (int(config.interleave),)
+    asked = sorted({each for s in config.schedules for each in config.interleaves(s)})
     several = [count for count in question.positions if count > 1]
     if not several:
         return f"{name} with {_stages(question)}: several stages to a device need two devices in a row or more"
@@ -190,6 +190,7 @@ def _of_interleaving(question: Question) -> str:
     )
     if (
         min(asked) > 1
+        and all(schedule.grouped for schedule in config.schedules)
         and not free
         and not any(batch % count == 0 for batch in batches for count in even)
     ):

@@ -16,7 +16,6 @@ from functools import lru_cache
 from parallax.plan.cluster import Device
 from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.plan import Directive
-from parallax.plan.schedule import in_flight
 from parallax.plan.search.exact_stage import ExactStageFitter, StageChoice
 from parallax.plan.search.request import WORST, Candidate, Request, Score, Shape
 
@@ -157,7 +156,7 @@ class ExactSearch:
         return fronts.get((0, 0), [])
 
     def _flight(self, shape: Shape, stage: int) -> int:
-        return in_flight(shape.schedule, shape.positions, stage, self.request.count(shape))
+        return shape.schedule.in_flight(shape.positions, stage, self.request.count(shape))
 
     def _hope(
         self,

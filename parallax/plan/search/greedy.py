@@ -19,7 +19,8 @@ from parallax.plan.config import AUTO
 from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.cost.stage import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
-from parallax.plan.schedule import in_flight
+from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
 from parallax.plan.search.exact_stage import StageChoice, judge_stage
 from parallax.plan.search.greedy_stage import BlockChain, GreedyStage, GreedyStages, Part
 from parallax.plan.search.request import Candidate, Request, Shape
@@ -73,7 +74,7 @@ class GreedySearch:
         self._stated: dict[
             tuple[object, ...], dict[Sizes, list[tuple[OffloadFractions, StateLoad, float]]]
         ] = {}
-        self._flights: dict[tuple[str, int, int, int], list[int]] = {}
+        self._flights: dict[tuple[Schedule, int, int, int], list[int]] = {}
 
     def solve(
         self,
@@ -128,8 +129,8 @@ class GreedySearch:
     def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Of all shapes those that can need the least memory, the leanest first: with fewer rows to a micro-batch no
         more rows are in flight, and under 1F1B no more micro-batches than under any other schedule."""
-        smallest: dict[tuple[str, int, int], Shape] = {}
-        for shape in [shape for shape in shapes if shape.schedule == "1f1b"] or shapes:
+        smallest: dict[tuple[Schedule, int, int], Shape] = {}
+        for shape in [shape for shape in shapes if shape.schedule is PLAIN] or shapes:
             key = shape.schedule, shape.positions, shape.interleave
             if self._even(shape) and (
                 key not in smallest or shape.microbatch < smallest[key].microbatch
@@ -318,7 +319,7 @@ class GreedySearch:
         )
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         for position in range(shape.positions):
-            mine = range(position, stages, shape.positions)
+            mine = shape.stages_of(position)
             parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
             first, stop = firsts[position], firsts[position + 1]
             yield (
@@ -333,7 +334,7 @@ class GreedySearch:
         if key not in self._flights:
             schedule, positions, interleave, micro_batches = key
             self._flights[key] = [
-                in_flight(schedule, positions * interleave, stage, micro_batches, interleave)
+                schedule.in_flight(positions * interleave, stage, micro_batches, interleave)
                 for stage in range(positions * interleave)
             ]
         return self._flights[key]
@@ -384,8 +385,8 @@ class GreedySearch:
             choices = self._choices(shape, place, first, replicas[position], way)
             if not choices:
                 return None
-            for index, choice in enumerate(choices):
-                stages[position + index * shape.positions] = choice.plan
+            for stage, choice in zip(shape.stages_of(position), choices):
+                stages[stage] = choice.plan
             seconds = sum(choice.seconds for choice in choices)
             gradients = (
                 sum(choice.parameter_bytes for choice in choices)

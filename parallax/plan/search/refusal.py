@@ -43,8 +43,8 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     if dealt and not _lists(config.replicas):
         counts = " or ".join(map(str, sorted(uneven)))
         return InfeasiblePlan(
-            f"plan.schedule=interleaved gives every position the same number of devices, and {devices} cannot be dealt "
-            f"to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, or "
+            f"plan.schedule={shapes[0].schedule} gives every position the same number of devices, and {devices} cannot "
+            f"be dealt to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, or "
             "plan.schedule=auto"
         )
     device = min(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)

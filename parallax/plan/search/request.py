@@ -18,13 +18,14 @@ from itertools import accumulate
 
 from parallax.errors import ConfigError, check_count
 from parallax.plan.cluster import Cluster, Device, Link
-from parallax.plan.config import AUTO, INTERLEAVES, PlanConfig
+from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.collective import link_among
 from parallax.plan.cost.stage import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import splits
+from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.exact_stage import Flight
 from parallax.plan.search.microbatches import dealt, sizes
 
@@ -50,7 +51,7 @@ WORST: Score = (math.inf, math.inf)
 class Shape:
     """Pipelines that are searched together. No pipeline of the shape has a score below ``bound``."""
 
-    schedule: str
+    schedule: Schedule
     microbatch: int
     positions: int
     interleave: int = 1
@@ -59,7 +60,11 @@ class Shape:
     @property
     def split(self) -> bool:
         """Whether weight halves run apart."""
-        return splits(self.schedule)
+        return self.schedule.splits
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """The stages of a position."""
+        return self.schedule.stages_of(position, self.positions, self.interleave)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class Request:
         """Raise :class:`ConfigError` where what is asked for does not go together."""
         asked, config = self.schedules, self.config
         if (
-            any(splits(name) for name in asked)
+            any(schedule.splits for schedule in asked)
             and config.schedule != AUTO
             and not self._weight_share
         ):
@@ -133,7 +138,8 @@ class Request:
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
                 "parameters apart; use plan.schedule=1f1b, or measure it again"
             )
-        if asked == ["interleaved"] and config.activations == Directive.OFFLOAD:
+        shared = all(schedule.shares_positions for schedule in asked)
+        if shared and config.activations == Directive.OFFLOAD:
             raise ConfigError(
                 "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
                 "use plan.schedule=1f1b, or plan.activations=auto"
@@ -242,14 +248,14 @@ class Request:
                     shape, bound=self.bound(shape, positions, blocks, devices, 0.0, 0.0, 0.0, 0.0)
                 )
 
-    def sizes(self, positions: int, schedule: str = AUTO) -> list[int]:
+    def sizes(self, positions: int, schedule: Schedule | None = None) -> list[int]:
         """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that deal rows out evenly
-        (:mod:`parallax.plan.search.microbatches`) to a position with most replicas, or with fewest; of interleaved
-        schedules positions divide the number of micro-batches."""
+        (:mod:`parallax.plan.search.microbatches`) to a position with most replicas, or with fewest; where a schedule
+        groups micro-batches, positions divide their number."""
         if self.microbatch != AUTO:
             return self.microbatches
         step, replicas = (
-            positions if schedule == "interleaved" else 1,
+            positions if schedule is not None and schedule.grouped else 1,
             set(self._even_replicas(positions)),
         )
         found = {size for count in replicas for size in dealt(self.global_batch, count, step)}
@@ -259,23 +265,24 @@ class Request:
         """The fewest and the most of a position, where they are as even as they can be."""
         return len(self.devices) // positions, -(-len(self.devices) // positions)
 
-    def _interleaves(self, schedule: str, positions: int) -> Sequence[int]:
-        if schedule != "interleaved":
+    def _interleaves(self, schedule: Schedule, positions: int) -> Sequence[int]:
+        if not schedule.shares_positions:
             return (1,)
-        asked = INTERLEAVES if self.config.interleave == AUTO else (int(self.config.interleave),)
-        return [v for v in asked if positions > 1 and v * positions <= len(self.profile.blocks)]
+        asked, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
+        return [each for each in asked if positions > 1 and each * positions <= blocks]
 
     def _allows(self, shape: Shape) -> bool:
         """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
         in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
         if shape.positions == 1 and self.config.schedule == AUTO:
             # All are the same, and this one has the fewest in flight.
-            return shape.schedule == "1f1b"
+            return shape.schedule is ONE_FORWARD_ONE_BACKWARD
         if not self.states_below(shape) or not self.allowed_in(shape):
             return False
         if shape.split:
             return shape.positions == 1 or self._weight_share > 0
-        return shape.interleave == 1 or self.count(shape) % shape.positions == 0
+        grouped = shape.schedule.grouped and shape.interleave > 1
+        return not grouped or self.count(shape) % shape.positions == 0
 
     @cached_property
     def _weight_share(self) -> float:
@@ -292,11 +299,7 @@ class Request:
 
     def ramp(self, shape: Shape) -> float:
         """How much of the other positions' time a step pays to fill and drain the pipeline."""
-        if shape.schedule == "zb-h1":
-            return max(0.0, 1 - 2 * self._weight_share)
-        if shape.schedule == "zb-h2":
-            return max(0.0, 1 - 3 * self._weight_share)
-        return 1 / shape.interleave
+        return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
         """Step seconds by the formula: of the slowest position and of all per micro-batch, of what comes after the

@@ -187,7 +187,7 @@ def describe(pipeline: Pipeline) -> str:
     counts = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
     below = max(stage.optimizer_offload for stage in pipeline.stages)
     parts = [
-        pipeline.schedule
+        pipeline.schedule.name
         + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
         f"{pipeline.positions} stage(s) × {shown} replica(s)",
         f"{pipeline.micro_batches} micro-batches of {pipeline.microbatch}",

@@ -4,7 +4,8 @@ The simulator knows contention and swapping but walks action by action; a search
 that. Here every action waits for two things only, the one before it on its position and the message that it needs,
 so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds, of every position that can
 move, the next action, and none of a wave waits for another of it. The waves depend on the shape alone, so they are
-kept, and pricing a shape again costs a few array operations per wave. The lists are those of :mod:`.schedule`.
+kept, and pricing a shape again costs a few array operations per wave. The lists are those of
+:mod:`parallax.plan.schedule`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.errors import DeadlockError, PlanError
-from parallax.plan.schedule import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD, Order, order
+from parallax.plan.schedule.action import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
+from parallax.plan.schedule.order import Order
+from parallax.plan.schedule.schedule import Schedule
 
 Seconds = NDArray[np.float64]
 
@@ -78,6 +81,7 @@ class _Waves:
     ``position``  of each action
     ``cell``      kind · stages + stage of each action: where its seconds stand in a table
     ``awaited``   which action it needs besides the one before it; where it needs none, one past the last action
+    ``sent``      by stage, 1 where messages pass between it and the one after it, and 0 where none do
     """
 
     positions: int
@@ -85,10 +89,11 @@ class _Waves:
     position: NDArray[np.int32]
     cell: NDArray[np.int32]
     awaited: NDArray[np.int32]
+    sent: Seconds
 
 
 def time_schedule(
-    schedule: str, times: Sequence[StageTimes], micro_batches: int, *, interleave: int = 1
+    schedule: Schedule, times: Sequence[StageTimes], micro_batches: int, *, interleave: int = 1
 ) -> Timeline:
     """One step of ``micro_batches`` through stages of ``times``, ``interleave`` of them on each position.
 
@@ -106,27 +111,26 @@ def time_orders(
     orders: Sequence[Order], times: Sequence[StageTimes], micro_batches: int
 ) -> Timeline:
     """As :func:`time_schedule`, for orders that no schedule has: one per position, all equally long."""
-    return _time(_waves(orders, len(orders), len(times), micro_batches), times)
+    sent = [True] * (len(times) - 1)
+    return _time(_waves(orders, sent, len(orders), micro_batches), times)
 
 
 def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
     split = bool(waves.cell.max() >= BACKWARD_WEIGHT * len(times))
-    busy, held, latency = _tables(times, split=split, alone=waves.positions == 1)
+    busy, held, latency = _tables(times, waves.sent, split=split)
     begin, end = _evaluate(waves, held[waves.cell], latency[waves.cell])
     computed = np.bincount(waves.position, weights=busy[waves.cell], minlength=waves.positions)
     return Timeline(begin, end, computed.astype(np.float64))
 
 
 def _tables(
-    times: Sequence[StageTimes], *, split: bool, alone: bool
+    times: Sequence[StageTimes], sent: Seconds, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
     """By kind and stage: seconds of compute, seconds that the rank is held, latency of the message waited for."""
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
-    # The last stage has nobody above.
-    linked = 0.0 if alone else np.r_[np.ones(len(times) - 1), 0.0]
-    above, blocks_above = send * linked, blocking * linked
+    above, blocks_above = send * sent, blocking * sent
     below, blocks_below = np.r_[0.0, above[:-1]], np.r_[0.0, blocks_above[:-1]]
     nothing = np.zeros(len(times))
     busy = np.concatenate([forward, backward if split else backward + weight, weight])
@@ -157,13 +161,13 @@ def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, 
     return ends[first] - lasting[first], free
 
 
-def _schedule_waves(schedule: str, stages: int, micro_batches: int, interleave: int) -> _Waves:
+def _schedule_waves(schedule: Schedule, stages: int, micro_batches: int, interleave: int) -> _Waves:
     positions = stages // interleave
     orders = (
-        order(schedule, positions, p, micro_batches, interleave=interleave)
-        for p in range(positions)
+        schedule.order(positions, p, micro_batches, interleave=interleave) for p in range(positions)
     )
-    return _waves(orders, positions, stages, micro_batches)
+    sent = [not schedule.hands_over(stage, positions) for stage in range(stages - 1)]
+    return _waves(orders, sent, positions, micro_batches)
 
 
 _kept_waves = lru_cache(maxsize=128)(_schedule_waves)
@@ -171,7 +175,11 @@ _kept_waves = lru_cache(maxsize=128)(_schedule_waves)
 _last_waves = lru_cache(maxsize=2)(_schedule_waves)
 
 
-def _waves(orders: Iterable[Order], positions: int, stages: int, micro_batches: int) -> _Waves:
+def _waves(
+    orders: Iterable[Order], sent: Sequence[bool], positions: int, micro_batches: int
+) -> _Waves:
+    """``sent`` says of each stage but the last whether messages pass between it and the next."""
+    stages = len(sent) + 1
     cells, own, needs = _listed(orders, stages, micro_batches)
     total = cells.size
     place = np.full((len(COMPUTE) * stages + 1) * micro_batches, -1, dtype=np.int32)
@@ -197,7 +205,8 @@ def _waves(orders: Iterable[Order], positions: int, stages: int, micro_batches: 
         left = following[active] < stop[active]
         if not left.all():
             active = active[left]
-    return _Waves(positions, tuple(starts), moved, cells[taken], place[needs[taken]])
+    linked = np.array([*sent, False], dtype=np.float64)  # the last stage has nobody above
+    return _Waves(positions, tuple(starts), moved, cells[taken], place[needs[taken]], linked)
 
 
 def _listed(

@@ -7,7 +7,7 @@ reducing add is then bounded from above, not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -26,7 +26,7 @@ from parallax.plan.cost.traffic import buffer_bytes, copying_seconds, leaving_by
 from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import in_flight, splits
+from parallax.plan.schedule import Schedule
 from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_schedule
 from parallax.plan.simulation.simulate import simulate
 
@@ -39,7 +39,7 @@ SIMULATED_BLOCKS = 20_000  # forwards and backwards of blocks, over all ranks, t
 class Pipeline:
     """What is predicted: stages, how they run, and which device is which; as in :class:`~parallax.plan.plan.Plan`."""
 
-    schedule: str
+    schedule: Schedule
     stages: tuple[StagePlan, ...]
     global_batch: int
     microbatch: int
@@ -62,6 +62,19 @@ class Pipeline:
     def positions(self) -> int:
         """Places in the pipeline."""
         return len(self.stages) // self.interleave
+
+    def position(self, stage: int) -> int:
+        """The place that holds a stage."""
+        return self.schedule.position_of(stage, self.positions)
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """The stages of a place."""
+        return self.schedule.stages_of(position, self.positions, self.interleave)
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches of a stage between forward and backward, at most."""
+        count = len(self.stages)
+        return self.schedule.in_flight(count, stage, self.micro_batches, self.interleave)
 
     @property
     def micro_batches(self) -> int:
@@ -157,13 +170,14 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
     """Nothing is checked against any budget."""
     loads = _loads(profile, cluster, pipeline)
     ties = _tie_seconds(profile, cluster, pipeline)
-    stalls = [_stall(cluster, pipeline, stage, [load]) for stage, load in enumerate(loads)]
+    stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
     if not any(stalls):
         return QuickSeconds(likely, likely)
     each = [stall + load.compute_seconds for stall, load in zip(stalls, loads)]
     slowest = max(
-        sum(each[position :: pipeline.positions]) for position in range(pipeline.positions)
+        sum(each[stage] for stage in pipeline.stages_of(position))
+        for position in range(pipeline.positions)
     )
     least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
     return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * slowest)))
@@ -225,9 +239,10 @@ def _finish(
         for stage, load in enumerate(loads)
     ]
     timeline = _timeline(pipeline, times)
-    mine = [loads[p :: pipeline.positions] for p in positions]
+    mine = [_at(pipeline, p, loads) for p in positions]
     exposed = [
-        _exposed_reduction(profile, cluster, pipeline.ranks(p), mine[p]) + ties.get(p, 0.0)
+        _exposed_reduction(profile, cluster, pipeline.ranks(p), list(mine[p].values()))
+        + ties.get(p, 0.0)
         for p in positions
     ]
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
@@ -239,27 +254,25 @@ def _finish(
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
     positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
     loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
-    stalls = [_stall(cluster, pipeline, stage, [load]) for stage, load in enumerate(loads)]
+    stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties, stalls)
-    mine = [[loads[stage] for stage in range(p, len(loads), pipeline.positions)] for p in positions]
+    mine = [_at(pipeline, p, loads) for p in positions]
     stages, ranks = [], {}
     for position in positions:
-        memory = _memory(pipeline, position, mine[position])
-        terms = _compute_terms(mine[position], micro_batches)
-        terms |= {"stall": _stall(cluster, pipeline, position, mine[position]) * micro_batches}
+        memory, own = _memory(pipeline, mine[position]), list(mine[position].values())
+        terms = _compute_terms(own, micro_batches)
+        terms |= {"stall": _stall(cluster, pipeline, mine[position]) * micro_batches}
         terms |= {"reduce": exposed[position], "update": updates[position]}
         terms["idle"] = max(0.0, step - sum(terms.values()))
         stages.append(StagePrediction(memory=memory, seconds=_rounded(terms)))
-        flights = [
-            _flight(pipeline, stage) for stage in range(position, len(loads), pipeline.positions)
-        ]
-        moved = [load.moved_bytes for load in mine[position]]
+        flights = [pipeline.in_flight(stage) for stage in mine[position]]
+        moved = [load.moved_bytes for load in own]
         for rank in pipeline.ranks(position):
             ranks[rank] = RankPrediction(
                 peak_bytes=sum(memory.values()),
                 budget_bytes=cluster.devices[rank].memory_bytes,
                 tier_peak_bytes=sum(f * m for f, m in zip(flights, moved))
-                + sum(load.host_state_bytes for load in mine[position]),
+                + sum(load.host_state_bytes for load in own),
                 offloaded_bytes=micro_batches * sum(moved),
                 stall_seconds=round(terms["stall"], 6),
             )
@@ -269,6 +282,11 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         stages=tuple(stages),
     )
+
+
+def _at(pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
+    """The stages of a position, and what each of them loads it with."""
+    return {stage: loads[stage] for stage in pipeline.stages_of(position)}
 
 
 def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
@@ -297,12 +315,12 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
     """Each stage on the slowest of its ranks."""
     loads = []
     for index, stage in enumerate(pipeline.stages):
-        position = index % pipeline.positions
+        position = pipeline.position(index)
         device = min(
             (cluster.devices[rank] for rank in pipeline.ranks(position)),
             key=lambda device: device.speed,
         )
-        split = splits(pipeline.schedule)
+        split = pipeline.schedule.splits
         loads.append(
             load_planned(profile, stage, pipeline.rows(position), device=device, split=split)
         )
@@ -313,8 +331,8 @@ def _stage_times(
     cluster: Cluster, pipeline: Pipeline, index: int, load: StageLoad, stall: float
 ) -> StageTimes:
     weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
-    position = index % pipeline.positions
-    link = _link(cluster, pipeline, position, (index + 1) % pipeline.positions)
+    after = min(index + 1, len(pipeline.stages) - 1)  # the last stage sends nothing
+    link = _link(cluster, pipeline, pipeline.position(index), pipeline.position(after))
     return StageTimes(
         forward=sum(block.forward_seconds for block in load.blocks),
         backward=sum(block.backward_seconds for block in load.blocks) - weight + stall,
@@ -334,16 +352,16 @@ def _link(cluster: Cluster, pipeline: Pipeline, position: int, other: int) -> Li
     return cluster.remote if apart else cluster.local
 
 
-def _stall(cluster: Cluster, pipeline: Pipeline, first: int, loads: Sequence[StageLoad]) -> float:
-    """Seconds per micro-batch that ``loads``, those of stage ``first`` and of the others on its position, wait for the
-    tier: what copying takes longer than computing, or, without room to read ahead, what a backward reads."""
-    position = first % pipeline.positions
+def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
+    """Seconds per micro-batch that ``loads``, of stages of one position, wait for the tier: what copying takes longer
+    than computing, or, without room to read ahead, what a backward reads."""
+    position = pipeline.position(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(position)[0]])
     leaving = reading = 0.0
-    for stage, load in zip(range(first, len(pipeline.stages), pipeline.positions), loads):
+    for stage, load in loads.items():
         limit, flight, moved = (
             pipeline.stages[stage].swap_limit_bytes,
-            _flight(pipeline, stage),
+            pipeline.in_flight(stage),
             load.moved_bytes,
         )
         leaves = float(leaving_bytes(moved, flight, limit))
@@ -351,9 +369,9 @@ def _stall(cluster: Cluster, pipeline: Pipeline, first: int, loads: Sequence[Sta
         if leaves and limit < buffer_bytes(load.smallest_swap_limit, flight * moved):
             reading += device.read.seconds(leaves)
     copying = float(copying_seconds(device, np.array(leaving))) + sum(
-        load.states.streaming_seconds for load in loads
+        load.states.streaming_seconds for load in loads.values()
     )
-    return max(reading, copying - sum(load.compute_seconds for load in loads))
+    return max(reading, copying - sum(load.compute_seconds for load in loads.values()))
 
 
 def _exposed_reduction(
@@ -366,14 +384,14 @@ def _exposed_reduction(
 
 
 def _update_seconds(
-    cluster: Cluster, pipeline: Pipeline, position: int, loads: Sequence[StageLoad]
+    cluster: Cluster, pipeline: Pipeline, position: int, loads: Mapping[int, StageLoad]
 ) -> float:
     """The optimizer's step; where replicas each step a part, with what they then send each other."""
     ranks = pipeline.ranks(position)
     seconds, link = 0.0, link_among(ranks, cluster)
-    for load, stage in zip(loads, pipeline.stages[position :: pipeline.positions]):
+    for stage, load in loads.items():
         seconds += load.update_seconds
-        if stage.shard_optimizer:
+        if pipeline.stages[stage].shard_optimizer:
             seconds += broadcast_seconds(load.parameter_bytes, len(ranks), link)
     return seconds
 
@@ -384,7 +402,7 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
     for size, users in profile.ties:
         holders = sorted(
             {
-                index % pipeline.positions
+                pipeline.position(index)
                 for index, stage in enumerate(pipeline.stages)
                 if any(stage.start <= user < stage.stop for user in users)
             }
@@ -396,13 +414,12 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
     return found
 
 
-def _memory(pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> dict[str, int]:
+def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int]:
     """Bytes by term of all stages of a position; what the device reserves counts once."""
     total: dict[str, int] = {}
-    for index, load in enumerate(loads):
-        stage = position + index * pipeline.positions
+    for stage, load in loads.items():
         limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0
-        for term, size in load.memory(_flight(pipeline, stage), limit).items():
+        for term, size in load.memory(pipeline.in_flight(stage), limit).items():
             total[term] = (
                 max(total.get(term, 0), size) if term == "reserve" else total.get(term, 0) + size
             )
@@ -417,16 +434,6 @@ def _compute_terms(loads: Sequence[StageLoad], micro_batches: int) -> dict[str, 
         "backward": micro_batches * sum(block.backward_seconds for block in blocks) - again,
         "recompute": again,
     }
-
-
-def _flight(pipeline: Pipeline, stage: int) -> int:
-    return in_flight(
-        pipeline.schedule,
-        len(pipeline.stages),
-        stage,
-        pipeline.micro_batches,
-        interleave=pipeline.interleave,
-    )
 
 
 def _rounded(seconds: dict[str, float]) -> dict[str, float]:

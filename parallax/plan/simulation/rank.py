@@ -16,7 +16,7 @@ from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_rows, peers, replica_rows
-from parallax.plan.schedule import Action, Kind
+from parallax.plan.schedule import Action, Kind, Schedule
 from parallax.plan.simulation.fluid import Routine, Signal
 from parallax.plan.simulation.network import Network
 from parallax.plan.simulation.swapping import SimulatedSwap
@@ -47,13 +47,14 @@ class World:
         cluster: Cluster,
         stages: Sequence[StagePlan],
         *,
+        schedule: Schedule,
         rows: int,
         micro_batches: int,
         positions: int,
         placement: Sequence[int],
     ) -> None:
         self.profile, self.cluster, self.stages = profile, cluster, stages
-        self.micro_batches, self.positions = micro_batches, positions
+        self.micro_batches, self.positions, self._schedule = micro_batches, positions, schedule
         self.network = Network(cluster)
         self.messages: defaultdict[tuple[Kind, int, int, int, int], Signal] = defaultdict(Signal)
         self.fifo: defaultdict[tuple[Kind, int, int], deque[tuple[int, int]]] = defaultdict(deque)
@@ -71,12 +72,20 @@ class World:
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks of a stage, replica by replica; none beside the pipeline."""
-        return self._ranks[stage % self.positions] if 0 <= stage < len(self.stages) else ()
+        return self._ranks[self._position_of(stage)] if 0 <= stage < len(self.stages) else ()
+
+    def _position_of(self, stage: int) -> int:
+        return self._schedule.position_of(stage, self.positions)
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """The stages that a position holds."""
+        interleave = len(self.stages) // self.positions
+        return self._schedule.stages_of(position, self.positions, interleave)
 
     def holders(self, users: Sequence[int]) -> list[int]:
         """The positions that hold one of the blocks ``users``."""
         holding = (
-            index % self.positions
+            self._position_of(index)
             for index, stage in enumerate(self.stages)
             if any(stage.start <= user < stage.stop for user in users)
         )
@@ -90,7 +99,7 @@ class Rank:
         self._world, self._position, self._replica, self._listed = world, position, replica, listed
         self.rank = world.ranks(position)[replica]
         self.spans: list[Span] = []
-        self._stages = range(position, len(world.stages), world.positions)
+        self._stages = world.stages_of(position)
         self._device = world.cluster.devices[self.rank]
         self._core = world.network.cores[self.rank]
         self._doing = listed[0]

@@ -14,7 +14,8 @@ from parallax.errors import PlanError
 from parallax.plan.cluster import Cluster
 from parallax.plan.plan import StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.schedule import actions
+from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.lists import actions
 from parallax.plan.simulation.rank import Rank, RankTrace, World
 
 
@@ -33,7 +34,7 @@ def simulate(
     cluster: Cluster,
     stages: Sequence[StagePlan],
     *,
-    schedule: str,
+    schedule: Schedule,
     rows: int,
     micro_batches: int,
     interleave: int = 1,
@@ -41,9 +42,9 @@ def simulate(
 ) -> Simulation:
     """One training step over ``rows`` rows in ``micro_batches``; traces are those of ranks 0, 1, …
 
-    Stage s runs on position s mod (stages / ``interleave``); ``placement`` lists the ranks position by position,
-    replica by replica, where they are not in order. Raises :class:`DeadlockError`, and :class:`BudgetExceeded` where a
-    swap limit cannot hold one block.
+    Each of stages / ``interleave`` positions holds ``interleave`` stages; ``placement`` lists the ranks position by
+    position, replica by replica, where they are not in order. Raises :class:`DeadlockError`, and
+    :class:`BudgetExceeded` where a swap limit cannot hold one block.
     """
     if interleave < 1 or len(stages) % interleave:
         raise PlanError(f"{len(stages)} stages cannot be dealt out {interleave} to each position")
@@ -52,6 +53,7 @@ def simulate(
         profile,
         cluster,
         stages,
+        schedule=schedule,
         rows=rows,
         micro_batches=micro_batches,
         positions=positions,
@@ -59,7 +61,7 @@ def simulate(
     )
     ranks = []
     for position in range(positions):
-        offload = any(stage.offloads for stage in stages[position::positions])
+        offload = any(stages[stage].offloads for stage in world.stages_of(position))
         listed = actions(
             schedule, positions, position, micro_batches, interleave=interleave, offload=offload
         )

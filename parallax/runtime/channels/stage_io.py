@@ -16,7 +16,7 @@ from parallax.errors import TransportError
 from parallax.mesh import Edge, Mesh
 from parallax.model.describe import Chain
 from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
-from parallax.plan.schedule import Action, Kind, in_flight
+from parallax.plan.schedule import Action, Kind
 from parallax.runtime.channels.message import Copy
 from parallax.runtime.channels.transport import Channels, Receiver, Sender
 
@@ -82,12 +82,12 @@ class StageIO:
 
     def _ahead(self, cut: int) -> int:
         """Messages that may be under way across a cut: no more than micro-batches are in flight before it, so that a
-        send does not wait. Of GPipe's, which has all in flight, as many as there are stages."""
+        send does not wait. Where all are in flight, as many as there are stages."""
         plan = self._mesh.plan
         count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
-        if plan.schedule == "gpipe":
+        if plan.schedule.holds_all:
             return count
-        return 1 + in_flight(plan.schedule, count, cut, most, plan.interleave)
+        return 1 + plan.schedule.in_flight(count, cut, most, plan.interleave)
 
     def begin(self, rows: int, micro_batches: int) -> None:
         """A step over ``rows`` rows begins."""

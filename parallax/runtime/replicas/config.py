@@ -8,7 +8,6 @@ from parallax.errors import PlanError, check_choice, check_positive
 from parallax.model.layers.norms import BATCHNORM
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
-from parallax.plan.schedule import splits
 from parallax.runtime.replicas.compress import COMPRESSIONS
 
 
@@ -43,7 +42,8 @@ class ReplicasConfig:
         ):
             return
         self._check_whole(
-            plan.schedule if all(map(splits, plan.schedules)) else "", plan.parameters == "host"
+            plan.schedule if all(schedule.splits for schedule in plan.schedules) else "",
+            plan.parameters == "host",
         )
 
     def check(self, plan: Plan) -> None:
@@ -59,7 +59,7 @@ class ReplicasConfig:
                 f"replicas without any: use replicas.compress=bf16, or plan with trainer.microbatch={most}"
             )
         below = any(stage.parameter_offload for stage in plan.stages)
-        self._check_whole(plan.schedule if splits(plan.schedule) else "", below)
+        self._check_whole(plan.schedule.name if plan.schedule.splits else "", below)
 
     def _check_whole(self, split: str, below: bool) -> None:
         """``split``: the schedule, where it splits backwards. ``below``: whether parameters live below the device."""

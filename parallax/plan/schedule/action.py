@@ -1,0 +1,55 @@
+"""What ranks do: the entries of their lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action does; ``offload`` opens a micro-batch whose saved activations may leave the device,
+    ``fetch`` begins to bring them back, ``reduce`` ends the replicas' gradient synchronisation. Where a schedule has
+    ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
+    elsewhere ``backward`` is all of it."""
+
+    __hash__ = (
+        str.__hash__
+    )  # an enumeration's own is written in Python, and actions are looked up by kind all the time
+
+    RECEIVE_ACTIVATION = "receive_activation"
+    RECEIVE_GRADIENT = "receive_gradient"
+    SEND_ACTIVATION = "send_activation"
+    SEND_GRADIENT = "send_gradient"
+    OFFLOAD = "offload"
+    FETCH = "fetch"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_WEIGHT = "backward_weight"
+    REDUCE = "reduce"
+    UPDATE = "update"
+
+
+COMPUTE = (
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.BACKWARD_WEIGHT,
+)  # in an order, a kind is its index here
+FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a rank's list; ``micro`` is −1 where no micro-batch is meant."""
+
+    kind: Kind
+    stage: int
+    micro: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.stage}{'' if self.micro < 0 else f', {self.micro}'})"
+
+
+def is_split(listed: Sequence[Action]) -> bool:
+    """Whether weight halves run apart."""
+    return any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)

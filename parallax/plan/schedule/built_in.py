@@ -1,0 +1,17 @@
+"""The schedules that are there from the start, in the order in which they are named and tried."""
+
+from __future__ import annotations
+
+from parallax.plan.schedule.gpipe import GPIPE
+from parallax.plan.schedule.one_forward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
+from parallax.plan.schedule.schedule import SCHEDULES
+from parallax.plan.schedule.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
+
+BUILT_IN = (
+    GPIPE,
+    ONE_FORWARD_ONE_BACKWARD,
+    INTERLEAVED,
+    ZERO_BUBBLE_H1,
+    ZERO_BUBBLE_H2,
+)
+SCHEDULES.update({schedule.name: schedule for schedule in BUILT_IN})

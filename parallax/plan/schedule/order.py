@@ -1,0 +1,55 @@
+"""The forwards and backwards of one position, in order, and ways to make such an order.
+
+An order is three columns of numbers rather than a list of objects, so that thousands of positions can be timed without
+making millions of objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.plan.schedule.action import COMPUTE, Action
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """The forwards and backwards of one position: of the n-th, its kind (an index into ``COMPUTE``), its stage and its
+    micro-batch."""
+
+    kinds: Numbers
+    stages: Numbers
+    micros: Numbers
+
+    @classmethod
+    def of(cls, listed: Iterable[Action]) -> Order:
+        """The order of a list of forwards and backwards."""
+        rows = [(COMPUTE.index(action.kind), action.stage, action.micro) for action in listed]
+        kinds, stages, micros = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return cls(kinds, stages, micros)
+
+    def actions(self) -> list[Action]:
+        """The order as a list of actions."""
+        columns = zip(self.kinds.tolist(), self.stages.tolist(), self.micros.tolist())
+        return [Action(COMPUTE[kind], stage, micro) for kind, stage, micro in columns]
+
+
+def weave(
+    warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]
+) -> Order:
+    """``warm_up`` forwards, then one backward and one forward in turn; both are given as (stages, micro-batches)."""
+    count = np.arange(len(forward[0]))
+    return by_rounds([count - warm_up, count], [forward, backward])
+
+
+def by_rounds(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
+    """Kind by kind, the round of each action, and its stage and micro-batch: round by round, and in each by kind."""
+    place = np.argsort(np.concatenate(rounds), kind="stable")
+    kinds = np.repeat(np.arange(len(rounds)), len(rounds[0]))
+    stages, micros = (np.concatenate(parts) for parts in zip(*columns))
+    return Order(kinds[place], stages[place], micros[place])

@@ -1,0 +1,153 @@
+"""Schedules of the user's own: a function that lists forwards and backwards, checked before it is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from parallax.common.targets import check_call, load_target
+from parallax.errors import PlanError, printable
+from parallax.plan.schedule.action import COMPUTE, Action, Kind, is_split
+from parallax.plan.schedule.order import Order
+from parallax.plan.schedule.schedule import SCHEDULES, Schedule
+
+Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, micro-batches
+
+
+_MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
+_SMALL = list(
+    itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1))
+)  # pipelines looked at
+
+
+def register_schedule(name: str, listing: Listing) -> None:
+    """Make a schedule of one's own known as ``plan.schedule=name``.
+
+    ``listing(positions, position, micro_batches)`` returns the forwards and backwards of one position in order, as
+    ``Action(Kind.FORWARD, position, micro)``: each of ``micro_batches`` goes forward once and then backward once, and
+    if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives, offloads and fetches are put around
+    them as for any schedule, and every plan is simulated before it runs, which proves its peak bytes.
+
+    Raises :class:`PlanError` where the name is taken, an action is missing or there twice, or ranks would wait for each
+    other for ever; small pipelines are looked at here, every other when it is asked for.
+    """
+    if name in SCHEDULES:
+        raise PlanError(f"schedule {printable(name)}: there is one of that name; choose another")
+
+    def listed(positions: int, position: int, micro_batches: int) -> list[Action]:
+        found = _actions_of(name, listing(positions, position, micro_batches))
+        _check_complete(name, found, positions, position, micro_batches)
+        return found
+
+    split = False
+    for positions, micro_batches in _SMALL:
+        parts = [listed(positions, position, micro_batches) for position in range(positions)]
+        _check_ends(name, [Order.of(part).actions() for part in parts], micro_batches)
+        split = split or any(is_split(part) for part in parts)
+
+    def ordering(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+        del interleave
+        found = listed(positions, position, micro_batches)
+        if is_split(found) and not split:
+            raise PlanError(
+                f"schedule {printable(name)} splits backwards on {positions} ranks with {micro_batches} micro-batches, "
+                f"and on none of up to {_MOST_RANKS} with up to {_MOST_MICRO_BATCHES}: split them there, too"
+            )
+        return Order.of(found)
+
+    SCHEDULES[name] = Schedule(name=name, ordering=ordering, splits=split)
+
+
+def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
+    """What a schedule's function has returned."""
+    found = list(listed) if isinstance(listed, Iterable) else [listed]
+    if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:
+        raise PlanError(
+            f"schedule {printable(name)}: its function gave {strange[0]}; accepted is a list of Action"
+        )
+    return found
+
+
+def asked(name: str) -> Schedule:
+    """The schedule that the user asks for: a known one, or ``package.module:function``, which is imported and from now
+    on known by that name, see :func:`register_schedule`. Names that a file gives are looked up by
+    :func:`~parallax.plan.schedule.schedule.named` instead."""
+    if name not in SCHEDULES:
+        listing = load_target("plan.schedule", name)
+        check_call(f"plan.schedule={name}", listing, "positions", "position", "micro_batches")
+        register_schedule(name, listing)
+    return SCHEDULES[name]
+
+
+def _check_complete(
+    name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int
+) -> None:
+    """Every micro-batch goes through each kind of action once, in order."""
+    kinds = [
+        kind
+        for kind in COMPUTE
+        if kind is not Kind.BACKWARD_WEIGHT or any(a.kind is kind for a in listed)
+    ]
+    wanted = {Action(kind, position, micro) for kind in kinds for micro in range(micro_batches)}
+    place = {action: index for index, action in enumerate(listed)}
+    where = f"schedule {printable(name)}, stage {position} of {positions}, {micro_batches} micro-batches"
+    odd = sorted(map(str, wanted.symmetric_difference(place)))
+    if odd or len(listed) != len(place):
+        raise PlanError(
+            f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or there twice"
+        )
+    for micro in range(micro_batches):
+        order = [place[Action(kind, position, micro)] for kind in kinds]
+        if order != sorted(order):
+            raise PlanError(
+                f"{where}: micro-batch {micro} goes backward before it has gone forward"
+            )
+
+
+def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
+    """Every position takes micro-batches in one order, for messages between stages keep theirs; and none waits for
+    ever: walk through all lists as far as each gets."""
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        if (
+            len(
+                {
+                    tuple(action.micro for action in listed if action.kind is kind)
+                    for listed in lists
+                }
+            )
+            > 1
+        ):
+            raise PlanError(
+                f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s come in "
+                "another order on one stage than on another, but messages between stages keep theirs: list them alike"
+            )
+    done: set[Action] = set()
+    nexts = [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for position, listed in enumerate(lists):
+            while nexts[position] < len(listed) and _ready(
+                listed[nexts[position]], done, len(lists)
+            ):
+                done.add(listed[nexts[position]])
+                nexts[position] += 1
+                moved = True
+    waiting = [str(listed[at]) for listed, at in zip(lists, nexts) if at < len(listed)]
+    if waiting:
+        raise PlanError(
+            f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {', '.join(waiting)} "
+            "wait for each other"
+        )
+
+
+def _ready(action: Action, done: set[Action], positions: int) -> bool:
+    """Whether what an action needs of the neighbour stages is done."""
+    if action.kind is Kind.FORWARD:
+        return action.stage == 0 or Action(action.kind, action.stage - 1, action.micro) in done
+    if action.kind is Kind.BACKWARD:
+        return (
+            action.stage == positions - 1
+            or Action(action.kind, action.stage + 1, action.micro) in done
+        )
+    return True
