@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 from parallax.model.describe import Chain
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
+from parallax.plan.schedule import SCHEDULES, named
 
 GIB = 2**30
+
+
+def stages_each(schedule: str, positions: int) -> int:
+    """Two stages to each of two positions where a schedule can have that, one to each of others; 0 where it cannot."""
+    known, each = SCHEDULES[schedule], 2 if positions == 2 and SCHEDULES[schedule].allows(2) else 1
+    return each if known.allows(each) else 0
 
 
 def make_plan(
@@ -32,9 +39,8 @@ def make_plan(
     blocks, stages = len(chain.blocks), len(replicas) * interleave
     bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
     whole = sum(p.numel() for block in chain.blocks for p in block.module.parameters())
-    room = (
-        16 * whole * chain.dtype.itemsize
-    )  # more than states, or weights and gradients, ever take
+    room = 16 * whole * chain.dtype.itemsize  # more than any states, weights or gradients take
+    counts = [replicas[named(schedule).position_of(s, len(replicas))] for s in range(stages)]
     parts = tuple(
         StagePlan(
             start=low,
@@ -49,7 +55,7 @@ def make_plan(
             parameter_offload=parameter_offload,
             shard_optimizer=shard,
         )
-        for low, high, r in zip(bounds, bounds[1:], (*replicas,) * interleave)
+        for low, high, r in zip(bounds, bounds[1:], counts)
     )
     rank = RankPrediction(
         peak_bytes=0, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0

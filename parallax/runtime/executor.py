@@ -2,7 +2,8 @@
 
 Between stages only gradients of tensors that can have one travel back. A stage's output does not stay alive for
 its backward: the graph's edge does. Nor does the graph keep an input for the sake of its gradient: a received
-activation lives only as long as a block has saved it.
+activation lives only as long as a block has saved it. Where two stages in a row are on one rank, the first gives the
+second what it has left, and gets the gradients from it: no action of the list is about that.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ class Executor:
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
         self._crossings = StageIO(chain, mesh, channels)
-        self._last_stage, self._positions = len(mesh.plan.stages) - 1, mesh.plan.positions
+        self._last_stage = len(mesh.plan.stages) - 1
+        self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
+        self._handed = {stage for stage in mesh.stages[:-1] if mesh.plan.hands_over(stage)}
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._counts = hasattr(loss, "count")
         self._loss_share = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -324,7 +327,11 @@ class Executor:
         if announced:
             self._sync.ended(action.stage)
         if flight.entry is not None:
-            self._outgoing[key] = flight.entry.take_gradients()
+            left, below = flight.entry.take_gradients(), action.stage - 1
+            if below in self._handed:
+                self._gradients[below, action.micro] = left
+            else:
+                self._outgoing[key] = left
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
@@ -353,7 +360,7 @@ class Executor:
 
     def _name(self, action: Action, step: StepContext) -> int:
         """What the swap manager calls a micro-batch on one of the stages here."""
-        return action.micro + step.micro_batches * (action.stage // self._positions)
+        return action.micro + step.micro_batches * self._turn[action.stage]
 
     def _leave(self, action: Action, outputs: Tensors, flight: _Flight, *, training: bool) -> None:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
@@ -362,12 +369,23 @@ class Executor:
             outputs = tuple(
                 tensor.to(self._boundary) if tensor.requires_grad else tensor for tensor in outputs
             )
-        self._outgoing[action.stage, action.micro] = tuple(tensor.detach() for tensor in outputs)
+        left = tuple(tensor.detach() for tensor in outputs)
+        if action.stage in self._handed:
+            self._hand_over(action.stage + 1, action.micro, left, training=training)
+        else:
+            self._outgoing[action.stage, action.micro] = left
         if training:
             floating = self._crossings.floating(action.stage, outputs)
             flight.roots = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
             ]
+
+    def _hand_over(self, stage: int, micro: int, left: Tensors, *, training: bool) -> None:
+        """Give a stage on this rank what the one before it has left, as a channel would: a copy of its own, for the
+        graph of the one before may have saved these, and a block may change its input in place."""
+        entry = _Entry(self._anchor) if training else None
+        inputs = left if entry is None else tuple(map(entry.copy, left))
+        self._received[stage, micro] = inputs, entry
 
     def _add_loss(
         self, step: StepContext, outputs: Tensors, targets: Any, rows: int

@@ -23,7 +23,7 @@ from parallax.runtime.engine import Engine
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import make_plan
+from tests.plans import make_plan, stages_each
 from tests.zoo import FAMILIES, ZOO, Entry, tokens_batch
 
 ROWS, MICRO = 7, 2
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def interleave(self) -> int:
-        return 2 if self.schedule == "interleaved" and len(self.replicas) == 2 else 1
+        return stages_each(self.schedule, len(self.replicas))
 
 
 def cases() -> list[Any]:
@@ -70,9 +70,12 @@ def cases() -> list[Any]:
     are for the thorough tests: what is left has each model under one or two of the schedules, and each schedule with a
     third of the models."""
     turns = itertools.cycle(itertools.product(REPLICAS, DIRECTIVES))
+    pairs = itertools.cycle(replicas for replicas in REPLICAS if len(replicas) == 2)
     found: list[Any] = []
     for model, schedule in itertools.product(MODELS, SCHEDULES):
         replicas, directive = next(turns)
+        if not stages_each(schedule, len(replicas)):
+            replicas = next(pairs)
         found.append(Case(model, schedule, replicas, directive))
     schedules = len(SCHEDULES)
     skipped = [(i // schedules + i % schedules) % 3 > 0 for i in range(len(found))]
@@ -93,6 +96,7 @@ def every_case() -> list[Case]:
     return [
         Case(*each)
         for each in itertools.product(MODELS, SCHEDULES, layouts, DIRECTIVES, ("fp64", "bf16"))
+        if stages_each(each[1], len(each[2]))
     ]
 
 

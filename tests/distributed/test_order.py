@@ -97,7 +97,7 @@ def job(schedule: str, positions: int, micro_batches: int, interleave: int) -> l
     return list(SEEN)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_blocks_run_as_the_schedule_is_drawn(pool: Pool, schedule: str) -> None:
     picture = re.findall(r"stage \d \| (.+)", SCHEDULES[schedule].ordering.__doc__ or "")
     drawn = [[cell for cell in row.split() if cell != ".."] for row in picture]

@@ -272,9 +272,11 @@ def cases(draw: st.DrawFn) -> Case:
     fitting = [each for each in REPLICAS if len(each) <= blocks]
     twice = (
         [each for each in fitting if 1 < len(each) <= blocks // 2]
-        if schedule == "interleaved"
+        if SCHEDULES[schedule].allows(2)
         else []
     )
+    if not twice and not SCHEDULES[schedule].allows(1):
+        schedule = "zb-h1"
     interleave, replicas = (
         (2, draw(st.sampled_from(twice))) if twice else (1, draw(st.sampled_from(fitting)))
     )

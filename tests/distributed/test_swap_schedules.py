@@ -14,7 +14,7 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_transparency import MODELS, ROWS, make_batch, make_chain
-from tests.plans import make_plan
+from tests.plans import make_plan, stages_each
 
 Found = tuple[float, dict[str, Tensor], int]
 
@@ -22,7 +22,7 @@ Found = tuple[float, dict[str, Tensor], int]
 def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
     """Kept, offloaded, and offloaded with sums checked and transfers held up: loss, gradients, bytes moved."""
     chain = make_chain("gpt", torch.float32)
-    interleave = 2 if schedule == "interleaved" else 1
+    interleave = stages_each(schedule, len(replicas))
     ways = [("keep", False), ("offload", False), ("offload", True)]
     found = []
     for directive, verify in ways:

@@ -25,6 +25,7 @@ from tests.plans import make_plan
 ROWS = 7
 MODELS: dict[str, Any] = {
     "gpt": (GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64), GPT.loss),
+    "deep": (GPTConfig(layers=4, hidden=32, heads=2, sequence=16, vocabulary=64), GPT.loss),
     "mlp": (MLPConfig(layers=3, hidden=48, embedding=8, sequence=16, vocabulary=64), MLP.loss),
 }
 
@@ -146,6 +147,21 @@ def test_gradients_equal_plain_training(
         }
         assert reduced == ({1} if count > 1 else {0})
         position += count
+
+
+@pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1, 2), (1, 1, 1)], ids=str)
+def test_stages_that_hand_over_on_one_rank(
+    pool: Pool, replicas: tuple[int, ...], directive: str
+) -> None:
+    """At the turn of a V two stages in a row are on one position: nothing is sent between them, and the result is the
+    plain one. The first and the last block, which share a parameter, are on one position, too."""
+    options = {"replicas": replicas, "schedule": "zb-v", "directive": directive, "interleave": 2}
+    model = "deep" if len(replicas) > 2 else "gpt"
+    results = pool.run(job, sum(replicas), model, torch.float64, options, ROWS)
+    compare(results, model, torch.float64, ROWS, 1e-12)
+    single = pool.run(job, sum(replicas), model, torch.float32, options, ROWS)
+    compare(single, model, torch.float32, ROWS, 1e-6)
 
 
 @pytest.mark.parametrize("placement", [(2, 0, 1), (1, 2, 0), (2, 1, 0)])

@@ -64,6 +64,10 @@ REFUSED = [
         question(2, microbatch=8, schedule="interleaved"),
         "2 positions do not divide the 1 micro-batch(es)",
     ),
+    (
+        question(2, stages=2, schedule="zb-v", blocks=3),
+        "plan.schedule=zb-v with plan.stages=2 and 2 device(s): 2 to each of 2 makes 4 stages, more than the 3",
+    ),
     (question(9, stages=1, replicas=9), "9 replicas share the 8 row(s) of a batch"),
     (question(9, rows=2), "cluster.devices=9 with trainer.global_batch=2"),
 ]
@@ -168,11 +172,12 @@ def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
         ("interleaved", "auto"),
         ("interleaved", 2),
         ("auto", 4),
+        ("zb-v", "auto"),
     ]
     for devices, blocks, stages in itertools.product(
         (1, 2, 3, 4, 6), (1, 4, 9), ("auto", 1, 2, 3, 5)
     ):
-        model, machine = profile([block()] * blocks), cluster(devices)
+        model, machine = profile([block(weight_seconds=0.5)] * blocks), cluster(devices)
         for asked, (schedule, interleave), microbatch in itertools.product(
             replicas, kinds, ("auto", 1, 3, 8)
         ):

@@ -41,7 +41,7 @@ def test_very_many_micro_batches_take_what_all_of_them_would(
     schedule: str, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)
-    asked = pipeline(schedule, positions, 100 * positions, 2 if schedule == "interleaved" else 1)
+    asked = pipeline(schedule, positions, 100 * positions, 1 + SCHEDULES[schedule].allows(2))
     whole = predict(profile(MODEL), cluster(positions), asked)
     monkeypatch.setattr(predicting, "MANY_MICRO_BATCHES", 10)
     short = predict(profile(MODEL), cluster(positions), asked)
@@ -54,7 +54,7 @@ def test_very_many_micro_batches_take_what_all_of_them_would(
 def test_timed_and_simulated_agree_where_nothing_is_shared(
     schedule: str, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = pipeline(schedule, 4, 8 * replicas, 2 if schedule == "interleaved" else 1, replicas)
+    asked = pipeline(schedule, 4, 8 * replicas, 1 + SCHEDULES[schedule].allows(2), replicas)
     machines = cluster(4 * replicas, link=Link(bytes_per_second=100.0))
     simulated = predict(profile(MODEL), machines, asked)
     monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)

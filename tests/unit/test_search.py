@@ -566,20 +566,21 @@ def test_what_the_loss_saves_stays_under_every_directive() -> None:
     assert kept == [1110, 1010, 1030]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_every_schedule_can_be_asked_for_and_run(schedule: str) -> None:
     model = layers(8, weight_seconds=1e-3)
     plan, _ = search(model, cluster(2), PlanConfig(schedule=schedule, stages=2), global_batch=16)
     assert plan.schedule.name == schedule
-    assert plan.interleave > 1 or schedule != "interleaved"
+    shares = plan.schedule.shares_positions
+    assert (plan.interleave > 1) == shares
     for fields, message in (
         ({"parameters": "host"}, r"parameters visit the device for whole backwards of one stage"),
         ({"activations": "offload"}, r"would need one swap limit together"),
     ):
-        if schedule == "interleaved" or "parameters" in fields:
+        if shares or "parameters" in fields:
             with pytest.raises(ConfigError, match=message):
                 search(model, cluster(2), PlanConfig(schedule=schedule, **fields), global_batch=16)
-    if schedule != "interleaved":
+    if plan.schedule.splits:
         with pytest.raises(ConfigError, match=r"does not tell the gradients of parameters apart"):
             search(layers(8), cluster(2), PlanConfig(schedule=schedule), global_batch=16)
 

@@ -3,7 +3,7 @@
 action.py, order.py    entries of a list; the forwards and backwards of a position as columns
 placement.py           which stage sits on which position
 schedule.py            a schedule as one object, and how one is found by its name
-gpipe.py, one_forward.py, zero_bubble.py    the families, each with its timelines drawn
+gpipe.py, one_forward.py, zero_bubble.py, zero_bubble_v.py    the families, each with its timelines drawn
 built_in.py            which of them there are: a new one is registered here
 own.py                 schedules of the user's own
 lists.py               an order with sends, receives, offloads and fetches around it

@@ -108,10 +108,10 @@ class StepBound:
         )
         least_cost, least_weighted = fullness * least_cost, fullness * least_weighted
         work = max(micro_batches * terms.slowest + terms.update, micro_batches * least_cost)
-        if not shape.schedule.searched:
-            return float(work * ROUNDING)
         if shape.interleave > 1:
             return float(max(work, self._dealt(shape) + terms.update) * ROUNDING)
+        if not shape.schedule.searched:
+            return float(work * ROUNDING)
         waits = self._waits(shape, terms.forward_share)
         even = (
             max(waits[0] * terms.slowest, terms.total / sum(1 / wait for wait in waits))
@@ -124,14 +124,17 @@ class StepBound:
         return float(max(work, max(0.0, terms.path - terms.halves) + slowest, queued) * ROUNDING)
 
     def _dealt(self, shape: Shape) -> float:
-        """Of interleaved stages, whose cuts are known: a position begins when the first stages of those before it have
-        had their forward, and these have their backward after its last one."""
+        """Of several stages to a position, whose cuts are known: a position begins when the first stages of those
+        before it have had their forward, and these have their backward after its last one, which weight halves of the
+        position may run beside."""
         if self.request.mixed:
             return 0.0
         rows = self._rows(self._mean_rows(shape), shape.split)
         cuts = even_cuts(rows.sums, shape.positions * shape.interleave)
         stages = [rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(cuts)]
-        before = itertools.accumulate(stages[: shape.positions - 1], initial=0.0)
+        before = itertools.accumulate(
+            [0.0 if shape.split else each for each in stages[: shape.positions - 1]], initial=0.0
+        )
         work = [
             self.request.count(shape) * sum(stages[stage] for stage in shape.stages_of(p))
             for p in range(shape.positions)

@@ -307,9 +307,8 @@ class Request:
         micro_batches = self.count(shape)
         pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
         if shape.split:  # parameter gradients can fill the gaps of the rest, but no more than that
-            pipelined = max(
-                pipelined, (1 - self._weight_share) * ((micro_batches - 1) * slowest + total)
-            )
+            rest = (micro_batches - 1) * slowest / shape.interleave + total
+            pipelined = max(pipelined, (1 - self._weight_share) * rest)
         return max(pipelined, micro_batches * work / self._capacity) + tail, pipelined + tail
 
     def bound(

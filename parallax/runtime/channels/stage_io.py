@@ -58,7 +58,7 @@ class StageIO:
 
     def _open(self, stage: int) -> None:
         plan, mine = self._mesh.plan, self._mesh.rank
-        if stage > 0:
+        if stage > 0 and not plan.hands_over(stage - 1):
             below = plan.ranks(stage - 1)
             self._receivers[Kind.RECEIVE_ACTIVATION, stage] = [
                 self._channels.receiver(Edge(rank, mine, stage - 1, backward=False))
@@ -70,7 +70,7 @@ class StageIO:
                 )
                 for rank in below
             ]
-        if stage < self._last_stage:
+        if stage < self._last_stage and not plan.hands_over(stage):
             above = plan.ranks(stage + 1)
             self._receivers[Kind.RECEIVE_GRADIENT, stage] = [
                 self._channels.receiver(Edge(rank, mine, stage, backward=True)) for rank in above
