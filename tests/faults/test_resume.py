@@ -173,7 +173,7 @@ def test_a_run_of_ones_own_model_goes_on_by_its_name(
     ]
     code, _, err = called("train", *model, *common, "name=a", "trainer.steps=2")
     assert (code, err.strip()) == (0, "")
-    code, out, err = call("train", "name=a", "trainer.steps=3")
+    code, out, err = called("train", "name=a", "trainer.steps=3")
     assert (code, err.strip()) == (0, "")
     assert "runs/a goes on with its own settings, but trainer.steps: 2 -> 3" in out
     assert "continuing after step 2" in out
