@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -168,7 +169,8 @@ def _unused(path: Path) -> bool:
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary folder that no other process of this machine writes to, removed with the session."""
     tmp_path_factory.getbasetemp()  # stays where pytest looks for it
-    multiprocessing.util.get_temp_dir()  # its sockets are removed when this process ends
+    multiprocessing.util.get_temp_dir()  # its sockets are removed when this process ends,
+    resource_tracker.ensure_running()  # and so is what this process of its own watches
     if os.name == "posix" and hasattr(os, "memfd_create"):  # Linux
         ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
     with (
