@@ -28,14 +28,10 @@ import pytest
 GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for where nothing is left
 SHARED_MEMORY = Path("/dev/shm")
 CACHES = ("torchinductor",)  # of libraries, which are filled once
-COMPILED = (
-    Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-)  # torch's own place for it
-VARIABLES = (
-    "PYTEST_CURRENT_TEST",
-    "TORCHINDUCTOR",
-    "TRITON",
-)  # what their libraries change by themselves
+# Torch's own place for it.
+COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+# What their libraries change by themselves.
+VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON"
 
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _lasting_processes: set[int] = set()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,16 +18,13 @@ from torch import nn
 
 from parallax.errors import CheckpointError
 from parallax.runtime.checkpoint import (
-    begin,
     checkpoint_name,
     list_checkpoints,
-    partial_folder,
-    remove_partial,
 )
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
-from tests.distributed.pool import ROOT, Pool
+from tests.distributed.pool import Pool
 from tests.distributed.test_engine import (
     Case,
     Outcome,
@@ -122,97 +116,6 @@ def test_what_has_no_optimizer_state_is_loaded_all_the_same(
     pool.run(training, 1, case, tmp_path, 0, 1, None)
     resumed = pool.run(training, 1, case, tmp_path, 1, 2, 1)
     same(resumed, [Outcome(o.losses[1:], o.norms[1:], o.weights) for o in whole])
-
-
-# ---- killed while saving
-
-KILLED_SAVES = """
-import os, shutil, signal, sys
-from pathlib import Path
-from tests.distributed.test_checkpoint import CASE, KILLS, STATE
-from parallax.runtime import checkpoint
-
-root = Path(sys.argv[1])
-engine = CASE.under((1,)).engine(root)
-for batch in CASE.batches()[:2]:
-    engine.step(batch)
-engine.save(root / "next", STATE)
-engine.step(CASE.batches()[2])
-shutil.copytree(root / "next", root / "again")
-engine.save(root / "again", STATE)
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-for base, call, at, when in KILLS:
-    folder = root / f"{base}-{call}-{at}-{when}"
-    shutil.copytree(root / base, folder)
-    child = os.fork()
-    if child == 0:
-        owner = {"save_file": checkpoint, "write_text": Path, "rename": Path}.get(call, os)
-        plain, calls = getattr(owner, call), []
-        def dying(*args, **kwargs):
-            calls.append(call)
-            if len(calls) == at and when == "before":
-                die()
-            result = plain(*args, **kwargs)
-            if len(calls) == at:
-                die()
-            return result
-        setattr(owner, call, dying)
-        engine.save(folder, STATE)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), folder
-"""
-
-KILLS = [
-    (base, call, at, when)
-    for base, renames in [("next", 1), ("again", 2)]  # a new step; the same step once more
-    for call, count in [("save_file", 1), ("write_text", 1), ("fsync", 4), ("rename", renames)]
-    for at in range(1, count + 1)
-    for when in ("before", "after")
-]
-
-
-def run_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
-
-
-def test_killed_while_saving(tmp_path: Path) -> None:
-    """What was saved before is whole, and the next save or resume cleans up."""
-    child = run_child(KILLED_SAVES, str(tmp_path))
-    assert child.returncode == 0, child.stderr
-    engine = CASE.under((1,)).engine(tmp_path)
-    for base, call, at, when in KILLS:
-        folder = tmp_path / f"{base}-{call}-{at}-{when}"
-        remove_partial(folder)
-        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-        left = list_checkpoints(folder)
-        renamed = (
-            base == "again" or (call, when) == ("rename", "after") or (call, at) == ("fsync", 4)
-        )
-        assert [path.name for path in left] == [checkpoint_name(2), checkpoint_name(3)][
-            : 1 + renamed
-        ]
-        for path in left:
-            assert engine.load(path) == STATE
-            assert engine.completed_steps == int(path.name[5:])
-    engine.close()
-
-
-def test_a_new_save_takes_nothing_from_an_interrupted_one(pool: Pool, tmp_path: Path) -> None:
-    """A part that a plan of two stages had left over was read as if it belonged to the new checkpoint."""
-    partial = partial_folder(tmp_path, 2)
-    begin(partial)
-    save_file(
-        {"model/embedding.token.weight": torch.zeros(64, 32)}, partial / "stage-01.safetensors"
-    )
-    path = saved(pool, tmp_path)
-    assert [p.name for p in path.glob("*.safetensors")] == ["stage-00.safetensors"]
-    assert pool.run(loading, 1, CASE.under((1,)), path)[0][0] == ""
 
 
 # ---- damaged
@@ -358,74 +261,6 @@ def test_a_pickle_is_never_executed(pool: Pool, tmp_path: Path, file: str) -> No
     ((message, _, _),) = pool.run(loading, 1, CASE.under((1,)), path)
     assert (message == "") == (file == "stage-00.pt")  # a stranger's file is not even looked at
     assert not target.exists()
-
-
-# ---- no space
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from tests.distributed.test_checkpoint import CASE, STATE
-from parallax.errors import CheckpointError
-
-folder = Path(sys.argv[1])
-engine = CASE.under((1,)).engine(folder)
-engine.step(CASE.batches()[0])
-engine.save(folder, STATE)
-engine.step(CASE.batches()[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    engine.save(folder, STATE)
-except CheckpointError as error:
-    print(error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-engine.save(folder, STATE)
-"""
-
-
-def test_disk_full(tmp_path: Path) -> None:
-    child = run_child(FULL_DISK, str(tmp_path), "100000")
-    assert child.returncode == 0, child.stderr
-    (line,) = child.stdout.splitlines()
-    assert str(tmp_path / ".saving-step-00000002" / "stage-00.safetensors") in line
-    assert "KiB to" in line or "MiB to" in line
-    assert "untouched" in line
-    assert [path.name for path in list_checkpoints(tmp_path)] == [
-        checkpoint_name(1),
-        checkpoint_name(2),
-    ]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def unwritable(case: Case, folder: Path, part: str) -> str:
-    """A save in which one stage cannot write."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    engine = case.engine(folder / "elsewhere")
-    engine.step(case.batches()[0])
-    if f"{engine.mesh.stage}" == part:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-    try:
-        engine.save(folder, STATE)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        engine.close()
-    return ""
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_all_ranks_learn_that_one_cannot_write(pool: Pool, tmp_path: Path, stage: int) -> None:
-    messages = pool.run(unwritable, 3, CASE.under((1, 2)), tmp_path, str(stage))
-    assert len(set(messages)) == 1
-    assert f"stage-0{stage}.safetensors" in messages[0]
-    assert not list(tmp_path.glob("*step*"))
-
-
-def test_folder_that_cannot_be_made(pool: Pool, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
-    for message in pool.run(unwritable, 2, CASE.under((1, 1)), tmp_path / "checkpoints", ""):
-        assert str(tmp_path / "checkpoints") in message
 
 
 # ---- the loop

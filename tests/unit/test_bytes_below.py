@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from parallax.errors import PlanError
 from parallax.machine.device import CpuCopies
-from parallax.model.describe import Chain, describe, tie_costs
+from parallax.model.describe import Chain, describe
+from parallax.model.profiling.blocks import tie_costs
 from parallax.plan.cost.below import with_room_below
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -113,9 +114,8 @@ def test_a_plan_that_gives_less_is_refused(
 def test_a_plan_of_another_optimizer_is_refused(scratch: Path) -> None:
     chain = make_chain()
     plan = given(chain, optimizer_offload=1.0)
-    half = replace(
-        plan.stages[0], state_bytes=plan.stages[0].state_bytes // 2
-    )  # one state, not two
+    # One state, not two.
+    half = replace(plan.stages[0], state_bytes=plan.stages[0].state_bytes // 2)
     lighter = replace(plan, stages=(half,))
     sgd = OptimizerConfig(name="sgd")
     Engine.build(chain, lighter, loss=loss, optimizer=sgd, scratch=scratch).close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,18 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import ConfigError, DescribeError
+from parallax.errors import DescribeError
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling import kept
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.measure import measure
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from parallax.swap.trial import Trial, Trials
 from tests.plans import make_plan
 
 CPU = torch.device("cpu")
@@ -149,48 +145,6 @@ def test_the_first_block_needs_no_gradient_of_its_input() -> None:
     profile_of(chain_of(linear(), linear(), linear(), linear()), progress=said.append)
     measured = [text.split("(")[1].split(")")[0] for text in said if "measuring" in text]
     assert measured == ["0", "1", "3"] * 2
-
-
-def test_a_profile_is_measured_once_and_keyed_by_what_it_depends_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runs = []
-    plain = module._Bench.run
-    monkeypatch.setattr(
-        module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
-    )
-    factory = chain_of(linear(), Both)
-    first = profile_of(factory)
-    assert runs == [2, 4]
-    assert profile_of(factory) == first
-    assert runs == [2, 4]
-
-    def fresh(**options: Any) -> None:
-        runs.clear()
-        profile_of(options.pop("factory", factory), **options)
-        assert runs, options
-
-    fresh(factory=chain_of(linear(), linear()))
-    fresh(rows=(2, 8))
-    fresh(precision=PrecisionConfig(compute="bf16"))
-    fresh(minimum_bytes=64)
-    fresh(allocator="exact")
-    fresh(loss=F.l1_loss)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        fresh()
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_damaged_cache_is_measured_again(tmp_path: Path) -> None:
-    first = profile_of(chain_of(linear()))
-    (path,) = tmp_path.rglob("profile-*.json")
-    path.write_text(path.read_text()[:-30])
-    again = profile_of(chain_of(linear()))
-    assert again.blocks[0].moved == first.blocks[0].moved
-    assert ModelProfile.load(path) == again
 
 
 def test_the_name_is_the_callers_also_from_the_cache() -> None:
@@ -449,102 +403,3 @@ def test_halves_by_hand() -> None:
         assert 0 < block.weight_seconds.at(4) <= block.backward_seconds.at(4)
         assert block.split_work.at(4) > 0
     assert found[1].largest_bytes == 2 * WIDE * WIDE * FLOAT
-
-
-def test_a_profile_of_an_earlier_edition_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    plain = module._Bench.run
-    monkeypatch.setattr(
-        module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
-    )
-    monkeypatch.setattr(kept, "EDITION", kept.EDITION - 1)
-    profile_of(chain_of(linear()))
-    monkeypatch.setattr(kept, "EDITION", kept.EDITION + 1)
-    profile_of(chain_of(linear()))
-    assert runs == [2, 4, 2, 4]
-
-
-class Counting:
-    """Trials of a run on disk, counted."""
-
-    tier = "disk"
-
-    def __init__(self, folder: Path) -> None:
-        self.trials = Trials("disk", SwapConfig(minimum_bytes=1), folder)
-        self.moved: list[int] = []
-
-    def of(
-        self, block: nn.Module, moved: int, device: torch.device
-    ) -> contextlib.AbstractContextManager[Trial]:
-        self.moved.append(moved)
-        return self.trials.of(block, moved, device)
-
-
-def test_offloading_is_tried_for_each_kind_of_block_that_may_offload(tmp_path: Path) -> None:
-    """Steps that offload took a fifth longer than the same steps without, and the planner thought it was free."""
-    offloader = Counting(tmp_path)
-    found = profile_of(chain_of(linear(), Both, Both), offloader=offloader)
-    assert [cost.offload_seconds.at(4) >= 0 for cost in found.blocks] == [True] * 3
-    low, high = (sorted(offloader.moved[part]) for part in (slice(0, 3), slice(3, 6)))
-    assert high == [2 * moved for moved in low]
-    assert ModelProfile.from_json(found.to_json()) == found
-    assert list(tmp_path.glob("parallax-trial-*")) == []
-
-
-def test_a_tier_that_cannot_take_a_block_is_said_and_the_block_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("parallax.swap.stores.store.os.pwrite", full)
-    said: list[str] = []
-    found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=said.append)
-    assert found.blocks[0].forward_seconds.at(4) > 0
-    assert found.blocks[0].offload_seconds.at(4) == 0
-    assert any("what offloading takes was not measured: cannot write" in text for text in said)
-
-
-def test_where_nothing_may_be_offloaded_nothing_is_tried() -> None:
-    assert profile_of(chain_of(Both)).blocks[0].offload_seconds.at(4) == 0
-
-
-def test_a_profile_without_a_trial_is_not_one_with_it(tmp_path: Path) -> None:
-    chain = describe(chain_of(Both))
-    conditions: dict[str, Any] = {"device": CPU, "precision": PrecisionConfig(), "minimum_bytes": 1}
-    paths = {
-        module.profile_path(chain, F.mse_loss, sample, (2, 4), **conditions, offloader=offloader)
-        for offloader in (None, Counting(tmp_path))
-    }
-    assert len(paths) == 2
-
-
-def test_a_trial_moves_what_a_block_saves_and_changes_no_gradient(tmp_path: Path) -> None:
-    block = Both()
-    rows = torch.randn(4, WIDE, requires_grad=True)
-    plain = torch.autograd.grad(block(rows).sum(), [rows, *block.parameters()])
-    with Trials("disk", SwapConfig(minimum_bytes=1), tmp_path).of(block, 1 << 20, CPU) as trial:
-        for _ in range(2):
-            with trial.saving():
-                out = block(rows)
-            trial.bring_back()
-            assert trial.moved_bytes > 0
-            found = torch.autograd.grad(out.sum(), [rows, *block.parameters()])
-            assert all(torch.equal(a, b) for a, b in zip(plain, found))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("tempfile.TemporaryDirectory", refuse)
-    with (
-        pytest.raises(
-            ConfigError, match=r"cannot write in .* \(Permission denied\): name another folder"
-        ),
-        Trials("disk", SwapConfig(), tmp_path).of(Both(), 1, CPU),
-    ):
-        pass

@@ -13,9 +13,8 @@ class Kind(StrEnum):
     ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
     elsewhere ``backward`` is all of it."""
 
-    __hash__ = (
-        str.__hash__
-    )  # an enumeration's own is written in Python, and actions are looked up by kind all the time
+    # An enumeration's own is written in Python, and actions are looked up by kind all the time.
+    __hash__ = str.__hash__
 
     RECEIVE_ACTIVATION = "receive_activation"
     RECEIVE_GRADIENT = "receive_gradient"
@@ -30,11 +29,8 @@ class Kind(StrEnum):
     UPDATE = "update"
 
 
-COMPUTE = (
-    Kind.FORWARD,
-    Kind.BACKWARD,
-    Kind.BACKWARD_WEIGHT,
-)  # in an order, a kind is its index here
+# In an order, a kind is its index here.
+COMPUTE = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 

@@ -49,9 +49,8 @@ def interleaved(positions: int, position: int, micro_batches: int, interleave: i
     groups = np.array_split(np.arange(micro_batches), max(1, micro_batches // positions))
     micros = np.concatenate([np.tile(group, interleave) for group in groups])
     chunks = np.concatenate([np.repeat(np.arange(interleave), len(group)) for group in groups])
-    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(
-        groups[0]
-    )  # the first group is never smaller
+    # The first group is never smaller.
+    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(groups[0])
     last = interleave - 1
     return weave(
         warm_up,

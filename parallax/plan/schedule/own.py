@@ -15,9 +15,8 @@ Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, mi
 
 
 _MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
-_SMALL = list(
-    itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1))
-)  # pipelines looked at
+# Pipelines looked at.
+_SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1)))
 
 
 def register_schedule(name: str, listing: Listing) -> None:

@@ -18,9 +18,8 @@ from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import Store
 
-PAGE_BYTES = (
-    4096  # every place in a store begins at a page, and what a plan gives are bytes of data
-)
+# Every place in a store begins at a page, and what a plan gives are bytes of data.
+PAGE_BYTES = 4096
 
 
 class Tiers:
