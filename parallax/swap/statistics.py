@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from parallax.swap.stores.store import Pending, Store
 
 _MOST_SAMPLES = 2000
+_HELD = ("high_water", "tier_high_water", "limit_bytes", "pinned_waste_bytes")
 
 
 @dataclass
@@ -64,6 +65,24 @@ class SwapStatistics:
         """Count a saved tensor."""
         tensors, total = self.decisions.get(reason, (0, 0))
         self.decisions[reason] = (tensors + 1, total + size)
+
+    def add(self, new: SwapStatistics) -> None:
+        """Of what came after: sums of what adds up, the most of what is held."""
+        for name in [each.name for each in fields(new)]:
+            value = getattr(new, name)
+            if name in _HELD:
+                setattr(self, name, max(getattr(self, name), value))
+            elif isinstance(value, int | float):
+                setattr(self, name, getattr(self, name) + value)
+        for reason, (tensors, size) in new.decisions.items():
+            before = self.decisions.get(reason, (0, 0))
+            self.decisions[reason] = (before[0] + tensors, before[1] + size)
+        for micro, part in new.micro.items():
+            sums = self.of(micro)
+            for name in [each.name for each in fields(part)]:
+                setattr(sums, name, getattr(sums, name) + getattr(part, name))
+        for sample in new.samples:
+            self.sample(*sample)
 
     def sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
         """Keep one change out of ``_every``, which doubles whenever the samples are too many."""

@@ -36,9 +36,10 @@ from parallax.common.units import format_bytes
 from parallax.errors import BudgetExceeded, SwapError
 from parallax.machine.host import relieve_memory
 from parallax.swap.activations.books import Book, Books, Lingering
-from parallax.swap.activations.checks import NoChecks, SumChecks
+from parallax.swap.activations.checks import Checks, NoChecks, SumChecks
 from parallax.swap.activations.policy import Policy, Preferences
 from parallax.swap.activations.records import Batch, Claim, Entry, Record, State
+from parallax.swap.activations.returning import Returning
 from parallax.swap.activations.transfers import Transfers
 from parallax.swap.statistics import Ledger, SwapStatistics
 from parallax.swap.stores.forks import mind_forks
@@ -61,7 +62,7 @@ class SwapManager:
     ) -> None:
         self._store, self._ledger = store, Ledger(store, limit_bytes)
         self._policy, self._preferences = policy, Preferences(policy)
-        self._checks = SumChecks() if verify else NoChecks()
+        self._checks: Checks = SumChecks() if verify else NoChecks()
         self._transfers = Transfers(store, self._ledger, self._checks)
         self.forked()
         mind_forks(self)
@@ -73,7 +74,7 @@ class SwapManager:
         self._lingering, self._books = Lingering(), Books()
         self._operation: int | None = None  # that operator's place among those of its thread
         self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
-        self._returning: list[Batch] = []  # on their way back, in the order of need
+        self._returning = Returning(self._transfers, self._ledger, self._preferences, self._books)
         self._records: dict[int, Record] = {}  # those that are alive, by their clocks
         self._known: dict[int, Record] = {}
 
@@ -162,7 +163,7 @@ class SwapManager:
             self._settle()
             if micro in self._open:
                 self._begin(self._open[micro])
-            self._pump()
+            self._returning.pump(self._let_go)
 
     def load(self, entry: Entry) -> torch.UntypedStorage:
         """The bytes of an entry, on the device and ready for its current stream."""
@@ -184,7 +185,7 @@ class SwapManager:
             assert record.storage is not None
             storage = record.storage
             if not self._closed:
-                self._pump()
+                self._returning.pump(self._let_go)
             relieve_memory(record.size)
             origin = record.origin()
             return storage if origin is None or origin.nbytes() != record.size else origin
@@ -212,8 +213,6 @@ class SwapManager:
                 if record.state is State.QUEUED:
                     record.state, record.transfer = State.LOADED, None
             self._writing.clear()
-            for batch in self._returning:
-                batch.waiting.clear()
             self._returning.clear()
 
     def _check_open(self) -> None:
@@ -280,39 +279,7 @@ class SwapManager:
                 self._spare(record)
             elif record.state is State.STORED:
                 batch.waiting.append(record)
-        if batch.waiting:
-            # What comes back fills the room.
-            relieve_memory(coming=self._ledger.limit - self._ledger.resident)
-            self._returning.append(batch)
-
-    def _pump(self) -> None:
-        """Begin the next reads that fit."""
-        for batch in [*self._returning]:
-            fits = self._bring_back(batch)
-            if not batch.waiting:
-                self._returning.remove(batch)
-            if not fits:
-                return
-
-    def _bring_back(self, batch: Batch) -> bool:
-        """Begin to read what is due of one micro-batch; whether there was room for all of that."""
-        while batch.waiting:
-            record = batch.waiting[0]
-            alive = record.claim() is not None
-            if alive and record.state is State.QUEUED:
-                return False
-            if alive and record.state is State.STORED:
-                if not self._preferences.due(record):
-                    return True
-                needed = self._preferences.group_bytes(record) if self._books.early else record.size
-                if self._ledger.resident + needed > self._ledger.limit:
-                    with contextlib.suppress(SwapError):  # a full tier: what was kept stays
-                        self._let_go(needed)
-                    return False
-                self._transfers.read(record)
-                self._books.early[record] = None
-            batch.waiting.popleft()
-        return True
+        self._returning.add(batch)
 
     def _make_room(self, size: int, micro: int) -> None:
         """Return when ``size`` more bytes fit; the order of the remedies is the module's promise."""
@@ -376,9 +343,7 @@ class SwapManager:
         if not self._books.early:
             return False
         record, _ = self._books.early.popitem()
-        record.batch.waiting.appendleft(record)
-        if record.batch not in self._returning:
-            self._returning.insert(0, record.batch)
+        self._returning.again(record)
         if record.slot is None:
             self._write(record)
             return True
@@ -450,10 +415,8 @@ class SwapManager:
         batch.claims.pop(record.ordinal, None)
         if not batch.claims:
             self._preferences.learn(batch)
-            batch.waiting.clear()
             if self._open.get(batch.micro) is batch:
                 del self._open[batch.micro]
-            if batch in self._returning:
-                self._returning.remove(batch)
+            self._returning.forget(batch)
         if self._known.get(record.address) is record:
             del self._known[record.address]

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from parallax.errors import SwapError
-from parallax.swap.activations.checks import NoChecks, SumChecks
+from parallax.swap.activations.checks import Checks
 from parallax.swap.activations.records import Record, State
 from parallax.swap.statistics import Ledger
 from parallax.swap.stores.store import Store
@@ -16,7 +16,7 @@ from parallax.swap.stores.store import Store
 class Transfers:
     """Those of one manager, which calls this with its lock held."""
 
-    def __init__(self, store: Store, ledger: Ledger, checks: NoChecks | SumChecks) -> None:
+    def __init__(self, store: Store, ledger: Ledger, checks: Checks) -> None:
         self._store, self._ledger, self._checks = store, ledger, checks
 
     def write(self, record: Record) -> None:

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,10 +30,8 @@ from torch.optim import Optimizer
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
-from parallax.machine.device import copies_for, no_delay
-from parallax.machine.host import available_memory, relieve_memory
+from parallax.machine.host import relieve_memory
 from parallax.model.saved import SMALL, Selector
-from parallax.plan.tier import NONE, Tier, check_tier, choose_tier
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
@@ -51,16 +46,13 @@ from parallax.swap.lms.limit import (
     is_plain,
     observe,
 )
+from parallax.swap.lms.options import Options, device_of, tier_for, usual_folder
 from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.lazy import LazyStore
-from parallax.swap.stores.remedies import SCOPE
 from parallax.swap.stores.store import Store
-from parallax.swap.stores.tiers import StoreRequest, check_tier_opens, open_store
-from parallax.swap.verify import Delays
 
-_HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit: all of it is pinned at the first write
 _TAKEN: weakref.WeakSet[Swapping] = weakref.WeakSet()  # scopes that are open
 
 
@@ -116,13 +108,13 @@ def swap(
     )
     arguments.check_model(model)
     optimizers = arguments.optimizers(optimizer)
-    device = _device(model, optimizers)
+    device = device_of(model, optimizers)
     options = Options(
         limit=arguments.size_or_auto("limit", limit),
         policy=policy,
         device=device,
-        tier=_tier(tier, device),
-        directory=_folder() if directory == AUTO else arguments.folder(directory),
+        tier=tier_for(tier, device),
+        directory=usual_folder() if directory == AUTO else arguments.folder(directory),
         tier_bytes=arguments.size_or_auto("tier_bytes", tier_bytes),
         threads=arguments.whole("threads", threads, least=1),
         minimum_bytes=arguments.whole("minimum_bytes", minimum_bytes),
@@ -130,53 +122,6 @@ def swap(
         verify=arguments.flag("verify", verify),
     )
     return Swapping(model, optimizers, options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What :func:`swap` was asked for; None: auto."""
-
-    limit: int | None
-    policy: Policy
-    device: torch.device
-    tier: Tier
-    directory: Path
-    tier_bytes: int | None
-    threads: int
-    minimum_bytes: int
-    piece_bytes: int
-    verify: bool
-
-    def __post_init__(self) -> None:
-        if self.tier_bytes is not None and self.tier_bytes < self.minimum_bytes:
-            raise ConfigError(
-                f"tier_bytes={self.tier_bytes}: smaller than the smallest tensor that moves "
-                f"(minimum_bytes={self.minimum_bytes}); raise tier_bytes"
-            )
-
-    def check_tier(self) -> None:
-        """Raise :class:`SwapError` now where the tier could not be opened later, in the middle of a step."""
-        check_tier_opens(self.tier, self.directory, SCOPE)
-
-    def open_store(self, limit: int) -> Store:
-        """The tier below ``device``, whose limit is ``limit``."""
-        delay = Delays() if self.verify else no_delay
-        return open_store(
-            StoreRequest(
-                tier=self.tier,
-                capacity=self.tier_bytes or self._usual_bytes(limit),
-                copies=copies_for(self.device, delay, SCOPE.pinning),
-                directory=self.directory,
-                threads=self.threads,
-                delay=delay,
-                remedies=SCOPE,
-            )
-        )
-
-    def _usual_bytes(self, limit: int) -> int:
-        """What the tier may hold where nobody says."""
-        free = self.tier.free_bytes(self.directory, available_memory())
-        return min(free // 2, _HOST_LIMITS * limit) if self.tier.in_ram else free * 8 // 10
 
 
 class Swapping:
@@ -360,7 +305,7 @@ class Swapping:
     def _take(self) -> None:
         manager = self._manager()
         if manager is not None:
-            _add(self._total, manager.take_statistics())
+            self._total.add(manager.take_statistics())
 
 
 class _Room:
@@ -448,48 +393,3 @@ def _close(store: Store) -> None:
         threading.Thread(target=store.close, name="swap-close").start()
     else:
         store.close()
-
-
-def _device(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
-    found = {tensor.device for tensor in held_tensors(model, optimizers)}
-    if len(found) > 1 or {device.type for device in found} - {"cpu", "cuda"}:
-        names = ", ".join(sorted(str(device) for device in found))
-        raise ConfigError(
-            f"model {type(model).__name__} is on {names}: swap keeps the limit of one CPU or CUDA device"
-        )
-    return found.pop() if found else torch.device("cpu")
-
-
-def _tier(tier: str, device: torch.device) -> Tier:
-    check_tier("tier", str(tier), without=NONE)
-    return choose_tier("tier", tier, device_is_ram=device.type == "cpu")
-
-
-def _folder() -> Path:
-    """Beside the system's other temporary files that may be large: ``/tmp`` is often memory itself."""
-    large = Path("/var/tmp")
-    base = (
-        large
-        if "TMPDIR" not in os.environ and os.access(large, os.W_OK)
-        else Path(tempfile.gettempdir())
-    )
-    return base / f"parallax-swap-{os.getuid()}"
-
-
-def _add(total: SwapStatistics, new: SwapStatistics) -> None:
-    """Sums of what adds up, the most of what is held."""
-    for name in [field.name for field in fields(new)]:
-        value = getattr(new, name)
-        if name in ("high_water", "tier_high_water", "limit_bytes", "pinned_waste_bytes"):
-            setattr(total, name, max(getattr(total, name), value))
-        elif isinstance(value, int | float):
-            setattr(total, name, getattr(total, name) + value)
-    for reason, (tensors, size) in new.decisions.items():
-        before = total.decisions.get(reason, (0, 0))
-        total.decisions[reason] = (before[0] + tensors, before[1] + size)
-    for micro, part in new.micro.items():
-        sums = total.of(micro)
-        for name in [field.name for field in fields(part)]:
-            setattr(sums, name, getattr(sums, name) + getattr(part, name))
-    for sample in new.samples:
-        total.sample(*sample)
