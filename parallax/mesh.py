@@ -80,18 +80,7 @@ class Mesh:
         stage, replica = plan.locate(rank)
         direct = device.type == "cuda" and size > 1 and torch.cuda.device_count() >= size
         backend = "nccl" if direct else "gloo"
-        own: dist.ProcessGroup | None = None
-        updates: dist.ProcessGroup | None = None
-        statistics: dist.ProcessGroup | None = None
-        for index, planned in enumerate(plan.stages[: plan.positions]):
-            ranks = list(plan.ranks(index))
-            group = _group(ranks, backend) if len(ranks) > 1 else None
-            spread = (
-                _group(ranks, "gloo") if len(ranks) > 1 and planned.optimizer_offload > 0 else None
-            )
-            counted = _group(ranks, backend) if len(ranks) > 1 else None
-            if index == stage:
-                own, updates, statistics = group, spread, counted
+        own, updates, statistics = _replica_groups(plan, stage, backend)
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
             group = _group([r for s in stages for r in plan.ranks(s)], backend)
@@ -180,6 +169,22 @@ class Mesh:
         found: list[object] = [None] * self.plan.world_size
         dist.all_gather_object(found, value, group=self.world)
         return found
+
+
+def _replica_groups(
+    plan: Plan, position: int, backend: str
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """For gradients, for what is stepped below the device, and for statistics of the replicas at ``position``, None
+    where there is one; every rank makes those of all positions."""
+    made: list[tuple[dist.ProcessGroup | None, ...]] = []
+    for index, planned in enumerate(plan.stages[: plan.positions]):
+        ranks = list(plan.ranks(index))
+        several, below = len(ranks) > 1, planned.optimizer_offload > 0
+        own = _group(ranks, backend) if several else None
+        updates = _group(ranks, "gloo") if several and below else None
+        made.append((own, updates, _group(ranks, backend) if several else None))
+    own, updates, statistics = made[position]
+    return own, updates, statistics
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:

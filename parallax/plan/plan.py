@@ -175,6 +175,19 @@ class Plan:
             raise PlanError("a plan names its model, the model's fingerprint and the tier in words")
         if self.global_batch < 1 or self.microbatch < 1 or not self.stages:
             raise PlanError("a plan needs rows, micro-batches of 1 row or more, and a stage")
+        self._check_stages()
+        if self.interleave < 1 or len(self.stages) % self.interleave:
+            raise PlanError(
+                f"{len(self.stages)} stages cannot be dealt out {self.interleave} to each position"
+            )
+        for index, stage in enumerate(self.stages):
+            if stage.replicas != self.stages[self.position(index)].replicas:
+                raise PlanError(
+                    f"stage {index} has {stage.replicas} replicas, its position has another number"
+                )
+        self._check_prediction()
+
+    def _check_stages(self) -> None:
         expected = 0
         for index, stage in enumerate(self.stages):
             if stage.start != expected or stage.stop <= stage.start:
@@ -186,15 +199,8 @@ class Plan:
                     f"stage {index} needs one replica or more, and one directive for each of its blocks"
                 )
             expected = stage.stop
-        if self.interleave < 1 or len(self.stages) % self.interleave:
-            raise PlanError(
-                f"{len(self.stages)} stages cannot be dealt out {self.interleave} to each position"
-            )
-        for index, stage in enumerate(self.stages):
-            if stage.replicas != self.stages[self.position(index)].replicas:
-                raise PlanError(
-                    f"stage {index} has {stage.replicas} replicas, its position has another number"
-                )
+
+    def _check_prediction(self) -> None:
         if len(self.prediction.ranks) != self.world_size:
             raise PlanError(
                 f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}"

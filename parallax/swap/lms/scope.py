@@ -91,19 +91,11 @@ def swap(
     Raises :class:`ConfigError` for what is not accepted, :class:`BudgetExceeded` where what cannot move exceeds the
     limit: on entry, or where one operator needs more than the room.
     """
-    if lb is not None and swapin_ahead is not None:
-        raise ConfigError(
-            f"lb={lb}, swapin_ahead={swapin_ahead}: two names of the same setting; give one"
-        )
     policy = Policy(
         eager=arguments.flag("eager", eager),
         n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
         swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
-        swapin_ahead=(
-            arguments.whole_or_none("swapin_ahead", swapin_ahead)
-            if lb is None
-            else arguments.whole("lb", lb)
-        ),
+        swapin_ahead=_ahead(swapin_ahead, lb),
         swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
     )
     arguments.check_model(model)
@@ -122,6 +114,17 @@ def swap(
         verify=arguments.flag("verify", verify),
     )
     return Swapping(model, optimizers, options)
+
+
+def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
+    """The setting that has two names."""
+    if lb is None:
+        return arguments.whole_or_none("swapin_ahead", swapin_ahead)
+    if swapin_ahead is not None:
+        raise ConfigError(
+            f"lb={lb}, swapin_ahead={swapin_ahead}: two names of the same setting; give one"
+        )
+    return arguments.whole("lb", lb)
 
 
 class Swapping:
