@@ -89,21 +89,13 @@ def swap(
     :class:`~parallax.swap.activations.policy.Policy`.
 
     Raises :class:`ConfigError` for what is not accepted, :class:`BudgetExceeded` where what cannot move exceeds the
-    limit: on entry, or where one operator needs more than the room.
-    """
-    policy = Policy(
-        eager=arguments.flag("eager", eager),
-        n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
-        swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
-        swapin_ahead=_ahead(swapin_ahead, lb),
-        swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
-    )
+    limit: on entry, or where one operator needs more than the room."""
+    ahead = _ahead(swapin_ahead, lb)
     arguments.check_model(model)
-    optimizers = arguments.optimizers(optimizer)
-    device = device_of(model, optimizers)
+    device = device_of(model, optimizers := arguments.optimizers(optimizer))
     options = Options(
         limit=arguments.size_or_auto("limit", limit),
-        policy=policy,
+        policy=_policy(eager, n_tensors, swapout_threshold, ahead, swapin_groupby),
         device=device,
         tier=tier_for(tier, device),
         directory=usual_folder() if directory == AUTO else arguments.folder(directory),
@@ -114,6 +106,22 @@ def swap(
         verify=arguments.flag("verify", verify),
     )
     return Swapping(model, optimizers, options)
+
+
+def _policy(
+    eager: bool,
+    n_tensors: int | None,
+    swapout_threshold: int,
+    swapin_ahead: int | None,
+    swapin_groupby: int,
+) -> Policy:
+    return Policy(
+        eager=arguments.flag("eager", eager),
+        n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
+        swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
+        swapin_ahead=swapin_ahead,
+        swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
+    )
 
 
 def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
