@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.common.events import Span
-from parallax.errors import PlanError
 from parallax.machine.device import CopyEngine, copies_for
 from parallax.machine.host import ResidentMeter
 from parallax.mesh import Mesh
@@ -40,6 +39,7 @@ from parallax.runtime.executor import CurrentAction, Executor, Keep, Loss, RankP
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm
 from parallax.runtime.optim.tiers import Tiers
+from parallax.runtime.plan_check import check_plan, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import SharedStates, sync_for
 from parallax.runtime.saving import Saving
@@ -74,12 +74,9 @@ class Engine:
         self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs
     ) -> None:
         self.plan, self.mesh = plan, mesh
-        self._chain, self._optimizer_config, self._precision = (
-            chain,
-            configs.optimizer,
-            configs.precision,
-        )
-        self._shared = _shared_between_ranks(chain, plan)
+        self._chain, self._precision = chain, configs.precision
+        self._optimizer_config = configs.optimizer
+        self._shared = shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
         self._memory = _memory_for(mesh.device, configs.precision)
         copies = copies_for(mesh.device, configs.swap.delay())
@@ -115,10 +112,9 @@ class Engine:
         )
         self._channels = Channels(mesh, copies)
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
-        later = {name for name, positions in self._shared.items() if mesh.stage in positions[1:]}
-        self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, later)
+        self._later = {n for n, positions in self._shared.items() if mesh.stage in positions[1:]}
+        self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, self._later)
         self._scale = LossScale(configs.precision)
-        self._later = later
         self._executor = Executor(
             chain,
             self._stage,
@@ -155,15 +151,10 @@ class Engine:
         """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
         the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
         each block; ``scratch`` is the folder of swap files."""
-        if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
-            raise PlanError(
-                f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
-                f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
-            )
-        _check_runnable(plan, chain)
+        check_plan(plan, chain)
         if replicas is not None:
             replicas.check(plan)
-        mesh = Mesh.create(plan, device or torch.device("cpu"), _shared_between_ranks(chain, plan))
+        mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
             precision or PrecisionConfig(),
@@ -423,46 +414,6 @@ class EngineConfigs:
     steps: int
     replicas: ReplicasConfig
     compile: bool
-
-
-def _check_runnable(plan: Plan, chain: Chain) -> None:
-    """A plan may say more than this runtime can do."""
-    beyond = []
-    if plan.interleave > 1 and plan.positions == 1:
-        beyond.append("several stages on the only rank of a pipeline")
-    if any(stage.parameter_offload for stage in plan.stages):
-        beyond += ["parameters below the device although some are shared"] if chain.ties else []
-        beyond += (
-            [f"parameters below the device under schedule {plan.schedule}"]
-            if plan.schedule.splits
-            else []
-        )
-        beyond += (
-            ["parameters below the device with several stages to a rank"]
-            if plan.interleave > 1
-            else []
-        )
-    if beyond:
-        raise PlanError(
-            f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
-            "plan.schedule=1f1b and plan.parameters=device"
-        )
-
-
-def _shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Name of each parameter that stages of several positions hold → those positions, the first user's first."""
-    shared = {}
-    for name, users in chain.ties.items():
-        stages = [
-            s
-            for i, _ in users
-            for s, stage in enumerate(plan.stages)
-            if stage.start <= i < stage.stop
-        ]
-        positions = list(dict.fromkeys(plan.position(stage) for stage in stages))
-        if len(positions) > 1:
-            shared[name] = positions
-    return shared
 
 
 def _memory_for(device: torch.device, precision: PrecisionConfig) -> Callable[[], int]:

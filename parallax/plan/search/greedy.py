@@ -8,7 +8,6 @@ even to begin with; then devices move from the position with the most slack to t
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +20,7 @@ from parallax.plan.cost.stage import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
+from parallax.plan.search.cuts import even_cuts, furthest
 from parallax.plan.search.exact_stage import StageChoice, judge_stage
 from parallax.plan.search.greedy_stage import BlockChain, GreedyStage, GreedyStages, Part
 from parallax.plan.search.request import Candidate, Request, Shape
@@ -181,7 +181,7 @@ class GreedySearch:
             ) -> bool:
                 return lanes.least_bytes(((start, stop, flight),)) <= budget
 
-            start = 0 if position == 0 else _furthest(fits, position, stop - 1, stop - length)
+            start = 0 if position == 0 else furthest(fits, position, stop - 1, stop - length)
             if not fits(start):
                 return False
             stop, length = start, stop - start
@@ -278,7 +278,7 @@ class GreedySearch:
             ) -> bool:
                 return lane_from(start) is not None
 
-            start = 0 if position == 0 else _furthest(works, position, stop - 1, stop - length)
+            start = 0 if position == 0 else furthest(works, position, stop - 1, stop - length)
             lane = lane_from(start)
             if lane is None:
                 return _Cut([], dearer)
@@ -424,36 +424,5 @@ class GreedySearch:
         return found
 
 
-def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
-    """Where to cut blocks into stages of nearly equal seconds; ``sums`` are those of the first 0, 1, … blocks."""
-    blocks, cuts = len(sums) - 1, [0]
-    for stage in range(1, stages):
-        ideal = bisect_left(sums, sums[-1] * stage / stages)
-        cuts.append(min(max(ideal, cuts[-1] + 1), blocks - (stages - stage)))
-    return [*cuts, blocks]
-
-
 def _slowest(places: Sequence[_PositionPlace], weights: Sequence[float]) -> float:
     return max(place.lane.cost * weight for place, weight in zip(places, weights))
-
-
-def _furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """The smallest start in ``low`` to ``high`` that works, looked for around ``guess``; ``high`` where none does."""
-    start = min(max(guess, low), high)
-    step = 1
-    if works(start):
-        while start > low and works(max(low, start - step)):
-            start, step = max(low, start - step), step * 2
-        found, fails = start, max(low - 1, start - step)
-    else:
-        fails = start
-        while start < high and not works(start):
-            fails, start, step = start, min(high, start + step), step * 2
-        found = start
-    while found - fails > 1:
-        middle = (found + fails) // 2
-        if works(middle):
-            found = middle
-        else:
-            fails = middle
-    return found

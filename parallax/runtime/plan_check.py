@@ -1,0 +1,52 @@
+"""What a plan asks of this runtime: it is of the model, and there is nothing in it that can be planned but not run."""
+
+from __future__ import annotations
+
+from parallax.errors import PlanError
+from parallax.model.describe import Chain
+from parallax.plan.plan import Plan
+
+
+def check_plan(plan: Plan, chain: Chain) -> None:
+    """Raise :class:`PlanError` for a plan of another model, or one that says more than this runtime can do."""
+    if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
+        raise PlanError(
+            f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
+            f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
+        )
+    beyond = []
+    if plan.interleave > 1 and plan.positions == 1:
+        beyond.append("several stages on the only rank of a pipeline")
+    if any(stage.parameter_offload for stage in plan.stages):
+        beyond += ["parameters below the device although some are shared"] if chain.ties else []
+        beyond += (
+            [f"parameters below the device under schedule {plan.schedule}"]
+            if plan.schedule.splits
+            else []
+        )
+        beyond += (
+            ["parameters below the device with several stages to a rank"]
+            if plan.interleave > 1
+            else []
+        )
+    if beyond:
+        raise PlanError(
+            f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
+            "plan.schedule=1f1b and plan.parameters=device"
+        )
+
+
+def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
+    """Name of each parameter that stages of several positions hold → those positions, the first user's first."""
+    shared = {}
+    for name, users in chain.ties.items():
+        stages = [
+            s
+            for i, _ in users
+            for s, stage in enumerate(plan.stages)
+            if stage.start <= i < stage.stop
+        ]
+        positions = list(dict.fromkeys(plan.position(stage) for stage in stages))
+        if len(positions) > 1:
+            shared[name] = positions
+    return shared
