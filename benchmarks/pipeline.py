@@ -1,6 +1,6 @@
 """Is the pipeline executor as fast as torch's own?  ``python -m benchmarks.pipeline [--json]``
 
-Two processes of one thread each hold the stages of one GPT: two, or four where the schedule is interleaved. In one
+Two processes of one thread each hold the stages of one GPT: two, or four where the schedule has two to each. In one
 run, by turns, they do the forward and backward of the same micro-batches through ``Engine.gradients`` and through
 torch.distributed.pipelining (TDP): same modules, same processes, no optimizer step, no swap; both clear the gradients
 first. TDP's counterpart of ZB-H1 is its interleaved zero-bubble schedule with one stage to a process. A step lasts from
@@ -45,12 +45,14 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
+from parallax.plan.schedule import named
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.channels.shared_channel import SharedReceiver
 from parallax.runtime.engine import Engine
@@ -62,6 +64,7 @@ SCHEDULES: dict[str, tuple[int, Any, bool]] = {
     "gpipe": (1, ScheduleGPipe, False),
     "interleaved": (2, ScheduleInterleaved1F1B, True),
     "zb-h1": (1, ScheduleInterleavedZeroBubble, True),
+    "zb-v": (2, ScheduleZBVZeroBubble, True),
 }
 Loss = Callable[[Tensor, Tensor], Tensor]
 Turn = Callable[[], float | None]
@@ -259,13 +262,13 @@ def _theirs(
 ) -> Turn:
     device = torch.device("cpu")
     each, kind, listed = SCHEDULES[schedule]
-    numbers = range(rank, RANKS * each, RANKS)
+    numbers = named(schedule).stages_of(rank, RANKS, each)
     blocks = [
         nn.Sequential(*materialise(chain, *_bounds(chain, n, RANKS * each), device))
         for n in numbers
     ]
     stages = [PipelineStage(part, n, RANKS * each, device) for part, n in zip(blocks, numbers)]
-    last = rank == RANKS - 1
+    last = RANKS * each - 1 in numbers
     runner = kind(
         stages if listed else stages[0],
         n_microbatches=micro_batches,

@@ -17,9 +17,9 @@ class PlanConfig:
     """What the planner is told; ``auto`` leaves the choice to it.
 
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
-    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, or one of your own as ``package.module:function``
-    (:func:`parallax.register_schedule`). ``interleave``: stages per device of the interleaved
-    schedule. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
+    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or one of your own as ``package.module:function``
+    (:func:`parallax.register_schedule`). ``interleave``: stages per device of a schedule that has several.
+    ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
     the optimizer's states, and the parameters with their gradients, live: ``device``, or ``host``, the tier below it.
     ``shard``: whether the replicas of a stage share the states on their devices, each with a part (``optimizer``), or
     each have them all (``none``). ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps

@@ -56,7 +56,7 @@ def run(name: str, *options: str) -> str:
 def test_pipeline_benchmark_prints_json_last() -> None:
     table = run("pipeline", "--json", *(f"--{key}={value}" for key, value in TINY.items()))
     found = json.loads(table.splitlines()[-1])
-    assert set(found["schedules"]) == {"1f1b", "gpipe", "interleaved", "zb-h1"}
+    assert set(found["schedules"]) == {"1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"}
     for name, row in found["schedules"].items():
         assert name in table
         assert row["ratio"] == pytest.approx(row["ours_seconds"] / row["theirs_seconds"])
