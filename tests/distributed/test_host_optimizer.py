@@ -38,8 +38,7 @@ def many_steps(
     engine = replace(case, optimizer=optimizer).engine(folder)
     losses = [engine.step(make_batch(8, step)).loss for step in range(steps)]
     weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
-    store = engine._optimizer._store
-    stored = store.slots.used_bytes if store is not None else 0
+    stored = sum(store.slots.used_bytes for store in engine._below._opened)
     engine.close()
     return losses, weights, stored
 
