@@ -14,6 +14,7 @@ import getpass
 import multiprocessing.util
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON"
 
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_LIBRARIES = os.path.realpath(sys.prefix)  # files of their own they may keep open: fonts
 _lasting_processes: set[int] = set()
 _lasting_files: set[tuple[int, str]] = set()
 _lasting_names: set[Path] = set()
@@ -65,12 +67,12 @@ def _runs(pid: int) -> bool:
 
 
 def files() -> set[tuple[int, str]]:
-    """Descriptors of this process, and what they lead to."""
+    """Descriptors of this process, and what they lead to; but for what libraries keep open of their own."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own
             found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return found
+    return {(file, target) for file, target in found if not target.startswith(_LIBRARIES)}
 
 
 def names() -> set[Path]:
