@@ -192,7 +192,8 @@ def test_room_that_another_file_lacks_is_no_fault_of_the_output(
 ) -> None:
     Path("full_disk.py").write_text(
         "import pathlib\ndef build():\n    pathlib.Path('/dev/full').write_text('x')\n"
-        "def pipe():\n    import os\n    ends = os.pipe()\n    os.close(ends[0])\n    os.write(ends[1], b'x')\n"
+        "def pipe():\n    import os\n    ends = os.pipe()\n    os.close(ends[0])\n"
+        "    with open(ends[1], 'wb', 0) as end:\n        end.write(b'x')\n"
     )
     for function, expected in (("build", "No space left on device"), ("pipe", "Broken pipe")):
         arguments = [
