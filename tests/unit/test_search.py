@@ -43,7 +43,7 @@ SIZES = [
     (8, 2),
     (8, 4),
 ]
-CASES = 250  # of a thousand
+CASES = 120  # of a thousand
 
 
 def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfile, Cluster, int]:

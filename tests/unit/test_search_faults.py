@@ -25,6 +25,12 @@ from tests.unit.plan_fakes import FREE, block, cluster, profile
 from tests.unit.test_search import SIZES, layers, random_case
 
 
+def some(default: int, thorough: int) -> list[Any]:
+    """So many seeds by default, and the others for the thorough tests."""
+    more = (pytest.param(seed, marks=pytest.mark.thorough) for seed in range(default, thorough))
+    return [*range(default), *more]
+
+
 def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
     """Every device is used once, and its bytes, counted again from the profile, are within its memory and its tier."""
     used = [rank for position in range(plan.positions) for rank in plan.ranks(position)]
@@ -90,7 +96,7 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     return model, replace(machines, nodes=tuple(nodes), remote=remote), config, options
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", some(60, 240))
 def test_plans_fit_and_fixes_are_the_smallest_that_work(seed: int) -> None:
     model, machines, config, options = odd_case(random.Random(seed))
     refusal = refused(model, machines, config, options)
@@ -144,7 +150,7 @@ def mixed_cluster(r: random.Random, machines: Cluster, devices: int) -> Cluster:
     return replace(machines, nodes=nodes)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some(30, 120))
 def test_plans_for_devices_that_differ_fit(seed: int) -> None:
     r = random.Random(seed)
     blocks, devices = r.choice([(3, 2), (3, 3), (4, 3), (3, 4)])
@@ -157,7 +163,7 @@ def test_plans_for_devices_that_differ_fit(seed: int) -> None:
     check_fits(plan, model, mixed)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some(30, 120))
 def test_no_pipeline_scores_below_the_bound_of_its_shape(seed: int) -> None:
     """Pipelines drawn at random, over devices of different speeds, under every schedule."""
     r = random.Random(seed)
