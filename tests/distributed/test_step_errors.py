@@ -165,7 +165,9 @@ def good_steps(pool: Pool) -> list[Any]:
     return pool.run(many_steps, RANKS, "nowhere")
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "backward_weight"])
+@pytest.mark.parametrize(
+    "where", ["forward", pytest.param("backward", marks=pytest.mark.thorough), "backward_weight"]
+)
 def test_failed_steps_leave_no_more_than_others(
     pool: Pool, good_steps: list[Any], where: str
 ) -> None:

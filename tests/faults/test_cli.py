@@ -162,15 +162,16 @@ def test_wrong_input_of_planning_is_one_line(
     assert out.strip() == ""
 
 
-def test_an_output_without_room_is_one_line(here: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--json"], marks=pytest.mark.thorough)], ids=str
+)
+def test_an_output_without_room_is_one_line(here: Path, options: list[str]) -> None:
     assert cli.main(["plan", *DGX]) == 0
-    for arguments in (["explain", "plan.yaml"], ["explain", "plan.yaml", "--json"]):
-        with open("/dev/full", "w") as full:
-            found = subprocess.run(
-                [*MODULE, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-            )
-        line = "parallax: cannot write the output: No space left on device"
-        assert (found.returncode, one_line(found.stderr)) == (1, line)
+    command = [*MODULE, "explain", "plan.yaml", *options]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    line = "parallax: cannot write the output: No space left on device"
+    assert (found.returncode, one_line(found.stderr)) == (1, line)
 
 
 def test_a_long_output_without_a_reader_is_one_line(here: Path) -> None:

@@ -81,9 +81,12 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     assert [path.name for path in here.iterdir()] == ["runs"]
     assert temporary() == []
 
-    code, out, err = called("train", *settings, "name=a", "cluster.devices=2", "trainer.steps=6")
+    more = ["trainer.steps=6", "debug=trace", "debug.steps=[6,6]"]
+    code, out, err = called("train", *settings, "name=a", "cluster.devices=2", *more)
     assert (code, err.strip()) == (0, "")
     assert "continuing after step 4 from runs/a/checkpoints/step-00000004" in out
+    for rank in range(2):
+        assert steps_traced(run / f"trace-rank{rank}.json") == {5}
     steps = [
         json.loads(line)["step"]
         for line in (run / "metrics.jsonl").read_text().splitlines()
@@ -141,14 +144,13 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     assert temporary() == []
 
 
-# Memory records what profiler does, and more; what a trace holds is asserted in the unit tests.
-@pytest.mark.parametrize(
-    "record",
-    [
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("trace", "profiler")),
-        "memory",
-    ],
-)
+def steps_traced(file: Path) -> set[int]:
+    events = json.loads(file.read_text())["traceEvents"]
+    return {event["args"]["step"] for event in events if "step" in event.get("args", {})}
+
+
+@pytest.mark.parametrize("record", ["trace", "profiler", "memory"])
+@pytest.mark.thorough  # what is recorded is asserted in the unit tests; a resumed run above traces a step
 def test_every_rank_records_the_steps_asked_for(
     called: Callable[..., tuple[int, str, str]], record: str
 ) -> None:
@@ -166,9 +168,7 @@ def test_every_rank_records_the_steps_asked_for(
         events = json.loads((run / f"{record}-rank{rank}.json").read_text())["traceEvents"]
         names = {event.get("name") for event in events}
         if record == "trace":
-            assert {
-                event["args"]["step"] for event in events if "step" in event.get("args", {})
-            } == {1, 2}
+            assert steps_traced(run / f"trace-rank{rank}.json") == {1, 2}
             assert {"forward 0", "backward 0", "update"} <= names
         else:
             assert {"step 2", "step 3", "aten::addmm"} <= names
