@@ -28,9 +28,10 @@ from torch import nn
 from parallax import TensorRows
 
 def stuck_in(what):
-    stuck = dict(each.split("=") for each in os.environ["STUCK"].split(", "))
-    if os.environ.get("RANK") == "1" and what in stuck:
-        how(stuck[what])
+    if os.environ.get("RANK") == "1":
+        stuck = dict(each.split("=") for each in os.environ["STUCK"].split(", "))
+        if what in stuck:
+            how(stuck[what])
 
 def how(hangs):
     if hangs == "sleeps":
