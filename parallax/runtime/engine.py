@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from parallax.model.layers.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
@@ -90,20 +90,8 @@ class Engine:
             norms=Norms(configs.replicas.batchnorm, mesh),
             compile=configs.compile,
         )
-        self._manager: SwapManager | None = None
-        swap = None
-        offloading = [each for each in plans.values() if each.offloads]
-        if offloading:
-            self._manager = SwapManager(
-                self._below.open_activations(),
-                limit_bytes=sum(each.swap_limit_bytes for each in offloading),
-                policy=configs.swap.policy(),
-                verify=configs.swap.verify,
-            )
-            selector = Selector(
-                self._stage.held(), configs.swap.minimum_bytes, streams=self._stage.streams_memory
-            )
-            swap = (self._manager, selector)
+        swap = self._open_swap([each for each in plans.values() if each.offloads], configs.swap)
+        self._manager = None if swap is None else swap[0]
         self._optimizer = self._open_optimizer(configs, copies)
         self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], RankProgram] = {}
@@ -131,6 +119,21 @@ class Engine:
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step, self._steps, self._trouble = 0, configs.steps, ""
+
+    def _open_swap(
+        self, offloading: Sequence[StagePlan], config: SwapConfig
+    ) -> tuple[SwapManager, Selector] | None:
+        """What moves activations, and says which; None where nothing is to be moved."""
+        if not offloading:
+            return None
+        manager = SwapManager(
+            self._below.open_activations(),
+            limit_bytes=sum(each.swap_limit_bytes for each in offloading),
+            policy=config.policy(),
+            verify=config.verify,
+        )
+        held, memory = self._stage.held(), self._stage.streams_memory
+        return manager, Selector(held, config.minimum_bytes, streams=memory)
 
     @classmethod
     def build(
