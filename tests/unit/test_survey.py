@@ -11,13 +11,13 @@ import pytest
 from benchmarks.regret import Cell, Question
 from parallax.config import compose
 from parallax.plan.config import PlanConfig
+from parallax.plan.microbatches import dealt
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.search.bounds import StepBound
 from parallax.plan.search.greedy import GreedySearch
-from parallax.plan.search.microbatches import dealt
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
 from parallax.plan.search.survey import Forecasts, Survey, as_pipeline

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from parallax.errors import ConfigError, InfeasiblePlan
 from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive
 from parallax.plan.rows import micro_batch_count
-from parallax.plan.search.microbatches import dealt, sizes
 
 
 @dataclass(frozen=True, kw_only=True)

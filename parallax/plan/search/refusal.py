@@ -10,10 +10,10 @@ from typing import TypeGuard
 from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
 from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.microbatches import sizes
 from parallax.plan.plan import Directive
 from parallax.plan.search.exact import ExactSearch
 from parallax.plan.search.greedy import GreedySearch
-from parallax.plan.search.microbatches import sizes
 from parallax.plan.search.request import Request
 
 MIB = 2**20

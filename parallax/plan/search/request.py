@@ -21,13 +21,13 @@ from parallax.plan.cluster import Cluster, Device, Link
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.collective import link_among
 from parallax.plan.cost.stage import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
+from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.exact_stage import Flight
-from parallax.plan.search.microbatches import dealt, sizes
 
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
 ORDERS_TRIED = 24  # permutations of the kinds of devices
@@ -250,7 +250,7 @@ class Request:
 
     def sizes(self, positions: int, schedule: Schedule | None = None) -> list[int]:
         """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that deal rows out evenly
-        (:mod:`parallax.plan.search.microbatches`) to a position with most replicas, or with fewest; where a schedule
+        (:mod:`parallax.plan.microbatches`) to a position with most replicas, or with fewest; where a schedule
         groups micro-batches, positions divide their number."""
         if self.microbatch != AUTO:
             return self.microbatches
