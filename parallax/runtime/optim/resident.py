@@ -82,8 +82,9 @@ class DeviceOptimizer:
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
                     bucket.step(settings, coefficient)
-            for bucket in self._buckets:
-                self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
+            if self._exchange is not ALONE:  # or all views would be made for nobody
+                for bucket in self._buckets:
+                    self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this replica steps ``parameter``."""
