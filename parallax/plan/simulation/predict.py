@@ -130,14 +130,6 @@ def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Fore
     return found
 
 
-def best_placement(
-    profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
-) -> tuple[Pipeline, Forecast]:
-    """The fastest of :func:`placements`, predicted."""
-    placed = [(other, predict(profile, cluster, other)) for other in placements(cluster, pipeline)]
-    return min(placed, key=lambda pair: pair[1].step_seconds)
-
-
 def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
     """Two ways to lay an even pipeline over several nodes: replicas of a stage next to each other, which reduce over
     fast links, or stages of a replica next to each other, which send over fast links."""
