@@ -12,7 +12,7 @@ from benchmarks.validation.table import Table, read_rows
 from parallax.errors import DataError
 from parallax.plan.plan import Directive
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "validation" / "mist_l4.csv"
+PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "validation" / "mist_l4.csv"
 HEADER = (
     "model,flash,L4s,seq,global_batch,micro_batches,mb_size,partition,DP_per_stage,ckpt_layers,optimizer_offload,"
     "act_offload,iter_s,peak_alloc_MB,peak_reserved_MB"

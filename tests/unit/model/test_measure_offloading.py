@@ -19,7 +19,16 @@ from parallax.model.profiling import measure as module
 from parallax.plan.profile import ModelProfile
 from parallax.swap.config import SwapConfig
 from parallax.swap.trial import Trial, Trials
-from tests.unit.test_measure import CPU, WIDE, Both, _fresh, chain_of, linear, profile_of, sample
+from tests.unit.model.test_measure import (
+    CPU,
+    WIDE,
+    Both,
+    _fresh,
+    chain_of,
+    linear,
+    profile_of,
+    sample,
+)
 
 __all__ = ["_fresh"]
 

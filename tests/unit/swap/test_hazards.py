@@ -23,48 +23,52 @@ from parallax.swap.activations.manager import SwapManager
 from tests.unit.swap_fakes import MIB, Make, everything, making, save, settle, storing
 
 HAZARDS = {
-    "the version check of autograd is off": ["test_swap::test_a_change_in_place_raises"],
-    "a kept tensor changed in place": ["test_swap::test_a_change_in_place_raises"],
+    "the version check of autograd is off": ["swap/test_hooks::test_a_change_in_place_raises"],
+    "a kept tensor changed in place": ["swap/test_hooks::test_a_change_in_place_raises"],
     "a change in place before a second save": [
-        "test_swap::test_a_change_in_place_before_a_second_save_is_a_new_version"
+        "swap/test_hooks::test_a_change_in_place_before_a_second_save_is_a_new_version"
     ],
-    "views, transposes, expand, offset": ["test_swap::test_views_come_back_with_their_strides"],
-    "a shared storage is copied twice": ["test_swap::test_a_shared_storage_is_moved_once"],
+    "views, transposes, expand, offset": [
+        "swap/test_hooks::test_views_come_back_with_their_strides"
+    ],
+    "a shared storage is copied twice": ["swap/test_hooks::test_a_shared_storage_is_moved_once"],
     "a shared storage whose parts change each for itself": [
         "test_parts_of_one_memory_that_change_apart"
     ],
-    "a freed and reused address": ["test_swap::test_a_reused_address_is_another_storage"],
-    "what left is saved again": ["test_swap::test_what_is_saved_again_after_it_left_does_not_stay"],
-    "a cycle that no collector sees": ["test_swap::test_a_kept_output_is_no_cycle"],
-    "parameters, buffers and their casts are moved": [
-        "test_swap::test_parameters_buffers_and_their_casts_stay"
+    "a freed and reused address": ["swap/test_hooks::test_a_reused_address_is_another_storage"],
+    "what left is saved again": [
+        "swap/test_hooks::test_what_is_saved_again_after_it_left_does_not_stay"
     ],
-    "the caller's data are moved": ["test_swap::test_a_slice_of_a_data_set_stays"],
-    "an entry ends with its first unpack": ["test_swap::test_unpack_twice"],
+    "a cycle that no collector sees": ["swap/test_hooks::test_a_kept_output_is_no_cycle"],
+    "parameters, buffers and their casts are moved": [
+        "swap/test_hooks::test_parameters_buffers_and_their_casts_stay"
+    ],
+    "the caller's data are moved": ["swap/test_hooks::test_a_slice_of_a_data_set_stays"],
+    "an entry ends with its first unpack": ["swap/test_hooks::test_unpack_twice"],
     "double backward": [
-        "test_swap::test_double_backward",
+        "swap/test_hooks::test_double_backward",
         "test_second_derivatives_of_what_came_back",
     ],
     "checkpoint inside and outside": [
-        "test_swap::test_checkpoint_inside_hooks_and_hooks_inside_checkpoint",
+        "swap/test_hooks::test_checkpoint_inside_hooks_and_hooks_inside_checkpoint",
         "test_a_checkpoint_switches_no_offload_off",
     ],
-    "several micro-batches in flight": ["test_swap_steps::test_micro_batches_in_flight"],
-    "no backward ever comes": ["test_swap_steps::test_a_step_without_backward_leaves_nothing"],
+    "several micro-batches in flight": ["swap/test_steps::test_micro_batches_in_flight"],
+    "no backward ever comes": ["swap/test_steps::test_a_step_without_backward_leaves_nothing"],
     "an unused branch": ["test_an_unused_branch_is_let_go_of_with_its_graph"],
     "evaluation between steps": ["test_evaluation_between_steps_changes_nothing"],
     "a backward in two halves": ["test_a_backward_in_two_halves"],
     "a failed transfer keeps its tensor": ["test_a_failed_transfer_keeps_nothing"],
     "copies against the reuse of their memory": [
-        "test_swap_verify::test_a_missing_wait_is_found",
-        "test_swap_verify::test_a_read_into_a_block_that_was_given_up_is_a_stray",
-        "test_swap_manager::test_a_place_is_not_reused_while_its_transfer_runs",
+        "swap/test_verify::test_a_missing_wait_is_found",
+        "swap/test_verify::test_a_read_into_a_block_that_was_given_up_is_a_stray",
+        "swap/test_manager::test_a_place_is_not_reused_while_its_transfer_runs",
     ],
-    "rare races": ["test_swap_verify::test_a_thousand_seeds"],
+    "rare races": ["swap/test_verify::test_a_thousand_seeds"],
     "a pinned allocation for each tensor": [
-        "test_device::test_no_host_memory_is_allocated_after_the_store_was_made"
+        "machine/test_device::test_no_host_memory_is_allocated_after_the_store_was_made"
     ],
-    "pinned memory rounded up": ["test_device::test_an_arena_is_as_large_as_asked"],
+    "pinned memory rounded up": ["machine/test_device::test_an_arena_is_as_large_as_asked"],
 }
 
 
@@ -72,10 +76,8 @@ def test_every_hazard_has_its_tests() -> None:
     for names in HAZARDS.values():
         for name in names:
             module, _, test = name.rpartition("::")
-            source = (
-                Path(__file__)
-                .with_name(f"{module or 'test_swap_hazards'}.py")
-                .read_text(encoding="utf-8")
+            source = (Path(__file__).parents[1] / f"{module or 'swap/test_hazards'}.py").read_text(
+                encoding="utf-8"
             )
             found = {
                 node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)

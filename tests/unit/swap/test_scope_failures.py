@@ -22,8 +22,7 @@ from torch import Tensor
 import parallax
 from parallax.errors import ConfigError, SwapError
 from parallax.swap.lms.scope import Swapping
-from tests.unit.swap_fakes import assert_equal
-from tests.unit.test_swap_scope import (
+from tests.unit.swap.test_scope import (
     LAYERS,
     MIB,
     ROWS,
@@ -37,6 +36,7 @@ from tests.unit.test_swap_scope import (
     static_bytes,
     tight,
 )
+from tests.unit.swap_fakes import assert_equal
 
 __all__ = ["tight"]
 

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
 from parallax.swap.optimizer.host import HostOptimizer
-from tests.unit.test_swap_parameters import (
+from tests.unit.swap.test_parameters import (
     WIDTH,
     Stream,
     assert_same,

@@ -24,7 +24,7 @@ from benchmarks.teams import Step, by_turns, check_same_losses
 from benchmarks.workers import WayFailed, Worker
 from parallax.model.describe import Chain
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = {
     "repetitions": 2,
     "layers": 2,

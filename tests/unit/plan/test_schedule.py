@@ -392,7 +392,7 @@ def test_a_schedule_that_splits_only_larger_pipelines() -> None:
 
 @pytest.mark.usefixtures("known")
 def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     config = PlanConfig(schedule="own_schedule:halved")
     assert config.schedule not in SCHEDULES  # a setting is only a name
     (schedule,) = config.schedules

@@ -15,7 +15,7 @@ from parallax.errors import DataError
 from parallax.plan.analytic.efficiency import Efficiency, default_efficiency
 
 PUBLISHED = (
-    Path(__file__).resolve().parents[3]
+    Path(__file__).resolve().parents[4]
     / "shared"
     / "validation"
     / "vtrain_single_tp1_calibration.csv"

@@ -13,7 +13,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import kept
 from parallax.model.profiling import measure as module
 from parallax.plan.profile import ModelProfile
-from tests.unit.test_measure import Both, _fresh, chain_of, linear, profile_of
+from tests.unit.model.test_measure import Both, _fresh, chain_of, linear, profile_of
 
 __all__ = ["_fresh"]
 

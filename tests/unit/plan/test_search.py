@@ -24,7 +24,7 @@ from parallax.plan.profile import Affine, BlockCost, ModelProfile
 from parallax.plan.search.exact_stage import ExactStageFitter, Flight
 from parallax.plan.search.request import Request
 from parallax.plan.search.search import CANDIDATES, SearchResult, find_candidates, search
-from tests.unit.brute_force import brute_force
+from tests.unit.plan.brute_force import brute_force
 from tests.unit.plan_fakes import FREE, block, cluster, profile
 
 SIZES = [

@@ -109,7 +109,7 @@ def test_weights_that_do_not_fit_train(scratch: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        f"from tests.unit.test_swap_parameters_memory import limited; limited({str(scratch)!r})",
+        f"from tests.unit.swap.test_parameters_memory import limited; limited({str(scratch)!r})",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

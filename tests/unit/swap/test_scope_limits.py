@@ -23,8 +23,7 @@ import parallax
 from parallax.errors import BudgetExceeded, ConfigError
 from parallax.machine.host import return_freed_memory
 from parallax.swap.lms.scope import Swapping
-from tests.unit.swap_fakes import assert_equal
-from tests.unit.test_swap_scope import (
+from tests.unit.swap.test_scope import (
     MIB,
     WIDTH,
     Optimizer,
@@ -35,6 +34,7 @@ from tests.unit.test_swap_scope import (
     plain_loop,
     tight,
 )
+from tests.unit.swap_fakes import assert_equal
 
 __all__ = ["tight"]
 
@@ -246,7 +246,7 @@ def test_what_does_not_fit_trains(scratch: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        f"from tests.unit.test_swap_scope_limits import limited; limited({str(scratch)!r})",
+        f"from tests.unit.swap.test_scope_limits import limited; limited({str(scratch)!r})",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

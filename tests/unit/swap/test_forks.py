@@ -134,7 +134,7 @@ def forked(name: str, folder: Path) -> None:
 
 def test_a_child_ends_and_harms_nobody(scratch: Path) -> None:
     forked_each = f"[forked(name, Path({str(scratch)!r}) / name) for name in CHILDREN]"
-    code = f"from tests.unit.test_swap_forks import *; {forked_each}"
+    code = f"from tests.unit.swap.test_forks import *; {forked_each}"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
@@ -165,7 +165,7 @@ def loaded(folder: Path) -> None:
 
 
 def test_workers_of_a_loader(scratch: Path) -> None:
-    code = f"from tests.unit.test_swap_forks import *; loaded(Path({str(scratch)!r}))"
+    code = f"from tests.unit.swap.test_forks import *; loaded(Path({str(scratch)!r}))"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )

@@ -99,9 +99,7 @@ def limited(name: str, scratch: str) -> None:
     "name", [pytest.param("activations", marks=pytest.mark.thorough), "everything"]
 )
 def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
-    program = (
-        f"from tests.unit.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
-    )
+    program = f"from tests.unit.runtime.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
     with subprocess.Popen(

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from parallax.errors import ConfigError, SwapError
 from parallax.swap.lms.scope import Swapping
-from tests.unit.swap_fakes import assert_equal
-from tests.unit.test_swap_scope import (
+from tests.unit.swap.test_scope import (
     LAYERS,
     MIB,
     STEPS,
@@ -29,6 +28,7 @@ from tests.unit.test_swap_scope import (
     plain_loop,
     tight,
 )
+from tests.unit.swap_fakes import assert_equal
 
 __all__ = ["tight"]
 

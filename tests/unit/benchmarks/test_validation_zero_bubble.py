@@ -10,7 +10,7 @@ import pytest
 from benchmarks.validation.table import read_rows
 from benchmarks.validation.zero_bubble import COLUMNS, Case, Overhead, calibrate, check
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "validation" / "zero_bubble.csv"
+PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "validation" / "zero_bubble.csv"
 LINE = {
     **{
         "model": "tiny",

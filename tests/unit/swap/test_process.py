@@ -98,7 +98,7 @@ def measured(name: str, scratch: str, limit: int) -> None:
 
 
 def run(name: str, scratch: Path, limit: int) -> dict[str, Any]:
-    program = f"from tests.unit.test_swap_process import measured; measured({name!r}, {str(scratch)!r}, {limit})"
+    program = f"from tests.unit.swap.test_process import measured; measured({name!r}, {str(scratch)!r}, {limit})"
     command, environment = [sys.executable, "-c", program], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -150,7 +150,7 @@ def test_freed_memory_goes_back_at_the_line_and_not_before() -> None:
     command = [
         sys.executable,
         "-c",
-        "from tests.unit.test_swap_process import going_back; going_back()",
+        "from tests.unit.swap.test_process import going_back; going_back()",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from parallax.swap.lms.scope import Swapping
+from tests.unit.swap.test_states import WIDTH, below, build, tight
 from tests.unit.swap_fakes import assert_equal
-from tests.unit.test_swap_states import WIDTH, below, build, tight
 
 __all__ = ["tight"]
 Optimizer = torch.optim.Optimizer

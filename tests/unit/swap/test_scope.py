@@ -433,7 +433,7 @@ def test_compiled_blocks(tight: Callable[..., Swapping]) -> None:
 def test_blocks_of_inductor(scratch: Path) -> None:
     """In a process of its own: inductor's threads stay."""
     code = (
-        "from tests.unit.test_swap_scope import *; compiled('inductor', tightly(Path(sys.argv[1])))"
+        "from tests.unit.swap.test_scope import *; compiled('inductor', tightly(Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(scratch)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -21,8 +21,8 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.search.exact_stage import Flight, judge_stage
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
+from tests.unit.plan.test_search import SIZES, layers, random_case
 from tests.unit.plan_fakes import FREE, block, cluster, profile
-from tests.unit.test_search import SIZES, layers, random_case
 
 
 def some(default: int, thorough: int) -> list[Any]:
