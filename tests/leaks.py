@@ -28,7 +28,8 @@ import pytest
 
 GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for where nothing is left
 SHARED_MEMORY = Path("/dev/shm")
-CACHES = ("torchinductor",)  # of libraries, which are filled once
+# Caches of libraries, filled once, and semaphores, which a process of multiprocessing's own removes in the end.
+LIBRARIES = ("torchinductor", "sem.mp-")
 # Torch's own place for it.
 COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 # What their libraries change by themselves.
@@ -82,7 +83,7 @@ def names() -> set[Path]:
         for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY)
         if folder.is_dir()
         for path in folder.iterdir()
-        if not path.name.startswith(CACHES)
+        if not path.name.startswith(LIBRARIES)
     }
 
 

@@ -81,7 +81,8 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     assert [path.name for path in here.iterdir()] == ["runs"]
     assert temporary() == []
 
-    more = ["trainer.steps=6", "debug=trace", "debug.steps=[2,2]"]  # counted where the process starts
+    # Counted where the process starts.
+    more = ["trainer.steps=6", "debug=trace", "debug.steps=[2,2]"]
     code, out, err = called("train", *settings, "name=a", "cluster.devices=2", *more)
     assert (code, err.strip()) == (0, "")
     assert "continuing after step 4 from runs/a/checkpoints/step-00000004" in out
