@@ -79,13 +79,15 @@ def train(chain: Chain, plan: Plan, scratch: Path) -> list[float]:
 SHARES = [(0.0, 0.0), (0.25, 0.0), (0.6, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 0.8), (1.0, 1.0)]
 
 
+@pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("states", "parameters"), SHARES)
 def test_the_stores_hold_what_the_plan_gives_them(
-    scratch: Path, states: float, parameters: float, precision: str
+    scratch: Path, states: float, parameters: float, precision: str, tier: str
 ) -> None:
     chain = make_chain(precision)
-    plan = given(chain, precision, optimizer_offload=states, parameter_offload=parameters)
+    shares = {"optimizer_offload": states, "parameter_offload": parameters}
+    plan = given(chain, precision, tier=tier, **shares)
     assert bool(plan.stages[0].state_bytes) == (states > 0)
     assert bool(plan.stages[0].streamed_bytes) == (parameters > 0)
     kept = train(chain, make_plan(chain, global_batch=4), scratch)
