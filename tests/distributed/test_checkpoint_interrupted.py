@@ -31,7 +31,7 @@ from tests.distributed.test_engine import (
 KILLED_SAVES = """
 import os, shutil, signal, sys
 from pathlib import Path
-from tests.distributed.test_checkpoint import CASE, KILLS, STATE
+from tests.distributed.test_checkpoint_interrupted import CASE, KILLS, STATE
 from parallax.runtime import checkpoint
 
 root = Path(sys.argv[1])
