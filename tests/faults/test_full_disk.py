@@ -64,6 +64,7 @@ def test_a_run_goes_on_without_its_logs(here: Path) -> None:
     assert running(here) == []
 
 
+@pytest.mark.thorough  # as test_disk_full of the checkpoints, but that the run ends in one line
 def test_a_checkpoint_that_cannot_be_written_keeps_the_last(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -85,6 +85,8 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     more = ["trainer.steps=6", "debug=trace", "debug.steps=[2,2]"]
     code, out, err = called("train", *settings, "name=a", "cluster.devices=2", *more)
     assert (code, err.strip()) == (0, "")
+    assert "runs/a goes on with its own settings, but " in out
+    assert "trainer.steps: 4 -> 6" in out
     assert "continuing after step 4 from runs/a/checkpoints/step-00000004" in out
     for rank in range(2):
         assert steps_traced(run / f"trace-rank{rank}.json") == {5}

@@ -108,7 +108,10 @@ def run(name: str, scratch: Path, limit: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["transformer", "convolutions", "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    ["transformer", pytest.param("convolutions", marks=pytest.mark.thorough), "recurrent"],
+)
 def test_a_limit_lowers_the_memory_of_the_process(name: str, scratch: Path) -> None:
     plain = run(name, scratch, 0)
     half = run(name, scratch, plain["taken"] // MIB // 2)
