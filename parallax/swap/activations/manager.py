@@ -149,6 +149,11 @@ class SwapManager:
             relieve_memory(record.size)
             return entry
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._closed
+
     def settle(self) -> None:
         """No operator runs that saved anything: what it saved may leave."""
         with self._lock:
