@@ -10,11 +10,12 @@ from pathlib import Path
 from tests.distributed.pool import ROOT
 
 CONFTEST = """
-import pytest
+import pathlib
 from tests import leaks
 from tests.leaks import no_leak, own_temporary_folder
 
 leaks.GRACE_SECONDS = 0.2
+leaks.SHARED_MEMORY = pathlib.Path("SHM")  # not the machine's: other tests run beside this one
 """
 LEAKING = """
 import os, pathlib, subprocess, sys, tempfile, threading, time, uuid
@@ -43,7 +44,7 @@ def test_temporary_file_of_a_child():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 def test_shared_memory():
-    pathlib.Path("/dev/shm/left-SHM").touch()
+    pathlib.Path("SHM/left-here").touch()
 
 def test_thread():
     threading.Thread(target=time.sleep, args=(2,)).start()
@@ -62,23 +63,21 @@ def test_leaves_nothing(tmp_path):
 
 
 def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
-    shared = Path("/dev/shm") / f"left-{tmp_path.parent.name}-{os.getpid()}"
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_leaking.py").write_text(LEAKING.replace("/dev/shm/left-SHM", str(shared)))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST.replace("SHM", str(shared)))
+    (tmp_path / "test_leaking.py").write_text(LEAKING.replace("SHM", str(shared)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
-    try:
-        done = subprocess.run(
-            [*command, f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'inner'}"],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-    finally:
-        shared.unlink(missing_ok=True)
+    done = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'inner'}"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith("ERROR ")]
     found = {line.split("::")[1].split()[0]: line for line in said}
     for name, what in {
@@ -88,7 +87,7 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         "pipe": "open file ",
         "temporary_file": "/left-",
         "temporary_file_of_a_child": "/left-",
-        "shared_memory": "/dev/shm/left-",
+        "shared_memory": "/left-here",
         "thread": "thread ",
         "variable": "environment variable LEFT",
     }.items():
