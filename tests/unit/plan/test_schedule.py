@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -217,6 +219,37 @@ def test_nothing_to_schedule(stage: int, count: int, micro: int) -> None:
 def test_an_unknown_schedule_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gpipe'"):
         named("gpip").compute_order(1, 0, 1)
+
+
+def test_what_a_file_names_and_nobody_knows_can_be_shown_and_not_run() -> None:
+    theirs = named("their_module:listing")
+    assert str(theirs) == "their_module:listing"
+    assert theirs is named("their_module:listing")
+    assert not theirs.shares_positions
+    with pytest.raises(PlanError, match=r"call parallax.register_schedule before the plan is read"):
+        theirs.order(2, 0, 4)
+    with pytest.raises(PlanError, match="known are gpipe, 1f1b"):
+        named("no name")
+
+
+def test_another_process_finds_its_own_by_name() -> None:
+    for schedule in (*SCHEDULES.values(), named("their_module:listing")):
+        assert pickle.loads(pickle.dumps(schedule)) is schedule
+        assert copy.deepcopy(schedule) is schedule
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
+@pytest.mark.parametrize("positions", [1, 2, 3, 5])
+def test_stages_sit_where_their_position_says(schedule: Schedule, positions: int) -> None:
+    for each in (count for count in (1, 2, 3) if schedule.allows(count)):
+        found = {
+            stage: position
+            for position in range(positions)
+            for stage in schedule.stages_of(position, positions, each)
+        }
+        assert sorted(found) == list(range(positions * each))
+        assert all(schedule.position_of(stage, positions) == found[stage] for stage in found)
+        assert [found[stage] for stage in range(positions)] == list(range(positions))
 
 
 @settings(max_examples=200, deadline=None)
