@@ -123,8 +123,7 @@ REPLICAS = [(1,), (2,), (1, 1), (2, 2), (1, 2), (2, 1), (1, 1, 1), (1, 2, 1), (2
 def test_gradients_equal_plain_training(
     pool: Pool, model: str, schedule: str, replicas: tuple[int, ...]
 ) -> None:
-    ways = list(itertools.product(["keep", "offload"], [torch.float32, torch.float64]))
-    ways.append(("recompute", torch.float64))
+    ways = list(itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64]))
     options = {"replicas": replicas, "schedule": schedule, "swap_limit": 60000}
     by_directive = dict(zip(ways, zip(*pool.run(jobs, sum(replicas), model, options, ways))))
     for (directive, dtype), results in by_directive.items():
@@ -138,9 +137,8 @@ def test_gradients_equal_plain_training(
             assert all(torch.equal(a[name], b[name]) for name in a)
             assert count_a == count_b
     position = 0
-    for (
-        count
-    ) in replicas:  # one all-reduce per bucket and step in a replicated stage, none elsewhere
+    # One all-reduce per bucket and step in a replicated stage, none elsewhere.
+    for count in replicas:
         reduced = {
             results[rank][2]
             for results in by_directive.values()
