@@ -39,7 +39,7 @@ from parallax.runtime.executor import CurrentAction, Executor, Keep, Loss, RankP
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm
 from parallax.runtime.optim.tiers import Tiers
-from parallax.runtime.plan_check import check_plan, shared_between_ranks
+from parallax.runtime.plan_check import accepted, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import SharedStates, sync_for
 from parallax.runtime.saving import Saving
@@ -154,7 +154,7 @@ class Engine:
         """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
         the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
         each block; ``scratch`` is the folder of swap files."""
-        check_plan(plan, chain)
+        plan = accepted(plan, chain)
         if replicas is not None:
             replicas.check(plan)
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallax.errors import PlanError
 from parallax.model.describe import Chain
 from parallax.plan.plan import Plan
+from parallax.plan.schedule import named
 
 
-def check_plan(plan: Plan, chain: Chain) -> None:
-    """Raise :class:`PlanError` for a plan of another model, or one that says more than this runtime can do."""
+def accepted(plan: Plan, chain: Chain) -> Plan:
+    """The plan, whose schedule may have been registered since it was read. Raises :class:`PlanError` for one of another
+    model, or one that says more than this runtime can do."""
+    plan = replace(plan, schedule=named(plan.schedule.name))
     if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
         raise PlanError(
             f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
@@ -34,6 +39,7 @@ def check_plan(plan: Plan, chain: Chain) -> None:
             f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
             "plan.schedule=1f1b and plan.parameters=device"
         )
+    return plan
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from parallax.errors import ConfigError
 from parallax.plan.schedule import SCHEDULES, Action, Kind, Listing, register_schedule
+from parallax.runtime.engine import Engine
 from tests.distributed import test_order as order
 from tests.distributed import test_transparency as transparency
 from tests.distributed.pool import Pool
+from tests.plans import make_plan
 
 ROWS = transparency.ROWS
 
@@ -68,6 +71,21 @@ def running(options: dict[str, Any]) -> Any:
         return transparency.job("gpt", torch.float64, options, ROWS)
     finally:
         _forget()
+
+
+def test_a_plan_may_be_read_before_its_schedule_is_registered() -> None:
+    chain = transparency.make_chain("mlp", torch.float64)
+    plan = make_plan(chain, schedule="own-weights-last", global_batch=ROWS)
+    with pytest.raises(ConfigError, match=r"plan.schedule=own-weights-last: accepted are gpipe"):
+        plan.schedule.order(1, 0, 4)
+    _register()
+    try:
+        engine = Engine.build(chain, plan, loss=transparency.MODELS["mlp"][1])
+        spans = engine.step(transparency.make_batch()).spans
+        engine.close()
+    finally:
+        _forget()
+    assert [s.micro for s in spans if s.kind is Kind.BACKWARD_WEIGHT] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])

@@ -179,6 +179,5 @@ def _refuse(name: str, *asked: int) -> Order:
     if ":" not in name:
         check_choice("plan.schedule", name, SCHEDULES)
     raise PlanError(
-        f"plan.schedule={printable(name)}: it is not known here; call parallax.register_schedule before the plan is "
-        "read"
+        f"plan.schedule={printable(name)}: it is not known here; call parallax.register_schedule"
     )

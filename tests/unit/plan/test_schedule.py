@@ -226,7 +226,7 @@ def test_what_a_file_names_and_nobody_knows_can_be_shown_and_not_run() -> None:
     assert str(theirs) == "their_module:listing"
     assert theirs is named("their_module:listing")
     assert not theirs.shares_positions
-    with pytest.raises(PlanError, match=r"call parallax.register_schedule before the plan is read"):
+    with pytest.raises(PlanError, match=r"call parallax\.register_schedule"):
         theirs.order(2, 0, 4)
     with pytest.raises(PlanError, match="known are gpipe, 1f1b"):
         named("no name")
