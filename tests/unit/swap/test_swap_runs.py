@@ -80,11 +80,12 @@ def test_clones_step_as_the_original() -> None:
     assert type(own) is type(shared) is Demanding
     assert own.secret is shared.secret is secret  # type: ignore[attr-defined]
     expected = stepped(first, original)
-    assert hooked == [1]
+    each = len(hooked)  # 2 where a plain SGD was made before: torch then calls hooks for both steps
+    assert each
     assert torch.equal(stepped(second, own), expected)
-    assert hooked == [1]
+    assert len(hooked) == each
     assert torch.equal(stepped(third, shared), expected)
-    assert hooked == [1, 1]
+    assert len(hooked) == 2 * each
     assert (second in own.state, second in original.state) == (True, False)
     assert shared.state is original.state
     assert third in original.state
