@@ -74,10 +74,7 @@ def census(engines: list[Engine]) -> dict[str, int]:
     """What this process holds between two steps."""
     deadline = time.monotonic() + 20
     for manager in (engine._manager for engine in engines if engine._manager is not None):
-        while (manager.stored_bytes, manager.resident_bytes) != (
-            0,
-            0,
-        ) and time.monotonic() < deadline:
+        while manager.stored_bytes + manager.resident_bytes and time.monotonic() < deadline:
             time.sleep(0.001)  # a write that had begun is let end
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

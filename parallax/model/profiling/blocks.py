@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from parallax.model.describe import Chain
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """What a block holds, in the number format that the chain trains in: parameters, their bytes, those of the largest
+    one, and those of buffers, of which only floating-point ones are in that format."""
+
+    parameters: int
+    parameter_bytes: int
+    largest_bytes: int
+    buffer_bytes: int
+
+    @classmethod
+    def of(cls, chain: Chain, index: int) -> BlockSizes:
+        """Those of one block of ``chain``."""
+        module, dtype = chain.blocks[index].module, chain.dtype
+        counts = [parameter.numel() for parameter in module.parameters()]
+        return cls(
+            parameters=sum(counts),
+            parameter_bytes=sum(counts) * dtype.itemsize,
+            largest_bytes=max(counts, default=0) * dtype.itemsize,
+            buffer_bytes=sum(
+                buffer.numel() * (dtype if buffer.is_floating_point() else buffer.dtype).itemsize
+                for buffer in module.buffers()
+            ),
+        )
 
 
 def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from parallax.errors import DescribeError
 from parallax.model.block import tensors_in
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.blocks import block_by_block, tie_costs
+from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
 from parallax.model.saved import Saved, address
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine
@@ -402,9 +402,6 @@ def _fill(block: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
-    module = chain.blocks[index].module
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-
     def line(of: Callable[[_Counted], float]) -> Affine:
         return Affine.through((low.rows, of(low)), (high.rows, of(high)))
 
@@ -417,14 +414,7 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
 
     return BlockWork(
         name=chain.blocks[index].name,
-        parameters=parameters,
-        parameter_bytes=parameters * chain.dtype.itemsize,
-        largest_bytes=max((parameter.numel() for parameter in module.parameters()), default=0)
-        * chain.dtype.itemsize,
-        buffer_bytes=sum(
-            buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
-            for buffer in module.buffers()
-        ),
+        **asdict(BlockSizes.of(chain, index)),
         forward=work(lambda c: c.forward),
         input_gradient=work(lambda c: c.input_gradient),
         weight_gradient=work(lambda c: c.weight_gradient),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.allocations import allocations
-from parallax.model.profiling.blocks import block_by_block, tie_costs
+from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
 from parallax.model.profiling.clock import Clock
 from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
 from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
@@ -370,22 +370,12 @@ def _quartile(seconds: list[float]) -> float:
 
 
 def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCost:
-    module = chain.blocks[index].module
-
     def line(field: str) -> Affine:
         return Affine.through((low.rows, getattr(low, field)), (high.rows, getattr(high, field)))
 
     return BlockCost(
         name=chain.blocks[index].name,
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
-        parameter_bytes=sum(parameter.numel() for parameter in module.parameters())
-        * chain.dtype.itemsize,
-        buffer_bytes=sum(
-            buffer.numel() * (chain.dtype if buffer.is_floating_point() else buffer.dtype).itemsize
-            for buffer in module.buffers()
-        ),
-        largest_bytes=max((parameter.numel() for parameter in module.parameters()), default=0)
-        * chain.dtype.itemsize,
+        **asdict(BlockSizes.of(chain, index)),
         forward_seconds=line("forward_seconds"),
         backward_seconds=line("backward_seconds"),
         weight_seconds=line("weight_seconds"),

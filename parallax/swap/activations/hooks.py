@@ -72,9 +72,8 @@ class _MovedTensor:
 class _Offloading(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, manager: SwapManager, selector: Selector, micro: int) -> None:
         def pack(tensor: Tensor) -> _KeptTensor | _MovedTensor:
-            if (
-                manager.closed
-            ):  # an interrupt has left these hooks in force: nothing can leave any more
+            # An interrupt has left these hooks in force: nothing can leave any more.
+            if manager.closed:
                 return _KeptTensor(tensor)
             reason = (selector.why_kept if manager.saved < _FEW else selector.why_kept_itself)(
                 tensor
