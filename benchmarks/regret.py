@@ -7,8 +7,9 @@ way, so the planner is held against its own prediction: *regret* is what the cho
 the grid, less one. *gap* is what the planner itself says that it may be off by, from its lower bound; *seconds* are
 processor time of the search on one core.
 
-``python -m benchmarks.regret`` runs all for a quarter of an hour; ``--questions 7b`` those whose name has it;
-``--chosen`` asks no grid. The last line of ``--json`` has ``worst_regret``, ``median_gap``, ``worst_seconds``.
+``python -m benchmarks.regret`` runs all for an hour; ``--questions 7b`` those whose name has it; ``--chosen`` asks no
+grid. The grids of the two deepest models are coarser, as each of their plans takes ten seconds to find. The last line
+of ``--json`` has ``worst_regret``, ``median_gap``, ``worst_seconds``.
 """
 
 from __future__ import annotations
@@ -128,8 +129,22 @@ SCHEDULES = (
 )
 ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 SHARDS = ("auto", "none", "optimizer")
-REFINED = 12  # best plans of the grid around which activations and sharding are varied
-MOST_STAGES = 14  # numbers of stages in the grid
+DEEP = 500  # blocks from which on one plan takes ten seconds to find, and the grid is coarser
+
+
+@dataclass(frozen=True)
+class GridSize:
+    """How fine a grid is: numbers of stages, micro-batches for each, schedules, and of its best plans those around
+    which activations and sharding are varied."""
+
+    stages: int = 14
+    microbatches: int = 16
+    schedules: tuple[tuple[str, int], ...] = SCHEDULES
+    refined: int = 12
+
+
+FINE = GridSize()
+COARSE = GridSize(5, 3, (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)), 2)
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,11 @@ class Question:
             dtype=config.precision.compute, tier=config.swap.tier, weight_bytes=weight_bytes
         )
         return cls(name, profile, cluster, config.trainer.global_batch)
+
+    @property
+    def grid_size(self) -> GridSize:
+        """How fine its grid is."""
+        return COARSE if len(self.profile.blocks) >= DEEP else FINE
 
     def ask(self, cell: Cell | None = None) -> Plan:
         """The planner's choice, in all or for one cell of the grid."""
@@ -219,8 +239,15 @@ def stage_counts(question: Question) -> list[int]:
     counts = [
         n for n in range(1, min(devices, blocks) + 1) if devices % n == 0 or (blocks - 2) % n == 0
     ]
-    places = sorted({round(i * (len(counts) - 1) / (MOST_STAGES - 1)) for i in range(MOST_STAGES)})
-    return [counts[place] for place in places]
+    return _spread(counts, question.grid_size.stages)
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    """At most so many of ``values``, from the first to the last."""
+    return [
+        values[place]
+        for place in sorted({round(i * (len(values) - 1) / (most - 1)) for i in range(most)})
+    ]
 
 
 def grid(question: Question) -> Iterator[Cell]:
@@ -234,7 +261,10 @@ def grid(question: Question) -> Iterator[Cell]:
             for n in range(question.global_batch.bit_length())
             if replicas <= 2**n <= 16 * replicas
         }
-        for microbatch, (schedule, interleave) in itertools.product(sorted(sizes), SCHEDULES):
+        some = _spread(sorted(sizes), question.grid_size.microbatches)
+        for microbatch, (schedule, interleave) in itertools.product(
+            some, question.grid_size.schedules
+        ):
             if stages > 1 or schedule == "1f1b":
                 yield Cell(stages, microbatch, schedule, interleave)
 
@@ -246,7 +276,7 @@ def answer(name: str, with_grid: bool) -> Answer:
     chosen = question.ask()
     seconds = time.process_time() - begun
     found = dict(_asked(question, grid(question), name)) if with_grid else {}
-    around = sorted(found, key=found.__getitem__)[:REFINED]
+    around = sorted(found, key=found.__getitem__)[: question.grid_size.refined]
     varied = (
         replace(c, activations=a, shard=s)
         for c in around
