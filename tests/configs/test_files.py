@@ -1,0 +1,150 @@
+"""Every file below ``configs`` composes and comes back from text; what its options mean."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import yaml
+
+import parallax.config as config_module
+from parallax.config import RunConfig, compose, dump, load
+from parallax.model.gpt import GPTConfig
+from parallax.model.mlp import MLPConfig
+from parallax.model.precision import PrecisionConfig
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.config import PlanConfig
+from parallax.train.loop import TrainerConfig
+from tests.configs.refused import error_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.yaml"))
+
+
+# What an option needs beside itself, because it has no meaning without.
+NEEDS = {"custom": ["{group}.target=package.module:factory"]}
+
+
+@functools.cache
+def option(group: str, name: str) -> RunConfig:
+    """The main job with one option of a group."""
+    return compose([f"{group}={name}", *(text.format(group=group) for text in NEEDS.get(name, []))])
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_option_composes_and_comes_back_from_text(file: Path) -> None:
+    group, name = file.parent.name, file.stem
+    config = option(group, name)
+    assert load(dump(config)) == config
+    if group in ("model", "data") or name in ("adamw", "local"):
+        assert getattr(config, group).name == name
+    if group == "cluster":
+        assert config.cluster.name == ("local" if name == "local" else "catalog")
+
+
+# An experiment may pin a default, so it is not looked at here.
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.parent.name != "experiment"], ids=str
+)
+def test_a_file_holds_only_what_differs_from_the_dataclass(file: Path) -> None:
+    group = file.parent.name
+    kind = type(getattr(option(group, file.stem), group))
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    held = yaml.safe_load((CONFIGS / file).read_text())
+    assert not [key for key, value in held.items() if key != "defaults" and defaults[key] == value]
+    assert (CONFIGS / file).read_text().startswith("# "), "says what the option is for"
+
+
+def test_the_main_job() -> None:
+    config = compose([])
+    assert config.model == GPTConfig()
+    assert config.trainer == TrainerConfig()
+    assert (config.name, config.seed, config.plan.stages) == ("auto", 1, 2)
+    assert (config.swap.tier, config.precision.compute) == ("auto", "fp32")
+
+
+def test_experiments() -> None:
+    tiny = compose(["experiment=tiny"])
+    assert isinstance(tiny.model, GPTConfig)
+    assert (tiny.model.layers, tiny.model.hidden, tiny.model.sequence) == (2, 64, 64)
+    assert tiny.trainer.steps <= 5
+    assert isinstance(compose(["experiment=mlp"]).model, MLPConfig)
+    assert compose(["experiment=tiny", "trainer.steps=7"]).trainer.steps == 7, (
+        "the command line comes last"
+    )
+    assert compose(["experiment=null"]) == compose([])
+
+
+def test_option_meanings() -> None:
+    assert compose(["swap=off"]).swap.tier == "none"
+    assert compose(["swap=disk"]).swap.tier == "disk"
+    assert compose(["swap=host"]).swap.tier == "host"
+    assert compose(["plan=auto"]).plan.stages == "auto"
+    assert compose(["plan=single"]).plan.stages == 1
+    bf16, fp64 = compose(["precision=bf16"]).precision, compose(["precision=fp64"]).precision
+    assert isinstance(bf16, PrecisionConfig)
+    assert isinstance(fp64, PrecisionConfig)
+    assert (bf16.parameters, bf16.compute) == ("fp32", "bf16")
+    assert (fp64.parameters, fp64.compute) == ("fp64", "fp64")
+    mixed = {
+        name: str(compose([f"precision={name}"]).precision)
+        for name in ("mixed_bf16", "mixed_fp16", "tf32")
+    }
+    assert mixed == {"mixed_bf16": "bf16", "mixed_fp16": "fp16", "tf32": "tf32"}
+
+
+def test_a_cluster_to_plan_for_leaves_the_plan_open() -> None:
+    config = compose(["cluster=dgx_a100", "cluster.nodes=2"])
+    assert isinstance(config.cluster, CatalogClusterConfig)
+    assert (config.cluster.nodes, config.cluster.device_memory) == (2, "auto")
+    assert config.plan == PlanConfig()
+    assert len(config.cluster.build().devices) == 16
+    assert compose(["cluster=dgx_a100", "plan=two_stages"]).plan.stages == 2, (
+        "what was asked for has the last word"
+    )
+    assert compose(["cluster=dgx_a100", "plan.stages=3"]).plan.stages == 3
+    assert compose(["experiment=tiny", "cluster=mixed"]).model.layers == 2  # type: ignore[union-attr]
+    assert isinstance(compose(["model=transformer", "model.layers=3"]).model, TransformerConfig)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "cluster"], ids=str)
+def test_every_cluster_to_plan_for_can_be_built(file: Path) -> None:
+    cluster = option("cluster", file.stem).cluster
+    if isinstance(cluster, CatalogClusterConfig):
+        assert all(device.memory_bytes > device.reserve_bytes for device in cluster.build().devices)
+
+
+def test_configs_are_found_in_a_checkout_and_in_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config_module._folder() == CONFIGS
+    package = tmp_path / "site-packages" / "parallax"
+    package.mkdir(parents=True)
+    (package / "configs").symlink_to(CONFIGS)
+    expected = compose([])
+    monkeypatch.setattr(config_module, "__file__", str(package / "config.py"))
+    assert config_module._folder() == package / "configs"
+    assert compose([]) == expected
+    (package / "configs").unlink()
+    assert error_of().startswith("configs/config.yaml is neither in")
+
+
+def test_an_unknown_key_in_a_file_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in CONFIGS.rglob("*.yaml"):
+        copy = tmp_path / "configs" / path.relative_to(CONFIGS)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    monkeypatch.setattr(config_module, "__file__", str(tmp_path / "config.py"))
+    experiment = tmp_path / "configs" / "experiment" / "mine.yaml"
+    experiment.write_text("# @package _global_\ntrainer: {stepz: 3}\n")
+    assert error_of("experiment=mine").endswith("(did you mean 'steps'?)")
+    experiment.write_text("# @package _global_\ntrainr: {steps: 3}\n")
+    assert error_of("experiment=mine").endswith("(did you mean 'trainer'?)")
+    for broken in ("a: [1", "defaults: [{override /model: gptt}]", "defaults: [nowhere]"):
+        experiment.write_text(f"# @package _global_\n{broken}\n")
+        assert "experiment=mine" in error_of("experiment=mine")

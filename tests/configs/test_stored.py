@@ -1,0 +1,99 @@
+"""A configuration becomes text and comes back, and two are compared."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from parallax.config import RunConfig, compose, differences, dump, fingerprint, load
+from parallax.errors import ConfigError
+from tests.configs.refused import CUSTOM
+
+
+def test_text_comes_back_exactly() -> None:
+    odd = (
+        r'{a:"${x}",b:"1e3",c:"off",d:"\x1b é",e:[1,[2.5,null,true]],f:{},g:"3",h:3,i:"\n - a: b"}'
+    )
+    config = compose([*CUSTOM, "optimizer.eps=1e-20", "optimizer.betas=[0.1,0.3]"])
+    assert isinstance(config.optimizer.betas, tuple)
+    kwargs = yaml.safe_load(odd.replace(":", ": ").replace("a: b", "a:b"))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, kwargs=kwargs))
+    text = dump(config)
+    assert load(text) == config
+    assert dump(load(text)) == text
+    assert text.isascii()
+    assert fingerprint(load(text)) == fingerprint(config)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps: 60", "steps: many", "trainer.steps=many: accepted is a whole number"),
+        ("  steps: 60\n", "", "trainer.steps: missing; trainer accepts checkpoint_every"),
+        ("steps: 60", "stepz: 60", "trainer.stepz=60: unknown key; trainer accepts"),
+        ("seed: 1", "sead: 1", "sead=1: unknown key; groups and keys are name, seed"),
+        ("seed: 1", "seed: 2001-01-01", "seed=2001-01-01: accepted is a whole number"),
+        (
+            "name: gpt",
+            "name: gptt",
+            "model.name=gptt: accepted are custom, gpt, huggingface, mlp, transformer (did you mean 'gpt'?)",
+        ),
+        (
+            "name: gpt",
+            "name: [gpt]",
+            "model.name=['gpt']: accepted are custom, gpt, huggingface, mlp, transformer",
+        ),
+        ("heads: 5", "heads: 7", "model.heads=7: must divide"),
+        ("path: auto", "path: ${oc.env:HOME}", ""),
+        (
+            "path: auto",
+            "path: !!python/name:os.system",
+            "the stored configuration is not plain YAML: ",
+        ),
+        ("seed: 1", "seed: [1", "the stored configuration is not plain YAML: "),
+        ("seed: 1", "seed: &a [*a]", "seed="),
+    ],
+)
+def test_stored_text_is_validated_and_is_data_only(old: str, new: str, message: str) -> None:
+    text = dump(compose([]))
+    assert old in text
+    text = text.replace(old, new, 1)
+    if not message:
+        assert load(text).data.path == "${oc.env:HOME}", "text of a file is never resolved"  # type: ignore[union-attr]
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "[]", "a", "model: 3", "{model: {}}", "? [a]\n: 3", "\x00"]
+)
+def test_text_that_is_no_configuration(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).isprintable()
+
+
+def test_differences_and_fingerprint() -> None:
+    a, b = compose([]), compose(["trainer.steps=80", "plan.replicas=[1,2]"])
+    assert differences(a, a) == []
+    assert differences(a, b) == ["plan.replicas: auto != [1, 2]", "trainer.steps: 60 != 80"]
+    assert "model.heads: 5 != absent" in differences(a, compose(["model=mlp"]))
+    assert "model.embedding: absent != 16" in differences(a, compose(["model=mlp"]))
+    assert fingerprint(a) == fingerprint(compose([])) != fingerprint(b)
+    assert len(fingerprint(a)) == 16
+    int(fingerprint(a), 16)
+    text, number = compose([*CUSTOM, "model.kwargs.x='3'"]), compose([*CUSTOM, "model.kwargs.x=3"])
+    assert differences(text, number) == ["model.kwargs.x: '3' != 3"]
+    assert fingerprint(text) != fingerprint(number)
+    assert fingerprint(compose([*CUSTOM, "model.kwargs={a:1,b:2}"])) == fingerprint(
+        compose([*CUSTOM, "model.kwargs={b:2,a:1}"])
+    )
+
+
+def test_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compose([]).seed = 3  # type: ignore[misc]
+    assert all(field.kw_only for field in dataclasses.fields(RunConfig))
