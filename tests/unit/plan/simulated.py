@@ -1,0 +1,60 @@
+"""Steps simulated of stages, nodes and links that are made up for a test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from parallax.plan.cluster import Cluster, Link, Node
+from parallax.plan.schedule import SCHEDULES
+from parallax.plan.simulation.simulate import Simulation, simulate
+from tests.unit.plan_fakes import FREE, cluster, profile
+
+ONE_EACH = [name for name in SCHEDULES if SCHEDULES[name].allows(1)]  # stage to a position
+
+
+def run(
+    blocks: list[Any],
+    parts: list[Any],
+    *,
+    schedule: str = "gpipe",
+    rows: int = 4,
+    micro: int = 4,
+    machines: Cluster | None = None,
+    interleave: int = 1,
+    placement: tuple[int, ...] = (),
+    **where: Any,
+) -> Simulation:
+    fields = {
+        k: where.pop(k) for k in ("ties", "optimizer_bytes", "optimizer_seconds") if k in where
+    }
+    return simulate(
+        profile(blocks, **fields),
+        machines or cluster(sum(part.replicas for part in parts) // interleave, **where),
+        parts,
+        schedule=SCHEDULES[schedule],
+        rows=rows,
+        micro_batches=micro,
+        interleave=interleave,
+        placement=placement,
+    )
+
+
+def nodes(
+    *sizes: int, local: Link = FREE, remote: Link = FREE, over_host: bool = False, **changes: Any
+) -> Cluster:
+    """Nodes of so many devices; ``changes`` are those of a device, or ``speeds`` of a node."""
+    speeds = changes.pop("speeds", ())
+    device = replace(cluster(1).devices[0], **changes)
+    hosts = tuple(
+        Node(name="n", devices=(device,) * size, concurrent=1000.0, speeds=speeds) for size in sizes
+    )
+    return Cluster(nodes=hosts, local=local, remote=remote, local_over_host=over_host)
+
+
+def times(result: Simulation, kind: str) -> dict[tuple[int, int], tuple[float, float]]:
+    return {
+        (s.rank, s.micro): (round(s.start, 9), round(s.end, 9))
+        for s in result.spans
+        if s.kind == kind
+    }
