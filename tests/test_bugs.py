@@ -28,7 +28,7 @@ from parallax.swap.stores.slots import SlotMap
 from parallax.swap.stores.store import DiskStore
 from parallax.train.monitor import LoggerConfig, load_curves
 from tests.plans import make_plan
-from tests.unit.plan.test_search import check, layers, two_kinds
+from tests.unit.plan.searched import check, layers, two_kinds
 from tests.unit.plan_fakes import block, cluster, profile
 
 MIB = 2**20

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from parallax.plan.cluster import Device
 from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds
-from parallax.plan.cost.stage import load_block, load_stage
+from parallax.plan.cost.stage import BlockLoad, StageLoad, load_block, load_stage
 from parallax.plan.cost.traffic import TIER_FLOOR, TIER_SLACK
 from parallax.plan.plan import Directive
 from parallax.plan.rows import micro_batch_count
@@ -27,134 +31,193 @@ def choices(length: int, kinds: int) -> np.ndarray[Any, Any]:
     return np.array(list(itertools.product(range(kinds), repeat=length)))
 
 
+Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Blocks from ``start`` to ``stop`` on ``replicas`` devices, each with up to ``rows`` rows of a micro-batch;
+    ``flight`` micro-batches are under way at once."""
+
+    start: int
+    stop: int
+    replicas: int
+    rows: int
+    flight: int
+    split: bool
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of a stage under every choice of directives, one entry each."""
+
+    seconds: Numbers
+    kept: Numbers
+    moved: Numbers
+    largest: Numbers
+    work: Numbers
+
+    @classmethod
+    def of(cls, request: Request, cut: Cut) -> Sums:
+        blocks, speed = request.profile.blocks[cut.start : cut.stop], request.device(0, 1).speed
+        loads = [
+            [load_block(b, d, cut.rows, speed=speed, split=cut.split) for d in request.allowed]
+            for b in blocks
+        ]
+        picks = choices(len(blocks), len(loads[0]))
+        taken = np.array([[figures(load) for load in row] for row in loads])[
+            np.arange(len(blocks))[None, :], picks
+        ]
+        seconds, kept, moved = (taken[:, :, column].sum(1) for column in range(3))
+        return cls(seconds, kept, moved, taken[:, :, 2].max(1), taken[:, :, 3].max(1))
+
+
+def figures(load: BlockLoad) -> tuple[float, float, float, float]:
+    """Seconds of both passes, bytes held and moved for a backward, bytes beside a pass."""
+    return (
+        load.forward_seconds + load.backward_seconds,
+        load.held_bytes,
+        load.moved_bytes,
+        max(load.forward_work, load.backward_work),
+    )
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a stage needs on a device under each choice of directives, with its states where they are."""
+
+    sums: Sums
+    load: StageLoad
+    device: Device
+    flight: int
+
+    @cached_property
+    def passing(self) -> Numbers:
+        """Bytes that come and go in a step."""
+        sums = self.sums
+        held = self.load.boundary_bytes + self.flight * sums.kept
+        return held + sums.largest + sums.work
+
+    @cached_property
+    def peak(self) -> Numbers:
+        return self._with_gaps(self.passing)
+
+    @cached_property
+    def fits(self) -> Numbers:
+        moved = self.sums.moved
+        below = np.where(moved > 0, np.ceil(self.flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
+        tier = below + self.load.host_state_bytes
+        return (self.peak <= self.device.memory_bytes) & (tier <= self.device.tier_bytes)
+
+    def seconds(self) -> float:
+        """Of the fastest choice that fits."""
+        moved = self.sums.moved
+        computing = self.sums.seconds + self._waits() * each(self.device.read.seconds, moved)
+        leaving = self._leaving()
+        copying = each(self.device.write.seconds, leaving) + each(self.device.read.seconds, leaving)
+        streaming = self.load.states.streaming_seconds
+        return float(np.where(self.fits, np.maximum(computing, streaming + copying), np.inf).min())
+
+    def _waits(self) -> Numbers:
+        """Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it."""
+        largest, moved = self.sums.largest, self.sums.moved
+        ahead = self.passing - largest + np.minimum(2 * largest, self.flight * moved)
+        return self._with_gaps(ahead) > self.device.memory_bytes
+
+    def _leaving(self) -> Numbers:
+        """With one micro-batch in flight only what the swap limit has no room for leaves the device."""
+        moved, spare = self.sums.moved, self.device.memory_bytes - self.peak
+        limit = self.sums.largest + spare / (1 + self.device.gap_share)
+        if self.flight == 1:
+            return np.maximum(0.0, moved - limit)
+        return np.where(limit >= self.flight * moved, 0, moved)
+
+    def _with_gaps(self, passing: Numbers) -> Numbers:
+        return self.load.static_bytes + passing + np.ceil(self.device.gap_share * passing)
+
+
+def each(seconds: Callable[[float], float], sizes: Numbers) -> Numbers:
+    return np.array([seconds(size) for size in sizes])
+
+
 def every_stage(
-    request: Request,
-    shape: Shape,
-    start: int,
-    stop: int,
-    r: int,
-    rows: int,
-    flight: int,
-    split: bool,
-    *,
-    always: bool,
+    request: Request, shape: Shape, cut: Cut, *, always: bool
 ) -> list[tuple[float, float, float]]:
     """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of states below."""
-    model, device, allowed = request.profile, request.device(0, 1), list(request.allowed)
-    loads = [
-        [load_block(model.blocks[i], d, rows, speed=device.speed, split=split) for d in allowed]
-        for i in range(start, stop)
-    ]
-    picks = choices(stop - start, len(allowed))
-    table = np.array(
-        [
-            [
-                (
-                    b.forward_seconds + b.backward_seconds,
-                    b.held_bytes,
-                    b.moved_bytes,
-                    max(b.forward_work, b.backward_work),
-                )
-                for b in row
-            ]
-            for row in loads
-        ]
-    )
-    taken = table[np.arange(stop - start)[None, :], picks]
-    seconds, kept, moved = (taken[:, :, column].sum(1) for column in range(3))
-    largest, work = taken[:, :, 2].max(1), taken[:, :, 3].max(1)
-    found = []
+    model, device = request.profile, request.device(0, 1)
+    sums, keep = Sums.of(request, cut), (Directive.KEEP,) * (cut.stop - cut.start)
+    found: list[tuple[float, float, float]] = []
     for below in request.states_below(shape):
-        if below.sharded and r == 1 and found:
+        if below.sharded and cut.replicas == 1 and found:
             continue
-        load = load_stage(
-            model,
-            start,
-            (Directive.KEEP,) * (stop - start),
-            rows,
-            device=device,
-            below=below,
-            replicas=r,
-            split=split,
-        )
-        passing = load.boundary_bytes + flight * kept + largest + work
-        peak = load.static_bytes + passing + np.ceil(device.gap_share * passing)
-        tier = (
-            np.where(moved > 0, np.ceil(flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
-            + load.host_state_bytes
-        )
-        fits = (peak <= device.memory_bytes) & (tier <= device.tier_bytes)
-        if fits.any():
-            gradients = load.parameter_bytes * model.gradient_bytes
-            reduce = all_reduce_seconds(gradients, range(r), request.cluster)
-            streaming = load.states.streaming_seconds
-            # Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it.
-            ahead = passing - largest + np.minimum(2 * largest, flight * moved)
-            waits = (
-                load.static_bytes + ahead + np.ceil(device.gap_share * ahead) > device.memory_bytes
-            )
-            # With one micro-batch in flight only what the swap limit has no room for leaves the device.
-            limit = largest + (device.memory_bytes - peak) / (1 + device.gap_share)
-            leaving = (
-                np.maximum(0.0, moved - limit)
-                if flight == 1
-                else np.where(limit >= flight * moved, 0, moved)
-            )
-            copying = [device.write.seconds(m) + device.read.seconds(m) for m in leaving]
-            computing = seconds + waits * np.array([device.read.seconds(m) for m in moved])
-            best = np.where(
-                fits, np.maximum(computing, streaming + np.array(copying)), np.inf
-            ).min()
-            tail = load.update_seconds + reduce
-            if below.sharded:
-                if found and found[0][0] <= best * TIE and not always:
-                    continue
-                tail += broadcast_seconds(load.parameter_bytes, r, request.cluster.local)
-            found.append((float(best), tail, float(peak[fits].min())))
+        where = {"device": device, "below": below, "replicas": cut.replicas, "split": cut.split}
+        load = load_stage(model, cut.start, keep, cut.rows, **where)
+        room = Room(sums, load, device, cut.flight)
+        if not room.fits.any():
+            continue
+        best, tail = room.seconds(), tail_seconds(request, load, cut.replicas)
+        if below.sharded:
+            if found and found[0][0] <= best * TIE and not always:
+                continue
+            spread = broadcast_seconds(load.parameter_bytes, cut.replicas, request.cluster.local)
+            tail += spread
+        found.append((best, tail, float(room.peak[room.fits].min())))
     return found
+
+
+def tail_seconds(request: Request, load: StageLoad, replicas: int) -> float:
+    """Of the update, and of adding up gradients before it."""
+    gradients = load.parameter_bytes * request.profile.gradient_bytes
+    return load.update_seconds + all_reduce_seconds(gradients, range(replicas), request.cluster)
 
 
 def brute_force(request: Request, *, always: bool = False) -> float:
     """The least step time by the formula, over every plan; infinite where none fits. Replicas share states where that
     makes the stage itself faster, or ``always`` where it is possible."""
-    blocks, devices, batch = len(request.profile.blocks), len(request.devices), request.global_batch
     known: dict[Any, Any] = {}
     least = math.inf
+    for shape in every_shape(request):
+        for cuts in every_cut(request, shape):
+            found = []
+            for cut in cuts:
+                if (shape.split, cut) not in known:
+                    known[shape.split, cut] = every_stage(request, shape, cut, always=always)
+                found.append(known[shape.split, cut])
+            for picked in itertools.product(*found):
+                times = [stage[0] for stage in picked]
+                work = sum(seconds * cut.replicas for seconds, cut in zip(times, cuts))
+                tail = max(stage[1] for stage in picked)
+                least = min(least, request.score(shape, max(times), sum(times), tail, work)[0])
+    return least
+
+
+def every_shape(request: Request) -> Iterator[Shape]:
+    splits = any(block.weight_seconds.at(1) for block in request.profile.blocks)
+    most = min(len(request.profile.blocks), len(request.devices))
     schedules = [schedule for schedule in request.schedules if not schedule.shares_positions]
-    for schedule, parts in itertools.product(schedules, range(1, min(blocks, devices) + 1)):
+    for schedule, parts in itertools.product(schedules, range(1, most + 1)):
+        alike = parts == 1 and request.config.schedule == "auto" and schedule.name != "1f1b"
         for micro in request.sizes(parts, schedule):
             shape = Shape(schedule, micro, parts)
-            if parts == 1 and request.config.schedule == "auto" and schedule.name != "1f1b":
-                continue  # all would be the same
-            if (
-                parts > 1
-                and shape.split
-                and not any(b.weight_seconds.at(1) for b in request.profile.blocks)
-            ):
+            if not alike and (splits or parts == 1 or not shape.split):
+                yield shape
+
+
+def every_cut(request: Request, shape: Shape) -> Iterator[list[Cut]]:
+    """The stages of each plan of a shape."""
+    blocks, devices = len(request.profile.blocks), len(request.devices)
+    parts, micro = shape.positions, shape.microbatch
+    count = micro_batch_count(request.global_batch, micro)
+    for cuts in itertools.combinations(range(1, blocks), parts - 1):
+        bounds = [0, *cuts, blocks]
+        for replicas in compositions(devices, parts):
+            # One of them at most, where the devices do not divide.
+            idle = max(replicas) > micro
+            even = devices // parts <= micro < max(replicas) <= -(-devices // parts)
+            if idle and not even and micro < max(request.microbatches):
                 continue
-            for cuts in itertools.combinations(range(1, blocks), parts - 1):
-                bounds = [0, *cuts, blocks]
-                for replicas in compositions(devices, parts):
-                    # One of them at most, where the devices do not divide.
-                    idle = max(replicas) > micro
-                    even = devices // parts <= micro < max(replicas) <= -(-devices // parts)
-                    if idle and not even and micro < max(request.microbatches):
-                        continue
-                    found = []
-                    for s, r in enumerate(replicas):
-                        rows, flight = (
-                            -(-micro // r),
-                            schedule.in_flight(parts, s, micro_batch_count(batch, micro)),
-                        )
-                        key = bounds[s], bounds[s + 1], r, rows, flight, shape.split
-                        if key not in known:
-                            known[key] = every_stage(request, shape, *key, always=always)
-                        found.append(known[key])
-                    for picked in itertools.product(*found):
-                        times = [stage[0] for stage in picked]
-                        work = sum(seconds * r for seconds, r in zip(times, replicas))
-                        tail = max(stage[1] for stage in picked)
-                        least = min(
-                            least, request.score(shape, max(times), sum(times), tail, work)[0]
-                        )
-    return least
+            flights = [shape.schedule.in_flight(parts, s, count) for s in range(parts)]
+            yield [
+                Cut(start, stop, r, -(-micro // r), flight, shape.split)
+                for start, stop, r, flight in zip(bounds, bounds[1:], replicas, flights)
+            ]

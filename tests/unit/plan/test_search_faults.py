@@ -21,7 +21,7 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.search.exact_stage import Flight, judge_stage
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
-from tests.unit.plan.test_search import SIZES, layers, random_case
+from tests.unit.plan.searched import SIZES, layers, random_case
 from tests.unit.plan_fakes import FREE, block, cluster, profile
 
 

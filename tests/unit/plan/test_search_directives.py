@@ -1,0 +1,157 @@
+"""Where the search puts activations, states and parameters as memory and bandwidth change."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from parallax.errors import ConfigError, InfeasiblePlan
+from parallax.plan.cluster import Link
+from parallax.plan.config import PlanConfig
+from parallax.plan.cost.stage import load_block
+from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.search.request import Request
+from parallax.plan.search.search import find_candidates, search
+from tests.unit.plan.searched import check, layers
+from tests.unit.plan_fakes import block, cluster
+
+
+def test_without_swap_nothing_is_offloaded() -> None:
+    machines = cluster(2, 25 * 10**6, write=Link(bytes_per_second=1e12))
+    model = layers(4, parameter_bytes=10**6, moved=3e6)
+    swapped, _ = search(model, machines, PlanConfig(stages=2), global_batch=8, microbatch=2)
+    plain, _ = search(
+        model, machines, PlanConfig(stages=2), global_batch=8, microbatch=2, swap=False
+    )
+    assert any(stage.offloads for stage in swapped.stages)
+    assert not any(stage.offloads for stage in plain.stages)
+    assert swapped.prediction.step_seconds < plain.prediction.step_seconds
+    with pytest.raises(ConfigError, match=r"swap.tier is none"):
+        search(model, machines, PlanConfig(activations="offload"), global_batch=8, swap=False)
+
+
+def test_more_memory_is_never_slower_by_the_formula() -> None:
+    model, before = layers(5, 1, parameter_bytes=10**6), math.inf
+    for memory in range(6, 60, 3):
+        machines = cluster(2, memory * 10**6, write=Link(bytes_per_second=1e9))
+        found = find_candidates(
+            Request(model, machines, PlanConfig(), global_batch=8), 1
+        ).candidates
+        now = found[0].score[0] if found else math.inf
+        assert now <= before * (1 + 2e-6)
+        before = now
+    assert before < math.inf
+
+
+def test_half_the_bandwidth_moves_blocks_from_offload_to_recompute() -> None:
+    model, counts = layers(8, parameter_bytes=10**6), []
+    for bandwidth in (8e8, 4e8, 2e8, 1e8, 5e7):
+        machines = cluster(1, 48 * 10**6, write=Link(bytes_per_second=bandwidth))
+        plan, _ = search(
+            model, machines, PlanConfig(schedule="gpipe"), global_batch=8, microbatch=2
+        )
+        counts.append(
+            [plan.stages[0].directives.count(d) for d in (Directive.OFFLOAD, Directive.RECOMPUTE)]
+        )
+    offloaded, recomputed = zip(*counts)
+    assert list(offloaded) == sorted(offloaded, reverse=True)
+    assert list(recomputed) == sorted(recomputed)
+    assert offloaded[0] > offloaded[-1]
+    assert recomputed[0] < recomputed[-1]
+
+
+def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
+    """12 MB of parameters in 4 MB blocks, 48 MB with gradients and moments."""
+    model, seconds, below = (
+        layers(3, moved=1e5, input=1e4, output=1e4, forward_work=1e4, backward_work=1e4),
+        [],
+        [],
+    )
+    for memory in (60, 40, 30, 20):
+        machines = cluster(
+            1,
+            memory * 10**6,
+            write=Link(bytes_per_second=2e9),
+            host_update_seconds=1e-9,
+            below="host",
+        )
+        plan, _ = search(model, machines, PlanConfig(), global_batch=8, runnable=False)
+        check(plan, machines)
+        seconds.append(plan.prediction.step_seconds)
+        below.append((plan.stages[0].optimizer_offload, plan.stages[0].parameter_offload))
+        with pytest.raises(InfeasiblePlan) if memory < 48 else nullcontext():
+            search(model, machines, PlanConfig(optimizer="device"), global_batch=8, runnable=False)
+    assert seconds == sorted(seconds)
+    assert below[0] == (0.0, 0.0)
+    assert 0 < below[1][0] < 1
+    assert below[-1] == (1.0, 1.0)
+    terms = plan.prediction.stages[0].memory
+    assert terms["parameters"] == terms["optimizer"] == 0
+    # The block that runs, the next, and one block's gradients.
+    assert terms["staging"] == 2 * 4 * 10**6 + 4 * 10**6
+    tied = replace(model, ties=((4 * 10**6, (0, 2)),))
+    with pytest.raises(ConfigError, match=r"plan.parameters=host: blocks of m share parameters"):
+        search(tied, machines, PlanConfig(parameters="host"), global_batch=8)
+    with pytest.raises(ConfigError, match=r"use plan.optimizer=host"):
+        PlanConfig(parameters="host", optimizer="device")
+
+
+def test_stage_plans_are_what_the_loads_say() -> None:
+    cost = layers(1).blocks[0]
+    for directive in Directive:
+        load = load_block(cost, directive, 3)
+        assert all(
+            isinstance(n, int)
+            for n in (load.kept_bytes, load.moved_bytes, load.forward_work, load.backward_work)
+        )
+    assert isinstance(
+        search(layers(2), cluster(2), PlanConfig(), global_batch=2)[0].stages[0], StagePlan
+    )
+
+
+def test_what_the_loss_saves_stays_under_every_directive() -> None:
+    cost = block(moved=100, stays=10, input=30, by_loss=1000)
+    kept = [
+        load_block(cost, directive, 1).kept_bytes
+        for directive in (Directive.KEEP, Directive.OFFLOAD, Directive.RECOMPUTE)
+    ]
+    assert kept == [1110, 1010, 1030]
+
+
+def test_parameters_stream_only_where_a_stage_runs_whole_backwards() -> None:
+    machines = cluster(
+        2, 15 * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, below="host"
+    )
+    model = layers(8, weight_seconds=1e-3, moved=1e5, parameter_bytes=10**6)
+    request = Request(model, machines, PlanConfig(), global_batch=16)
+    for shape in request.shapes():
+        streams = any(below.parameters for below in request.states_below(shape))
+        assert streams == (shape.interleave == 1 and not shape.split)
+    plan, _ = search(model, machines, PlanConfig(parameters="host"), global_batch=16)
+    assert plan.interleave == 1
+    assert plan.schedule.name in ("gpipe", "1f1b")
+
+
+def test_replicas_share_states_where_that_saves_recomputation() -> None:
+    """16 MB of parameters: with gradients and moments 64 MB, with half of the moments 48 MB and half a parameter."""
+    model = layers(4, largest_bytes=10**5, moved=4e6, input=1e4, output=1e4)
+    for memory, shard in ((100, False), (70, True)):
+        machines = cluster(
+            2, memory * 10**6, write=Link(bytes_per_second=1e6), link=Link(bytes_per_second=1e11)
+        )
+        fields = {"global_batch": 4, "microbatch": 2}
+        plan, _ = search(model, machines, PlanConfig(stages=1), **fields)
+        check(plan, machines)
+        assert plan.stages[0].shard_optimizer == shard
+        assert set(plan.stages[0].directives) == {Directive.KEEP}
+        never, _ = search(model, machines, PlanConfig(stages=1, shard="none"), **fields)
+        assert not never.stages[0].shard_optimizer
+        assert (Directive.RECOMPUTE in never.stages[0].directives) == shard
+        always, _ = search(model, machines, PlanConfig(stages=1, shard="optimizer"), **fields)
+        assert always.stages[0].shard_optimizer
+        assert always.prediction.stages[0].memory["optimizer"] == 16 * 10**6 + 10**5
+    with pytest.raises(ConfigError, match=r"plan.shard=optimizer: .*use plan.optimizer=device"):
+        PlanConfig(shard="optimizer", optimizer="host")
