@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -33,6 +34,10 @@ SETTLED = [
 MODULE = [sys.executable, "-m", "parallax"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 DONE_SECONDS = 120
+ON_ONE_RANK_AND_ON_TWO = pytest.mark.parametrize(
+    "replicas", [(1,), pytest.param((1, 1), marks=pytest.mark.thorough)], ids=str
+)
+"""Of tests of what a launcher does, whatever the number of its ranks."""
 NOISE = ("Warning", "W1", "E1", "[W", "[E", "Traceback")
 
 

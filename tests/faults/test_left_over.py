@@ -12,17 +12,25 @@ from pathlib import Path
 import pytest
 
 from parallax.common.files import replacing, temporary_folder
-from tests.faults.commands import prepared, ranks, running, temporary, wait_for
+from tests.faults.commands import (
+    ON_ONE_RANK_AND_ON_TWO,
+    prepared,
+    ranks,
+    running,
+    temporary,
+    wait_for,
+)
 from tests.faults.test_requests_to_end import ENDLESS, stepping
 
 SWAPPING = ["swap.tier=disk", "swap.minimum_bytes=1"]
 
 
 @pytest.mark.parametrize("whom", ["launcher", pytest.param("all", marks=pytest.mark.thorough)])
+@ON_ONE_RANK_AND_ON_TWO
 def test_what_a_killed_launcher_leaves_goes_with_the_next(
-    here: Path, monkeypatch: pytest.MonkeyPatch, whom: str
+    here: Path, monkeypatch: pytest.MonkeyPatch, whom: str, replicas: tuple[int, ...]
 ) -> None:
-    run = prepared(*ENDLESS, *SWAPPING)
+    run = prepared(*ENDLESS, *SWAPPING, replicas=replicas)
     process = stepping(run)
     for each in (*(ranks(process) if whom == "all" else []), process):
         os.kill(each.pid, signal.SIGKILL)

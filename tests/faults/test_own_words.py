@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -143,15 +143,15 @@ def test_nothing_of_a_stranger_is_imported(
 
 
 def test_a_prepared_directory_of_a_stranger(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, capfd: pytest.CaptureFixture[str], called: Callable[..., tuple[int, str, str]]
 ) -> None:
     """The files are this user's, as all that comes out of an archive is; that says nothing of what they name."""
     run = stranger(folder, "model.target")
     word = "model.target=marks:listing"
-    for launcher in ([], ["-m", "torch.distributed.run", "--nproc-per-node=1"]):
-        code, out, err = call(
-            "train", "--run-dir", str(run), launcher=[sys.executable, *launcher, "-m", "parallax"]
-        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    training = ["train", "--run-dir", str(run)]
+    under_torchrun = call("-m", "parallax", *training, launcher=torchrun)
+    for code, out, err in (called(*training), under_torchrun):
         assert (code == 0, out) == (False, "")
         (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
         assert f"config.yaml names {word}" in line

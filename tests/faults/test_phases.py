@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from parallax.errors import AbsentError
 from parallax.mesh import wait_for_all
-from tests.faults.commands import (
-    MODULE,
-    finish,
-    one_line,
-    prepared,
-    running,
-    start,
-    temporary,
-)
+from tests.faults.commands import one_line, prepared, running, temporary
 
-# Rank 1 hangs, or is busy for a while, when something is called for the first time.
+# The last rank hangs, or is busy for a while, when something is called for the first time.
 MODEL = """
 import os, pathlib, time, torch
 from torch import nn
 from parallax import TensorRows
 
 def stuck_in(what):
-    if os.environ.get("RANK") == "1":
+    if "RANK" in os.environ and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         stuck = dict(each.split("=") for each in os.environ["STUCK"].split(", "))
         if what in stuck:
             how(stuck[what])
@@ -36,9 +30,8 @@ def stuck_in(what):
 def how(hangs):
     if hangs == "sleeps":
         time.sleep(600)
-    if hangs == "spins":
-        while True:
-            pass
+    while hangs == "polls":
+        time.sleep(0.01)
     begun = time.monotonic()
     while time.monotonic() < begun + 5 and not pathlib.Path("done").exists():  # works
         sum(range(10000))
@@ -88,12 +81,21 @@ OWN += [
 OWN += ["trainer.watchdog_seconds=3"]
 
 
-def stuck(where: str, *overrides: str) -> tuple[Path, int, str]:
+Stuck = Callable[..., tuple[Path, int, str]]
+
+
+@pytest.fixture
+def stuck(called: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> Stuck:
     """A run that is stuck in a phase, as in ``"loading data=sleeps"``."""
-    Path("stuck.py").write_text(MODEL)
-    run = prepared(*OWN, *overrides)
-    code, _, err = finish(start([*MODULE, "train", "--run-dir", str(run)], STUCK=where))
-    return run, code, err
+
+    def run(where: str, *overrides: str, replicas: tuple[int, ...] = (1, 1)) -> Any:
+        Path("stuck.py").write_text(MODEL)
+        folder = prepared(*OWN, *overrides, replicas=replicas)
+        monkeypatch.setenv("STUCK", where)
+        code, _, err = called("train", "--run-dir", str(folder))
+        return folder, code, err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def stuck(where: str, *overrides: str) -> tuple[Path, int, str]:
         "saving a checkpoint",
     ],
 )
-def test_a_hang_is_named_wherever_it_is(here: Path, phase: str) -> None:
+def test_a_hang_is_named_wherever_it_is(here: Path, stuck: Stuck, phase: str) -> None:
     run, code, err = stuck(f"{phase}=sleeps")
     assert code == 1
     line = one_line(err)
@@ -121,16 +123,17 @@ def test_a_hang_is_named_wherever_it_is(here: Path, phase: str) -> None:
     assert temporary() == []
 
 
-def test_work_is_no_hang(here: Path) -> None:
-    run, code, err = stuck("building the model=works")
+def test_work_is_no_hang(stuck: Stuck) -> None:
+    run, code, err = stuck("building the model=works", replicas=(1,))
     assert (code, err) == (0, "")
     assert (run / "summary.json").exists()
 
 
-def test_what_spins_has_a_limit_of_its_own(here: Path) -> None:
-    _, code, err = stuck("building the model=spins", "trainer.phase_seconds=10")
+def test_what_polls_has_a_limit_of_its_own(stuck: Stuck) -> None:
+    """It shows signs of life for ever."""
+    _, code, err = stuck("building the model=polls", "trainer.phase_seconds=10", replicas=(1,))
     assert code == 1
-    assert "rank 1 has been building the model, for " in one_line(err)
+    assert "rank 0 has been building the model, for " in one_line(err)
     assert "the limit is 10 s (trainer.phase_seconds; 0 sets none)" in one_line(err)
 
 

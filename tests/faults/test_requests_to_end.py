@@ -20,6 +20,7 @@ from parallax.runtime.checkpoint import list_checkpoints
 from parallax.train.monitor import read_metrics
 from tests.faults.commands import (
     MODULE,
+    ON_ONE_RANK_AND_ON_TWO,
     TINY,
     TORCHRUN,
     finish,
@@ -112,23 +113,29 @@ def last_step(run: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "to"),
+    ("number", "code", "to", "replicas"),
     [
-        (signal.SIGTERM, 143, "launcher"),
-        (signal.SIGINT, 130, "all"),
-        pytest.param(
-            signal.SIGTERM, 143, "rank", marks=pytest.mark.thorough
-        ),  # as rank 1 asks in an evaluation
-        pytest.param(signal.SIGHUP, 129, "launcher", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGUSR1, 0, "launcher", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGUSR1, 0, "all", marks=pytest.mark.thorough),
+        (signal.SIGTERM, 143, "launcher", (1,)),
+        # As under torchrun, where both ranks are told at once, too.
+        pytest.param(signal.SIGINT, 130, "all", (1, 1), marks=pytest.mark.thorough),
+        # As rank 1 asks in an evaluation.
+        pytest.param(signal.SIGTERM, 143, "rank", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 143, "launcher", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGHUP, 129, "launcher", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, 0, "launcher", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, 0, "all", (1, 1), marks=pytest.mark.thorough),
     ],
 )
 def test_a_request_is_served_after_a_step(
-    here: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int, to: str
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+    to: str,
+    replicas: tuple[int, ...],
 ) -> None:
     """And until then nobody else trains in its directory."""
-    run = prepared(*ENDLESS)
+    run = prepared(*ENDLESS, replicas=replicas)
     process = stepping(run)
     for command in (["train", "name=run"], ["train", "--run-dir", str(run)]):
         assert cli.main(command) == 2
@@ -232,11 +239,16 @@ OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batc
     ],
 )
 def test_whatever_the_run_is_doing(
-    here: Path, called: Callable[..., tuple[int, str, str]], where: str, ends: str
+    here: Path,
+    called: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    ends: str,
 ) -> None:
     (here / "asking.py").write_text(ASKING)
     run = prepared(*OWN)
-    code, out, err = finish(start([*MODULE, "train", "--run-dir", str(run)], ASK=where))
+    monkeypatch.setenv("ASK", where)
+    code, out, err = called("train", "--run-dir", str(run))
     assert code == 0
     assert re.fullmatch(f"parallax: {ends}; `parallax train name=run` continues", one_line(err)), (
         err
@@ -247,9 +259,10 @@ def test_whatever_the_run_is_doing(
     assert ("continuing after step" in out) == (where != "building")
 
 
-def test_a_second_ctrl_c_ends_at_once(here: Path) -> None:
+@ON_ONE_RANK_AND_ON_TWO
+def test_a_second_ctrl_c_ends_at_once(here: Path, replicas: tuple[int, ...]) -> None:
     (here / "asking.py").write_text(ASKING.replace('ask("step")', "time.sleep(5)"))
-    run = prepared(*OWN, "trainer.steps=1000")
+    run = prepared(*OWN, "trainer.steps=1000", replicas=replicas)
     process = start([*MODULE, "train", "--run-dir", str(run)])
     wait_for(lambda: (run / "metrics.jsonl").exists(), "the loop")
     process.send_signal(signal.SIGINT)

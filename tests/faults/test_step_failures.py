@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -46,17 +48,42 @@ def torchrun(ranks: int, *more: str) -> list[str]:
     ]
 
 
+def seconds_until_gone(folder: Path, ended: Callable[[], bool]) -> float:
+    """From the fault until no rank was left; what launchers do afterwards, until they have ``ended``, is theirs."""
+    fault = folder / "fault"
+    wait_for(lambda: fault.exists() or ended(), "the fault")
+    assert fault.exists(), "the run ended before its fault"
+    wait_for(lambda: not ranks(folder), "the end of the ranks")
+    return time.time() - fault.stat().st_mtime
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of launchers: exit codes, last words, and for how long there were ranks after the fault."""
+
+    codes: list[int]
+    err: str
+    seconds: float
+
+
+Train = Callable[[Path], Ended]
+
+
 @pytest.fixture
-def gone(here: Path) -> Iterator[Callable[[subprocess.Popen[str]], float]]:
-    """Seconds from the fault until no rank was left; what launchers do afterwards is theirs."""
+def train(here: Path, called: Callable[..., tuple[int, str, str]]) -> Train:
+    """A run whose launcher is this process; another thread looks at its ranks."""
 
-    def wait(*launchers: subprocess.Popen[str]) -> float:
-        wait_for(lambda: (here / "fault").exists() or launchers[0].poll() is not None, "the fault")
-        assert (here / "fault").exists(), launchers[0].communicate()
-        wait_for(lambda: not ranks(here), "the end of the ranks")
-        return time.time() - (here / "fault").stat().st_mtime
+    def run(directory: Path) -> Ended:
+        ended = threading.Event()
+        with ThreadPoolExecutor(1) as thread:
+            seconds = thread.submit(seconds_until_gone, here, ended.is_set)
+            try:
+                code, _, err = called("train", "--run-dir", str(directory))
+            finally:
+                ended.set()
+        return Ended([code], err, seconds.result())
 
-    return wait
+    return run
 
 
 def ranks(folder: Path) -> list[psutil.Process]:
@@ -107,20 +134,13 @@ ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SE
     ],
 )
 def test_one_host(
-    here: Path,
-    gone: Callable[..., float],
-    fault: str,
-    rank: str,
-    action: str,
-    expected: str,
+    here: Path, train: Train, fault: str, rank: str, action: str, expected: str
 ) -> None:
-    run = training(fault, rank, action=action)
-    launcher = start([*MODULE, "train", "--run-dir", str(run)])
-    seconds = gone(launcher)
-    code, _, err = finish(launcher)
-    print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s")
-    assert seconds < ALL_GONE_SECONDS
-    assert code == 1
+    ended = train(training(fault, rank, action=action))
+    err = ended.err
+    print(f"{fault} on rank {rank}: all ranks gone after {ended.seconds:.2f} s")
+    assert ended.seconds < ALL_GONE_SECONDS
+    assert ended.codes == [1]
     signalled = "SIGSEGV" if fault == "crashes" else "SIGKILL"
     assert re.fullmatch(
         "parallax: " + expected.format(rank=rank, action=action, signal=signalled), the_line(err)
@@ -133,7 +153,7 @@ def test_one_host(
     assert temporary() == []
 
 
-def two_agents(*arguments: str) -> list[subprocess.Popen[str]]:
+def two_agents(here: Path, run: Path) -> Ended:
     """Two torchruns, as on two hosts: neither agent knows of the other's rank before the rendezvous times out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -150,8 +170,11 @@ def two_agents(*arguments: str) -> list[subprocess.Popen[str]]:
             f"--node-rank={node}",
         )
         command.insert(command.index("-m", 3), "--local-addr=127.0.0.1")
-        launchers.append(start([*command, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
-    return launchers
+        command += ["train", "--run-dir", str(run)]
+        launchers.append(start(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+    seconds = seconds_until_gone(here, lambda: launchers[0].poll() is not None)
+    ended = [finish(launcher) for launcher in launchers]
+    return Ended([code for code, _, _ in ended], "".join(err for _, _, err in ended), seconds)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +185,12 @@ def two_agents(*arguments: str) -> list[subprocess.Popen[str]]:
         pytest.param("is_killed", "1", ENDED, marks=pytest.mark.thorough),
     ],
 )
-def test_two_agents(
-    here: Path, gone: Callable[..., float], fault: str, rank: str, expected: str
-) -> None:
-    run = training(fault, rank)
-    launchers = two_agents("train", "--run-dir", str(run))
-    seconds = gone(*launchers)
-    print(f"{fault} on rank {rank}, two agents: all ranks gone after {seconds:.2f} s")
-    assert seconds < ALL_GONE_SECONDS
-    ended = [finish(launcher) for launcher in launchers]
-    assert all(code != 0 for code, _, _ in ended)
-    line = the_line("".join(err for _, _, err in ended))
+def test_two_agents(here: Path, fault: str, rank: str, expected: str) -> None:
+    ended = two_agents(here, training(fault, rank))
+    print(f"{fault} on rank {rank}, two agents: all ranks gone after {ended.seconds:.2f} s")
+    assert ended.seconds < ALL_GONE_SECONDS
+    assert all(code != 0 for code in ended.codes)
+    line = the_line(ended.err)
     assert re.fullmatch("parallax: " + expected.format(rank=rank, action="forward"), line), line
     assert running(here) == []
 
@@ -194,17 +212,14 @@ STOPPED = (
     ],
 )
 def test_a_hang(
-    here: Path, gone: Callable[..., float], fault: str, rank: str, agents: int, expected: str
+    here: Path, train: Train, fault: str, rank: str, agents: int, expected: str
 ) -> None:
     run = training(fault, rank, "trainer.watchdog_seconds=3")
-    arguments = ["train", "--run-dir", str(run)]
-    launchers = [start([*MODULE, *arguments])] if agents == 1 else two_agents(*arguments)
-    seconds = gone(*launchers)
-    print(f"{fault} on rank {rank}: all ranks gone after {seconds:.2f} s of a limit of 3 s")
-    assert seconds < 3 + ALL_GONE_SECONDS
-    ended = [finish(launcher) for launcher in launchers]
-    assert all(code == 1 for code, _, _ in ended)
-    line = the_line("".join(err for _, _, err in ended))
+    ended = train(run) if agents == 1 else two_agents(here, run)
+    print(f"{fault} on rank {rank}: all ranks gone after {ended.seconds:.2f} s of a limit of 3 s")
+    assert ended.seconds < 3 + ALL_GONE_SECONDS
+    assert all(code == 1 for code in ended.codes)
+    line = the_line(ended.err)
     who = rf"parallax: rank {rank} \(stage {rank}, replica 0\) "
     assert re.fullmatch(who + expected.format(rank=rank), line), line
     if fault == "sleeps":

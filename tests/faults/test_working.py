@@ -79,7 +79,7 @@ def hanging(command: str, *overrides: str, how: str, where: str = "model") -> su
     [
         ("train", "model", "sleeps"),
         ("train", "data", "heeds nothing"),
-        ("plan", "data", "sleeps"),
+        pytest.param("plan", "data", "sleeps", marks=pytest.mark.thorough),
         pytest.param("profile", "model", "sleeps", marks=pytest.mark.thorough),
         pytest.param("estimate", "model", "sleeps", marks=pytest.mark.thorough),
     ],
