@@ -48,7 +48,10 @@ BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 PLANS: list[Any] = [
     {"replicas": (1,), "directive": "keep"},
     {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
-    {"replicas": (1,), "directive": "recompute", "microbatch": 3},
+    # As with_dropout and with_norm below.
+    pytest.param(
+        {"replicas": (1,), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough
+    ),
     {"replicas": (1, 1), "directive": "keep", "schedule": "zb-h1"},
     pytest.param(
         {"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough

@@ -166,7 +166,12 @@ def good_steps(pool: Pool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "where", ["forward", pytest.param("backward", marks=pytest.mark.thorough), "backward_weight"]
+    "where",
+    [
+        pytest.param("forward", marks=pytest.mark.thorough),
+        pytest.param("backward", marks=pytest.mark.thorough),
+        "backward_weight",
+    ],
 )
 def test_failed_steps_leave_no_more_than_others(
     pool: Pool, good_steps: list[Any], where: str

@@ -44,8 +44,7 @@ def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str,
     [
         (1,),
         (1, 2),
-        (3,),
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in ((1, 1), (2,), (2, 1))),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ((3,), (1, 1), (2,), (2, 1))),
     ],
     ids=str,
 )

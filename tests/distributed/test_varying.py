@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,8 +151,16 @@ def piped(case: Case) -> list[tuple[float, Gradients]]:
     return found
 
 
-@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def in_turn(schedules: Iterable[str], layouts: list[tuple[int, ...]]) -> list[Any]:
+    """Each schedule with every second of the layouts, the next one with the others; the rest is thorough."""
+    return [
+        pytest.param(schedule, layout, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
+        for i, schedule in enumerate(schedules)
+        for j, layout in enumerate(layouts)
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), in_turn(SCHEDULES, REPLICAS), ids=str)
 def test_lengths_and_numbers_of_micro_batches_vary(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:
@@ -179,8 +189,11 @@ def predictions(case: Case) -> list[list[tuple[int, Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 3), (3, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h2", "zb-v"])
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    in_turn(["gpipe", "interleaved", "zb-h2", "zb-v"], [(1, 1), (2, 3), (3, 1), (1, 1, 2)]),
+    ids=str,
+)
 def test_predictions_are_the_plain_models(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:
