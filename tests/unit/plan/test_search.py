@@ -81,8 +81,19 @@ def test_a_heavy_end_goes_to_the_larger_devices(blocks: int) -> None:
         ({"replicas": 1}, 4, (1, 1, 1, 1)),
     ],
 )
-@pytest.mark.parametrize("schedule", ["auto", "gpipe", "1f1b"])
-@pytest.mark.parametrize("activations", ["auto", "keep", "offload", "recompute"])
+@pytest.mark.parametrize(
+    ("schedule", "activations"),
+    [
+        *(("auto", "auto"), ("gpipe", "offload"), ("1f1b", "recompute"), ("auto", "keep")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.thorough)
+            for pair in (
+                *(("auto", "offload"), ("auto", "recompute"), ("gpipe", "auto"), ("gpipe", "keep")),
+                *(("gpipe", "recompute"), ("1f1b", "auto"), ("1f1b", "keep"), ("1f1b", "offload")),
+            )
+        ),
+    ],
+)
 def test_what_was_asked_for_is_respected(
     config: dict[str, Any],
     stages: int,

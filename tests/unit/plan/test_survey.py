@@ -86,11 +86,14 @@ def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) ->
     ("name", "cell"),
     [
         ("7b a100x8 bf16", Cell(1, 32, "1f1b", 1, activations="offload")),
-        ("7b a100x8 bf16", Cell(1, 16, "1f1b", 1, shard="optimizer")),
-        ("175b a100x1024 bf16", Cell(16, 64, "zb-h1", 1)),
-        pytest.param(
-            "530b h100x512 bf16", Cell(64, 8, "1f1b", 1), marks=pytest.mark.thorough
-        ),  # as all questions of benchmarks/regret.py
+        *(
+            pytest.param(name, cell, marks=pytest.mark.thorough)
+            for name, cell in (
+                ("7b a100x8 bf16", Cell(1, 16, "1f1b", 1, shard="optimizer")),
+                ("175b a100x1024 bf16", Cell(16, 64, "zb-h1", 1)),
+                ("530b h100x512 bf16", Cell(64, 8, "1f1b", 1)),
+            )  # as all questions of benchmarks/regret.py
+        ),
     ],
 )
 def test_plans_asked_for_by_hand_are_no_better(name: str, cell: Cell) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +55,39 @@ def activations(where: str, scratch: Path) -> Steps:
     return steps(gpt, 64, scratch, directive=directive, swap_limit=40 * MIB)
 
 
-def everything(where: str, scratch: Path) -> Steps:
+def everything(where: str, scratch: Path, layers: int) -> Steps:
     """A large model, with weights, gradients, optimizer states and activations on the device or below."""
     below: dict[str, Any] = {
         "directive": "offload",
         "optimizer_offload": 1.0,
         "parameter_offload": 1.0,
     }
-    gpt = GPTConfig(layers=LAYERS, hidden=512, heads=8, sequence=128, vocabulary=256, tied=False)
+    gpt = GPTConfig(layers=layers, hidden=512, heads=8, sequence=128, vocabulary=256, tied=False)
     return steps(gpt, 4, scratch, **(below if where == "below" else {}), swap_limit=24 * MIB)
 
 
-LAYERS = 24
-# Times all that the process may have, torch itself included.
-FOLD = {"activations": 0.3, "everything": 4}
-# Weights, gradients, two moments; fp32.
-STATES = {"activations": 0, "everything": 4 * 4 * LAYERS * 12 * 512**2}
-ALLOWED = {"activations": 160 * MIB, "everything": 108 * MIB}
-"""Beyond what torch itself takes: below, the first was seen to need 92 MiB, the second 95 MiB."""
+@dataclass(frozen=True)
+class Job:
+    """What is trained in a process that may have ``allowed`` bytes beyond what torch itself takes; ``states`` are its
+    weights, gradients and two moments in fp32, and it needs ``fold`` times all that the process may have, torch
+    included."""
+
+    train: Train
+    states: int
+    fold: float
+    allowed: int
+
+
+def of_layers(layers: int, fold: float) -> Job:
+    train = functools.partial(everything, layers=layers)
+    return Job(train, 4 * 4 * layers * 12 * 512**2, fold, 108 * MIB)  # 95 MiB were seen below
+
+
+JOBS = {
+    "activations": Job(activations, 0, 0.3, 160 * MIB),  # 92 MiB were seen below
+    "everything of 12 layers": of_layers(12, 2),
+    "everything of 24 layers": of_layers(24, 4),
+}
 
 
 def limited(name: str, scratch: str) -> None:
@@ -78,25 +95,30 @@ def limited(name: str, scratch: str) -> None:
     return_freed_memory()
     # 8 MiB each otherwise, which count, although next to nothing of them is used.
     threading.stack_size(MIB)
-    train: Train = globals()[name]
+    job = JOBS[name]
     # Loads libraries.
     steps(GPTConfig(layers=1, hidden=64, heads=4, sequence=128, vocabulary=256), 64, Path(scratch))
     status = Path("/proc/self/status").read_text().split()
-    limit = int(status[status.index("VmData:") + 1]) * 1024 + ALLOWED[name]
+    limit = int(status[status.index("VmData:") + 1]) * 1024 + job.allowed
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     failure = ""
     try:
-        train("device", Path(scratch))
+        job.train("device", Path(scratch))
     except RuntimeError as error:
         failure = str(error)
-    losses, activations = train("below", Path(scratch))
-    needed = STATES[name] + activations
+    losses, activations = job.train("below", Path(scratch))
+    needed = job.states + activations
     print(json.dumps({"failure": failure, "losses": losses, "limit": limit, "needed": needed}))
 
 
-# Which has activations below as well.
 @pytest.mark.parametrize(
-    "name", [pytest.param("activations", marks=pytest.mark.thorough), "everything"]
+    "name",
+    [
+        # Everything has activations below as well.
+        pytest.param("activations", marks=pytest.mark.thorough),
+        "everything of 12 layers",
+        pytest.param("everything of 24 layers", marks=pytest.mark.thorough),
+    ],
 )
 def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
     program = f"from tests.unit.runtime.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
@@ -105,10 +127,10 @@ def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
     with subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
-        unlimited, _ = globals()[name]("device", scratch)
+        unlimited, _ = JOBS[name].train("device", scratch)
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert "DefaultCPUAllocator: can't allocate memory" in found["failure"]
     assert found["losses"] == unlimited
-    assert found["needed"] >= FOLD[name] * found["limit"]
+    assert found["needed"] >= JOBS[name].fold * found["limit"]
