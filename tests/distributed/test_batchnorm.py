@@ -94,10 +94,10 @@ def losses_and_states(case: Case) -> Outcome:
     return Outcome(losses, [result.gradient_norm for result in results], weights)
 
 
-PLANS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+PLANS: list[Any] = [
     ((2,), {}),
-    ((3,), {"directive": "recompute"}),
-    ((2,), {"directive": "offload"}),
+    pytest.param((3,), {"directive": "recompute"}, marks=pytest.mark.thorough),
+    pytest.param((2,), {"directive": "offload"}, marks=pytest.mark.thorough),
     ((1, 2), {"schedule": "gpipe"}),
     ((3, 1), {"directive": "recompute", "schedule": "zb-h1"}),
     ((2, 3), {"directive": "offload"}),
@@ -118,7 +118,9 @@ def test_sync_equals_one_replica_with_the_whole_micro_batch(
     compare(pool.run(losses_and_states, case.world, case), expected, 1e-9)
 
 
-@pytest.mark.parametrize("replicas", [(1,), (2,), (1, 3)], ids=str)
+@pytest.mark.parametrize(
+    "replicas", [(1,), pytest.param((2,), marks=pytest.mark.thorough), (1, 3)], ids=str
+)
 def test_whatever_becomes_of_activations(pool: Pool, replicas: tuple[int, ...]) -> None:
     """A recomputed forward counts nothing."""
     for mode in ("replica", "sync"):

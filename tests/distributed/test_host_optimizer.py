@@ -103,8 +103,17 @@ def test_other_optimizers(pool: Pool, tmp_path: Path, name: str) -> None:
     assert plain[0].losses[-1] != plain[0].losses[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
-@pytest.mark.parametrize("replicas", [(1,), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after", "replicas"),
+    [
+        *((0.0, 1.0, (1, 2)), (1.0, 0.0, (1, 2)), (0.5, 1.0, (1,))),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in ((0.0, 1.0, (1,)), (1.0, 0.0, (1,)), (0.5, 1.0, (1, 2)))
+        ),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_does_not_know_where_states_were(
     pool: Pool, tmp_path: Path, before: float, after: float, replicas: tuple[int, ...]
 ) -> None:

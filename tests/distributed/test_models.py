@@ -68,7 +68,7 @@ class Case:
 def cases() -> list[Any]:
     """Each model under each schedule; replicas and directives take turns, so that each meets each. Two cases of three
     are for the thorough tests: what is left has each model under one or two of the schedules, and each schedule with a
-    third of the models."""
+    third of the models; in two-byte numbers every second model."""
     turns = itertools.cycle(itertools.product(REPLICAS, DIRECTIVES))
     pairs = itertools.cycle(replicas for replicas in REPLICAS if len(replicas) == 2)
     found: list[Any] = []
@@ -83,11 +83,12 @@ def cases() -> list[Any]:
         pytest.param(case, marks=pytest.mark.thorough) if skip else case
         for case, skip in zip(found, skipped)
     ]
-    found += [
+    short = [
         Case(model, schedule, (2, 1), "keep", "bf16")
         for model, schedule in zip(MODELS, itertools.cycle(SCHEDULES))
     ]
-    return found
+    thorough = [pytest.param(case, marks=pytest.mark.thorough) for case in short[1::2]]
+    return found + short[::2] + thorough
 
 
 def every_case() -> list[Case]:

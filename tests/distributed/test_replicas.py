@@ -33,9 +33,22 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
     return found, counted
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("compress", ["fp16", "bf16"])
-@pytest.mark.parametrize("replicas", [(2,), (3,), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("replicas", "compress", "schedule"),
+    [
+        *(((2,), "bf16", "1f1b"), ((3,), "fp16", "zb-h1")),
+        *(((1, 2), "bf16", "zb-h1"), ((1, 2), "fp16", "1f1b")),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in (
+                *(((2,), "bf16", "zb-h1"), ((2,), "fp16", "1f1b"), ((2,), "fp16", "zb-h1")),
+                *(((3,), "fp16", "1f1b"), ((3,), "bf16", "1f1b"), ((3,), "bf16", "zb-h1")),
+                *(((1, 2), "bf16", "1f1b"), ((1, 2), "fp16", "zb-h1")),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_short_gradients_are_near_the_exact_ones(
     pool: Pool, replicas: tuple[int, ...], compress: str, schedule: str
 ) -> None:
@@ -94,7 +107,7 @@ def repeated(case: Case) -> tuple[Tensor, list[Tensor], list[float], Outcome]:
     return found[0], found[2:], losses, Outcome([], [], weights)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU"
 )
