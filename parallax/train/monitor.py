@@ -199,12 +199,6 @@ def _cut_half_line(path: Path) -> None:
         file.truncate(text.rfind(b"\n") + 1)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl`` in order; a last line cut short by a crash is skipped."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
-
-
 # -------------------------------------------------------------------------------------------- progress
 
 

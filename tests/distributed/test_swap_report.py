@@ -18,9 +18,10 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from parallax.train.loop import TrainerConfig, train
-from parallax.train.monitor import LoggerConfig, read_metrics
+from parallax.train.monitor import LoggerConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
+from tests.results import read_metrics
 
 MINIMUM = 2048  # bytes: some activations of this model are smaller, some larger
 

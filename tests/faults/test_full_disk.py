@@ -16,9 +16,10 @@ from parallax.common.events import EventLog, Span, read_events
 from parallax.common.files import AppendedFile
 from parallax.errors import CheckpointError
 from parallax.runtime.checkpoint import list_checkpoints
-from parallax.train.monitor import LoggerConfig, MetricsLog, Unwritten, read_metrics
+from parallax.train.monitor import LoggerConfig, MetricsLog, Unwritten
 from tests.faults.commands import finish, prepared, running, start
 from tests.faults.test_requests_to_end import LONG
+from tests.results import read_metrics
 
 LIMIT = 64 * 1024  # bytes of any one file: what is longer fails as on a full disk
 

@@ -17,8 +17,9 @@ from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig, train
-from parallax.train.monitor import LoggerConfig, read_metrics
+from parallax.train.monitor import LoggerConfig
 from tests.plans import make_plan
+from tests.results import read_metrics
 
 BAD = 3  # the batch in which it is, counted from 1
 

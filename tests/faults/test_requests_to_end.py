@@ -17,7 +17,6 @@ import torch
 
 from parallax import cli, config
 from parallax.runtime.checkpoint import list_checkpoints
-from parallax.train.monitor import read_metrics
 from tests.faults.commands import (
     MODULE,
     ON_ONE_RANK_AND_ON_TWO,
@@ -33,6 +32,7 @@ from tests.faults.commands import (
     wait_for,
     weights,
 )
+from tests.results import read_metrics
 
 LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
 ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]

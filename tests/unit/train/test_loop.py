@@ -19,9 +19,10 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from parallax.train.loop import JUDGED, OnDrift, TrainerConfig, drift, train
-from parallax.train.monitor import LoggerConfig, read_metrics
+from parallax.train.monitor import LoggerConfig
 from parallax.train.record import MEASURED_EVENTS, PREDICTED_EVENTS, WARM_UP
 from tests.plans import GIB, make_plan
+from tests.results import read_metrics
 
 STEPS = WARM_UP + JUDGED + 3
 

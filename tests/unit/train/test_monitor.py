@@ -25,8 +25,8 @@ from parallax.train.monitor import (
     MetricsLog,
     Progress,
     StepLine,
-    read_metrics,
 )
+from tests.results import read_metrics
 
 QUIET = LoggerConfig(tensorboard=False)
 
