@@ -65,10 +65,8 @@ def ending_at_once() -> Iterator[None]:
     """Ctrl-C while inside ends the process, with its line: for imports, which may go on without what an exception in
     their middle has left out, or fail with another. There is nothing to put in order yet."""
     before = signal.getsignal(signal.SIGINT)
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or before is not signal.default_int_handler
-    ):
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or before is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, _end)

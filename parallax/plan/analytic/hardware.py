@@ -50,10 +50,8 @@ class DeviceKind:
                 f"device kind {self.name}: flops must name {', '.join(DTYPES)}, not {sorted(self.flops)}"
             )
         figures = [self.memory_bytes, self.bytes_per_second, *self.flops.values()]
-        if (
-            not all(0 < figure < math.inf for figure in figures)
-            or not 0 <= self.context_bytes < self.memory_bytes
-        ):
+        sound = all(0 < figure < math.inf for figure in figures)
+        if not sound or not 0 <= self.context_bytes < self.memory_bytes:
             raise ConfigError(
                 f"device kind {self.name}: memory, bandwidth and peaks must be above zero and finite, and the "
                 f"context of {self.context_bytes} bytes must fit the memory of {self.memory_bytes}"

@@ -107,15 +107,8 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
     """Every position takes micro-batches in one order, for messages between stages keep theirs; and none waits for
     ever: walk through all lists as far as each gets."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        if (
-            len(
-                {
-                    tuple(action.micro for action in listed if action.kind is kind)
-                    for listed in lists
-                }
-            )
-            > 1
-        ):
+        orders = {tuple(action.micro for action in each if action.kind is kind) for each in lists}
+        if len(orders) > 1:
             raise PlanError(
                 f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s come in "
                 "another order on one stage than on another, but messages between stages keep theirs: list them alike"

@@ -145,12 +145,9 @@ class ExactSearch:
                         for choice in fitter.fit(start, stop, where) if hopeful else ():
                             front = grown.setdefault(place, [])
                             for partial in hopeful:
-                                if (
-                                    self._hope(
-                                        shape, stage, place, partial, choice.seconds, replicas
-                                    )
-                                    < limit
-                                ):
+                                seconds = choice.seconds
+                                hope = self._hope(shape, stage, place, partial, seconds, replicas)
+                                if hope < limit:
                                     _insert(front, self._prepend(choice, partial, left))
             fronts = grown
         return fronts.get((0, 0), [])

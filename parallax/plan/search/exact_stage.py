@@ -106,12 +106,10 @@ def judge_stage(
     load = where.load(profile, device, start, directives, below)
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
     places = tier_places(where.in_flight * moved) if moved else 0
-    if (
-        load.peak_bytes(where.in_flight, least) > budget
-        or places + load.host_state_bytes > device.tier_bytes
-    ):
+    peak = load.peak_bytes(where.in_flight, least)
+    if peak > budget or places + load.host_state_bytes > device.tier_bytes:
         return None
-    room = least + (budget - load.peak_bytes(where.in_flight, least)) / (1 + load.gap_share)
+    room = least + (budget - peak) / (1 + load.gap_share)
     limit = _largest_limit(load, where.in_flight, room, budget)
     stage = StagePlan(
         start=start,
@@ -216,11 +214,8 @@ class ExactStageFitter:
                 continue  # what is sharded must be sent after each step: it is done for memory alone
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]
-                if (
-                    below == ALL_ON_DEVICE
-                    and set(choice.plan.directives) == {Directive.KEEP}
-                    and not self._host_is_fast
-                ):
+                all_kept = set(choice.plan.directives) == {Directive.KEEP}
+                if below == ALL_ON_DEVICE and all_kept and not self._host_is_fast:
                     break  # nothing is faster
         return tuple(found)
 

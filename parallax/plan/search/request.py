@@ -129,11 +129,8 @@ class Request:
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` where what is asked for does not go together."""
         asked, config = self.schedules, self.config
-        if (
-            any(schedule.splits for schedule in asked)
-            and config.schedule != AUTO
-            and not self._weight_share
-        ):
+        splits = config.schedule != AUTO and any(schedule.splits for schedule in asked)
+        if splits and not self._weight_share:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
                 "parameters apart; use plan.schedule=1f1b, or measure it again"

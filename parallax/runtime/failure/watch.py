@@ -321,10 +321,8 @@ class Watch:
                 report = self._with_stacks(report)
         if self._speaker(report) == self.rank:
             self.say(report)
-            if (
-                report.how is FailureKind.SILENT
-                and self._met.hosts[report.rank] == self._met.hosts[self.rank]
-            ):
+            silent = report.how is FailureKind.SILENT
+            if silent and self._met.hosts[report.rank] == self._met.hosts[self.rank]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._met.pids[report.rank], signal.SIGKILL)  # it heeds nothing else
         else:

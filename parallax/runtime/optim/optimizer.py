@@ -71,12 +71,10 @@ class Momentum(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update, as torch's."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if (
-                    parameter.grad is not None
-                    and self.state[parameter].get("momentum_buffer") is None
-                ):
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state = self.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
         return super().step(closure)
 
 
