@@ -159,10 +159,7 @@ class GPTTask:
             tied=False,
         )
         with device, _default_type(torch.bfloat16):
-            model = config.build()
-        for block in model.blocks():
-            block.reset_parameters()  # type: ignore[operator]
-        return model
+            return config.build()
 
     def batch(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Random tokens and those that follow."""

@@ -93,10 +93,6 @@ class Scale(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
 
-    def reset_parameters(self) -> None:
-        """Ones."""
-        nn.init.ones_(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         """(rows, 8) → the same."""
         return x * self.weight

@@ -142,9 +142,6 @@ class Towers(nn.Module):
         self.branches = nn.ModuleList(nn.Linear(8, 4) for _ in range(branches))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
-
     def forward(self, query: Tensor, item: Tensor, weight: Tensor | None = None) -> dict[str, Any]:
         left, right = self.trunk(self.query(query)), self.trunk(self.item(item))
         heads = [branch(left) * self.scale for branch in self.branches]
@@ -252,6 +249,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = nn.Linear(width, experts)
         self.router.bias.requires_grad_(False)
+        nn.init.normal_(self.router.weight)  # clear choices: rounding must not turn one over
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:

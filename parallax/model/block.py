@@ -32,13 +32,12 @@ class Block:
 @dataclass(frozen=True)
 class Cut:
     """A model that was cut: its blocks, the names of the first one's arguments (none: those of its forward), the
-    template of what the model returns (None: what the last block returns), what initialises a block (None: the modules'
-    own ``reset_parameters``), and what the model calls a tensor that files of weights call otherwise."""
+    template of what the model returns (None: what the last block returns), and what the model calls a tensor that files
+    of weights call otherwise."""
 
     blocks: tuple[Block, ...]
     inputs: tuple[str, ...] = ()
     template: Any = None
-    initialise: Callable[[nn.Module], None] | None = None
     rename: Callable[[str], str] = str
 
 

@@ -1,7 +1,8 @@
 """A module becomes a chain of blocks, none of which has bytes yet.
 
-The model is built once on the meta device, which has shapes and no values; what a stage makes of its blocks is the
-matter of :mod:`parallax.model.materialise`.
+The model is built once by its constructor, on the meta device, which has shapes and no values
+(:mod:`parallax.model.construction`); what a stage makes of its blocks is the matter of
+:mod:`parallax.model.materialise`.
 
 A parameter is known by its name in the model. A block's module need not be part of the model, so names are found by
 identity: the block holds the very tensors that the model holds.
@@ -24,13 +25,12 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.block import Block, Cut, rebuild
+from parallax.model.construction.construct import Construction, ModelFactory, construct
 from parallax.model.families import cut_family
 from parallax.model.recording.cut import cut_trace
 from parallax.model.recording.trace import Sample
 
 logger = logging.getLogger("parallax")
-
-ModelFactory = Callable[[], nn.Module]
 
 SPLIT_HELP = (
     "give the model a method blocks() that returns its parts in the order that data flows, "
@@ -45,20 +45,24 @@ class Chain:
 
     ``ties`` maps the model-wide name of each parameter that several blocks share to all its users as ``(block index,
     name inside the block)``, the first one first. ``model`` is the whole on the meta device, whose tensors the
-    blocks hold. ``weights`` is where values come from, a safetensors file or a folder of them; None: a seed.
+    blocks hold, and ``construction`` what makes values for them. ``weights`` is a safetensors file or a folder of them
+    that values come from instead; None: there is none.
     """
 
-    factory: ModelFactory
+    construction: Construction = field(repr=False)
     blocks: tuple[Block, ...]
     ties: dict[str, tuple[tuple[int, str], ...]]
     seed: int
     dtype: torch.dtype
-    model: nn.Module = field(repr=False)
     inputs: tuple[str, ...] = ()
     template: Any = None
-    initialise: Callable[[nn.Module], None] | None = None
     rename: Callable[[str], str] = str
     weights: Path | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole on the meta device."""
+        return self.construction.model
 
     def fingerprint(self) -> str:
         """A hash of structure and shapes: equal for two models that cost the same and hold the same names."""
@@ -116,7 +120,7 @@ def describe(
     sample: Sample | None = None,
     weights: str | Path | None = None,
 ) -> Chain:
-    """Build ``factory()`` on the meta device and cut it into blocks.
+    """Build ``factory()`` without bytes and cut it into blocks.
 
     In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``; the
     families of transformers in :mod:`parallax.model.families`; the program of its ``forward``, recorded
@@ -126,19 +130,24 @@ def describe(
     ``weights``: a safetensors file or a folder of them, with the model's names. Raises :class:`DescribeError` with the
     lines to write where none of the ways applies.
     """
-    model = build_on_meta(factory)
+    construction = construct(factory, seed)
+    model = construction.model
+    if construction.unwritten and not weights:
+        name, *more = construction.unwritten
+        raise DescribeError(
+            f"{name}{f' and {len(more)} more' if more else ''} of {_kind(model)} was never written by its constructor; "
+            "initialise it there (torch.empty has no values), or give a file of weights"
+        )
     cut = _cut(model, blocks, sample)
     _check_cover(model, cut.blocks)
     return Chain(
-        factory=factory,
+        construction=construction,
         blocks=cut.blocks,
         ties=_find_ties(model, cut.blocks),
         seed=seed,
         dtype=dtype,
-        model=model,
         inputs=cut.inputs,
         template=cut.template,
-        initialise=cut.initialise,
         rename=cut.rename,
         weights=Path(weights).expanduser() if weights else None,
     )
@@ -156,29 +165,6 @@ def _cut(model: nn.Module, blocks: Sequence[str], sample: Sample | None) -> Cut:
         _check_apart(names, modules)
         return Cut(tuple(Block(names[id(module)], module) for module in modules))
     return cut_family(model) or cut_trace(model, sample)
-
-
-def build_on_meta(factory: ModelFactory) -> nn.Module:
-    """Call the factory with the meta device as default; a factory that insists on bytes is refused."""
-    try:
-        with torch.device("meta"):
-            model = factory()
-    except RuntimeError as error:
-        raise DescribeError(
-            f"the model factory cannot build on the meta device, which has shapes but no values: "
-            f"{str(error).splitlines()[0]}; let it compute nothing from the values of tensors"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise DescribeError(
-            f"the model factory returned a {type(model).__name__}; it must return an nn.Module"
-        )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.is_meta:
-            raise DescribeError(
-                f"{name} of {_kind(model)} was built on {tensor.device}: let the factory build without an explicit "
-                "device, so that a stage can be built without the rest of the model"
-            )
-    return model
 
 
 def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:

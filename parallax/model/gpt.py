@@ -48,6 +48,7 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(config.vocabulary, config.hidden)
         self.position = nn.Embedding(config.sequence, config.hidden)
         self.drop = nn.Dropout(config.dropout)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Normal with deviation 0.02 (Radford et al. 2019)."""
@@ -71,6 +72,7 @@ class Layer(nn.Module):
         self.out = nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
         self.drop = nn.Dropout(config.dropout)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Normal with deviation 0.02, residual outputs smaller by √(2·layers) (Radford et al. 2019)."""
@@ -98,6 +100,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden)
         self.linear = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Normal with deviation 0.02; a tied weight keeps the embedding's."""

@@ -13,7 +13,8 @@ from parallax.common.targets import check_call
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DataError, printable
 from parallax.machine.local import ClusterConfig
-from parallax.model.describe import Chain, build_on_meta, describe
+from parallax.model.construction.construct import construct
+from parallax.model.describe import Chain, describe
 from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.profiling.count import Sample, count
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
@@ -90,7 +91,7 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 def build_loss(config: RunConfig) -> Loss:
     """The model's own ``loss(outputs, targets)``, or cross-entropy over the last dimension of its outputs."""
-    model = build_on_meta(built_model(config).build)
+    model = construct(built_model(config).build, config.seed).model
     own = getattr(model, "loss", None)
     if not callable(own):
         return cross_entropy

@@ -17,9 +17,10 @@ from parallax.machine.host import relieve_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 from parallax.model.layers.norms import Norms
-from parallax.model.materialise import block_seed, materialise_each
+from parallax.model.materialise import materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
+from parallax.model.seeds import block_seed
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations.hooks import offloading

@@ -62,6 +62,7 @@ class Scaled(nn.Module):
         self.linear = nn.Linear(width, width)
         self.register_buffer("scale", torch.empty(width))
         self.register_buffer("shift", torch.empty(width), persistent=False)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.linear.weight, std=0.2)
@@ -103,9 +104,6 @@ class Priced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.price = nn.Linear(16, 64), nn.Parameter(torch.ones(1))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.price)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.linear(x), self.price

@@ -88,8 +88,6 @@ class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.empty(1, WIDTH, WIDTH))
-
-    def reset_parameters(self) -> None:
         nn.init.normal_(self.values)
 
     def forward(self) -> Tensor:

@@ -56,10 +56,9 @@ class Rows:
         return 1.0
 
 class Block(nn.Linear):
-    def reset_parameters(self):
-        if not self.weight.is_meta:
-            stuck_in("building the engine")
-        super().reset_parameters()
+    def __setstate__(self, state):  # of the stage's own copy
+        stuck_in("building the engine")
+        super().__setstate__(state)
 
 def build():
     stuck_in("building the model")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -34,14 +34,8 @@ def cut_family(model: nn.Module) -> Cut | None:
         ready = kind.__module__.startswith("transformers.") and kind.__name__ in FAMILIES
         if ready and type(model).forward is vars(kind).get("forward"):
             cut = FAMILIES[kind.__name__](model)
-            return replace(cut, initialise=partial(_initialise, model), rename=_Names(model))
+            return replace(cut, rename=_Names(model))
     return None
-
-
-def _initialise(model: Any, block: nn.Module) -> None:
-    """Values of a block's parameters and buffers, children first, as ``model`` makes them for itself."""
-    for module in reversed(list(block.modules())):
-        model._init_weights(module)
 
 
 class _Names:

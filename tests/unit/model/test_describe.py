@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.errors import DescribeError
-from parallax.model.describe import as_tuple, build_on_meta, describe, parameter_names
+from parallax.model.describe import as_tuple, describe, parameter_names
 from parallax.model.gpt import GPTConfig
-from parallax.model.materialise import block_seed, materialise
+from parallax.model.materialise import materialise
 from parallax.model.mlp import MLPConfig
+from parallax.model.seeds import block_seed
 
 CPU = torch.device("cpu")
 GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=32, sequence=8)
@@ -38,10 +38,6 @@ class Buffered(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
         self.register_buffer("hidden", torch.arange(3.0), persistent=False)
-
-    def reset_parameters(self) -> None:
-        self.mask = torch.tril(torch.ones(3, 3))
-        self.hidden.copy_(torch.arange(3.0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
@@ -150,24 +146,20 @@ def test_members_of_a_list_stay_in_their_order() -> None:
         ),
         (lambda: 3, (), r"the model factory returned a int; it must return an nn.Module"),
         (
-            lambda: nn.Sequential(nn.Linear(2, 2, device="cpu")),
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
             (),
-            r"0.weight of Sequential was built on cpu: let the",
+            r"1.weight and 1 more of Sequential was never written by its constructor; initialise it there",
+        ),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(2)),
+            (),
+            r"0.weight of Sequential has no shape yet \(LazyLinear\): give the size of its inputs, or let",
         ),
     ],
 )
 def test_errors_say_what_to_do(factory: Any, blocks: Any, message: str) -> None:
     with pytest.raises(DescribeError, match=message):
         describe(factory, blocks=blocks)
-
-
-def test_a_factory_that_needs_values_is_refused_with_a_reason() -> None:
-    def factory() -> nn.Module:
-        size = int(torch.ones(1).item())  # no values on meta
-        return nn.Sequential(nn.Linear(size, 2))
-
-    with pytest.raises(DescribeError, match="meta device"):
-        build_on_meta(factory)
 
 
 @pytest.mark.parametrize(
@@ -229,20 +221,19 @@ def test_a_parameter_tied_inside_one_block_is_one_parameter() -> None:
     assert sorted(parameter_names(chain, range(1, 2))) == ["1.0.bias", "1.0.weight", "1.1.bias"]
 
 
-def test_a_module_that_cannot_initialise_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_the_constructor_initialises(caplog: pytest.LogCaptureFixture) -> None:
     def factory() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), Head(), nn.Linear(4, 4))
 
-    with caplog.at_level(logging.WARNING, logger="parallax"):
-        whole = weights(factory, [], seed=3)
-    assert "building all of it on the host" in caplog.text
+    whole = weights(factory, [], seed=3)
+    assert not caplog.text
     assert torch.equal(whole["1.scale"], torch.ones(4))
     for cuts in ([1], [2], [1, 2]):
         parts = weights(factory, cuts, seed=3)
         assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
-def test_a_host_build_keeps_ties() -> None:
+def test_ties_beside_what_only_the_constructor_initialises() -> None:
     def factory() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), Head(), nn.Linear(4, 4))
         model[2].weight = model[0].weight
@@ -297,22 +288,6 @@ def test_buffers_have_their_values() -> None:
     assert torch.equal(block.hidden, torch.arange(3.0))
     assert "1.mask" in parameter_names(chain, range(1, 2))
     assert "1.hidden" not in parameter_names(chain, range(1, 2))
-
-
-def test_a_buffer_that_only_the_constructor_knows(caplog: pytest.LogCaptureFixture) -> None:
-    """A child's buffer without reset_parameters is not lost: the model is built on the host."""
-
-    class Rotary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.arange(4.0))
-
-    chain = describe(
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Rotary(), nn.Linear(4, 4)))
-    )
-    (block,) = materialise(chain, 1, 2, CPU)
-    assert torch.equal(block[0].table, torch.arange(4.0))
-    assert "on the host" in caplog.text
 
 
 def test_the_callers_random_state_is_untouched() -> None:

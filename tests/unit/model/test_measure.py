@@ -179,9 +179,6 @@ def test_peaks_by_hand() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(WIDE))
 
-        def reset_parameters(self) -> None:
-            nn.init.ones_(self.weight)
-
         def forward(self, x: Tensor) -> Tensor:
             y = x * self.weight  # saves x; y is saved by exp's successor only
             return torch.exp(y + 1)  # saves its output

@@ -1,0 +1,239 @@
+"""A model is built by its own constructor, without bytes; its values are made later, those of a stage alone.
+
+What a constructor does to its tensors is logged while it runs (:mod:`parallax.model.construction.recorder`), and
+carried out for those tensors that are asked for (:mod:`parallax.model.construction.replay`): the same operations, so
+the same constants and the same distributions, and the same numbers whichever tensors are asked for, in whatever
+order. A constructor that cannot be recorded runs again, whole, wherever values are asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from parallax.errors import DescribeError
+from parallax.model.construction.attributes import check_functions, plain_tensors
+from parallax.model.construction.caches import forgotten
+from parallax.model.construction.draws import seeded
+from parallax.model.construction.log import Log, Unrecordable
+from parallax.model.construction.questions import Questions
+from parallax.model.construction.recorder import Recorder
+from parallax.model.construction.replay import Replay
+
+logger = logging.getLogger("parallax")
+
+ModelFactory = Callable[[], nn.Module]
+
+
+class Values(Protocol):
+    """Real tensors for those of a skeleton."""
+
+    def parts(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        known: Mapping[int, Any],
+        filled: Collection[int] = (),
+    ) -> dict[int, Any]:
+        """What ``copy.deepcopy`` is to put in the place of parts of ``module``, a module of the skeleton, by their
+        identities: on the CPU, what floats in ``dtype``. ``known`` are parts that there are already; the ``filled``
+        need no values, for they get others."""
+        ...
+
+
+class Construction:
+    """``model`` is the skeleton: every parameter and buffer on the meta device, all else as its constructor made it.
+    ``attributes`` are its tensors that are neither, by path, and ``unwritten`` the names of parameters into which the
+    constructor put nothing."""
+
+    def __init__(
+        self, model: nn.Module, unwritten: tuple[str, ...], values: Callable[[], Values]
+    ) -> None:
+        self.model, self.unwritten, self.values = model, unwritten, values
+        self.attributes = plain_tensors(model)
+
+
+def construct(factory: ModelFactory, seed: int) -> Construction:
+    """Run ``factory`` without bytes. ``seed`` is what its own random numbers depend on; a seed that it sets itself is
+    kept to. Raises :class:`DescribeError` where it builds no model, or one that has no shape yet."""
+    try:
+        return _record(factory, seed)
+    except DescribeError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return _build_on_host(factory, seed, reason)
+
+
+def _record(factory: ModelFactory, seed: int) -> Construction:
+    recorder = Recorder(seed)
+    questions = Questions(recorder)
+    with forgotten(recorder.log):
+        with recorder.recording(), questions:
+            model = factory()
+        _check(model)
+        questions.check()
+        recorder.log.check_constants()
+        check_functions(model, recorder.log)
+        model = _skeleton(model, recorder.log)
+    unwritten = _unwritten(model, recorder.log)
+    return Construction(model, unwritten, lambda: _Replayed(recorder.log, seed))
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise DescribeError(
+            f"the model factory returned a {type(model).__name__}; it must return an nn.Module"
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise DescribeError(
+                f"{name} of {type(model).__name__} has no shape yet ({owner}): give the size of its inputs, or let the "
+                "factory run the model once on an example"
+            )
+
+
+def _skeleton(model: nn.Module, log: Log) -> nn.Module:
+    """``model`` with tensors without bytes in the place of those that came from outside."""
+    kept: dict[int, Any] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise Unrecordable(f"{name} is a {type(tensor).__name__}")
+        bare = log.adopt(tensor.detach())
+        kept[id(tensor)] = tensor if tensor.is_meta else like(tensor, bare)
+    if all(found.is_meta for found in [*model.parameters(), *model.buffers()]):
+        return model
+    for tensor in plain_tensors(model).values():
+        kept.setdefault(id(tensor), tensor)
+    return copy.deepcopy(model, kept)
+
+
+def _unwritten(model: nn.Module, log: Log) -> tuple[str, ...]:
+    cells = {name: log.find(parameter) for name, parameter in model.named_parameters()}
+    return tuple(name for name, cell in cells.items() if cell is not None and not cell.written)
+
+
+class _Replayed:
+    """Of a constructor that was recorded."""
+
+    def __init__(self, log: Log, seed: int) -> None:
+        self._log, self._replay = log, Replay(log, seed)
+
+    def parts(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        known: Mapping[int, Any],
+        filled: Collection[int] = (),
+    ) -> dict[int, Any]:
+        """See :class:`Values`. A tensor that two names share is one again, and so is memory that tensors share."""
+        own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+        plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
+        parts: dict[int, Any] = dict(known)
+        wanted: dict[int, Tensor] = {}
+        for key, tensor in {**own, **plain}.items():
+            if key in parts:
+                continue
+            if key in filled:
+                empty = torch.empty_like(tensor, device="cpu", dtype=_floating(tensor.dtype, dtype))
+                parts[key] = like(tensor, empty)
+            elif self._log.find(tensor) is not None:
+                wanted[key] = tensor
+            elif not tensor.is_meta:
+                parts[key] = like(tensor, tensor.detach().clone())
+        views = [self._log.view(tensor) for tensor in wanted.values()]
+        cast = {}
+        for (key, tensor), view, value in zip(wanted.items(), views, self._replay.values(views)):
+            kind = _floating(value.dtype, dtype) if key in own else value.dtype
+            if (view, kind) not in cast:
+                cast[view, kind] = value.to(kind)
+            parts[key] = like(tensor, cast[view, kind])
+        return parts
+
+
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """``value`` as what ``tensor`` is: a parameter, with its attributes, or not; with a gradient or not."""
+    leaf = tensor.is_leaf and tensor.requires_grad
+    made = Tensor._make_subclass(type(tensor), value.detach(), leaf)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _floating(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a number of type ``kind`` becomes in a model of ``dtype``: complex numbers stay complex."""
+    if kind.is_complex:
+        return torch.complex128 if dtype is torch.float64 else torch.complex64
+    return dtype if kind.is_floating_point else kind
+
+
+# ---- a constructor that cannot be recorded -------------------------------------------------------------
+
+
+def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> Construction:
+    with seeded(seed):
+        model = factory()
+    _check(model)
+    logger.warning(
+        "the constructor of %s cannot be recorded (%s): every process builds all of it on the host",
+        type(model).__name__,
+        reason,
+    )
+    tensors = [*model.parameters(), *model.buffers(), *plain_tensors(model).values()]
+    bare: dict[int, Any] = {id(t): like(t, t.detach().to("meta")) for t in tensors}
+    skeleton = copy.deepcopy(model, bare)
+    return Construction(skeleton, (), lambda: _Built(factory, seed, skeleton))
+
+
+class _Built:
+    """Of a constructor that ran again as it is, on the CPU. Its modules themselves are given, for what they hold in
+    functions is of this model and no other; to the first who asks, and copies to the next."""
+
+    def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
+        with seeded(seed):
+            self._model = factory()
+        self._skeleton = skeleton
+        self._cast: torch.dtype | None = None
+        self._given: set[int] = set()
+
+    def parts(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        known: Mapping[int, Any],
+        filled: Collection[int] = (),
+    ) -> dict[int, Any]:
+        """See :class:`Values`."""
+        del filled  # there is a value already
+        if self._cast is not dtype:
+            self._model._apply(lambda tensor: tensor.to(_floating(tensor.dtype, dtype)))
+            self._cast = dtype
+        inside = {id(m) for m in module.modules()}
+        if inside & self._given:
+            tensors = {**_tensors(self._skeleton)}
+            real = _tensors(self._model)
+            copies = {id(t): like(t, real[name].clone()) for name, t in tensors.items()}
+            return {**copies, **known}
+        self._given |= inside
+        real_modules = dict(self._model.named_modules(remove_duplicate=False))
+        modules = dict(self._skeleton.named_modules(remove_duplicate=False))
+        real = _tensors(self._model)
+        return {
+            **{id(m): real_modules[name] for name, m in modules.items()},
+            **{id(t): real[name] for name, t in _tensors(self._skeleton).items()},
+            **known,
+        }
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **plain_tensors(model),
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }

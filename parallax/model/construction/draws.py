@@ -1,0 +1,82 @@
+"""Where a constructor's random numbers come from.
+
+While a constructor is recorded nothing is drawn, so a generator's state does not move by itself. After each draw it is
+given a state of its own, a mark, of which it is known what it stands for. So it is seen when the constructor seeds a
+generator, or puts back a state that it had kept: the state is then another than the last mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from parallax.model.construction.log import After, Drawn, Own, Seeded, Unrecordable
+from parallax.model.seeds import block_seed
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context in which the generators of torch's CPU, numpy and python begin at ``seed``; after it they are as
+    before."""
+    pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    torchs = torch.default_generator.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)  # noqa: NPY002
+        torch.default_generator.set_state(torchs)
+
+
+class Draws:
+    """The generators of one construction; ``seed`` is what python's and numpy's own begin with."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._marks = seed, 0
+        self._meanings: dict[bytes, Drawn] = {}
+        self._before: dict[torch.Generator, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        """The context of the construction; after it every generator is as it was."""
+        with seeded(self._seed):
+            self._mark(torch.default_generator, Own(0))
+            try:
+                yield
+            finally:
+                for generator, state in self._before.items():
+                    generator.set_state(state)
+
+    def next(self, generator: torch.Generator | None, place: int) -> Drawn:
+        """What operation ``place`` draws from ``generator`` (None: the default one)."""
+        generator = torch.default_generator if generator is None else generator
+        if generator.device.type != "cpu":
+            raise Unrecordable(f"random numbers of a generator on {generator.device}")
+        state = _state(generator)
+        if generator is not torch.default_generator:
+            self._before.setdefault(generator, state)
+        drawn = self._meanings.get(_key(state)) or Seeded(state)
+        self._mark(generator, Own(drawn.place + 1) if isinstance(drawn, Own) else After(place))
+        return drawn
+
+    def _mark(self, generator: torch.Generator, meaning: Drawn) -> None:
+        self._marks += 1
+        generator.manual_seed(block_seed(self._seed, -self._marks))
+        self._meanings[_key(_state(generator))] = meaning
+
+
+def _key(state: torch.Tensor) -> bytes:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return state.numpy().tobytes()
+
+
+def _state(generator: torch.Generator) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return generator.get_state()

@@ -1,0 +1,131 @@
+"""What Python asks of a tensor while a constructor is recorded, and a tensor without bytes would answer otherwise.
+
+A recorded tensor says that it is on the CPU, at an address of its own, and gives its values to numpy, to lists and to
+the screen. What numpy was given must not be changed there: that cannot be logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parallax.model.construction.log import Unrecordable, fingerprint
+from parallax.model.construction.recorder import Recorder
+from parallax.model.construction.replay import change, plainly
+
+CPU = torch.device("cpu")
+_VALUES = (
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.__dlpack_device__,
+    Tensor.__format__,
+    Tensor.__repr__,
+    Tensor.numpy,
+    Tensor.tolist,
+)
+_MADE_OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
+"""Moves to where a recorded tensor already is: values are computed on the CPU."""
+
+
+class Questions(TorchFunctionMode):
+    """Answers for the tensors of ``recorder``."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._shown: list[tuple[Tensor, bytes]] = []
+        self._special: dict[Any, Callable[..., Any]] = {
+            Tensor.device.__get__: lambda t: CPU,
+            Tensor.is_cpu.__get__: lambda t: True,  # type: ignore[attr-defined]
+            Tensor.is_meta.__get__: lambda t: False,  # type: ignore[attr-defined]
+            Tensor.data_ptr: self._address,
+            Tensor.to: self._to,
+            Tensor.__setitem__: self._set,
+            **dict.fromkeys(_NOWHERE, lambda t, *_, **__: t),
+        }
+        for function in _VALUES:
+            self._special[function] = self._shower(function)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Other questions are a matter of operators."""
+        kwargs = kwargs or {}
+        if function in _MADE_OF_VALUES:
+            args = tuple(self._numbers(part) for part in args)
+        elif isinstance(data := kwargs.get("data"), list | tuple):
+            kwargs = {**kwargs, "data": self._numbers(data)}
+        special = self._special.get(function)
+        if special is not None and isinstance(args[0], Tensor) and self._is_recorded(args[0]):
+            return special(*args, **kwargs)
+        if (device := kwargs.get("device")) is None or torch.device(device).type != "meta":
+            return function(*args, **kwargs)
+        return self._on_meta(function, *args, **kwargs)
+
+    def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call in which the constructor names the meta device: a tensor without values, for it too."""
+        before, self._recorder.to_meta = self._recorder.to_meta, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._recorder.to_meta = before
+
+    def check(self) -> None:
+        """Nothing of what numpy was shown was changed there. Raises :class:`Unrecordable`."""
+        for tensor, digest in self._shown:
+            if fingerprint(tensor.untyped_storage()) != digest:
+                raise Unrecordable("it writes into what numpy() of a tensor returned")
+
+    def _numbers(self, value: Any) -> Any:
+        """Lists of recorded tensors as lists of real ones: torch makes one of them without asking for operators."""
+
+        def number(part: Any) -> Any:
+            return self._recorder.real(part) if isinstance(part, Tensor) else part
+
+        return change(value, number) if isinstance(value, list | tuple) else value
+
+    def _is_recorded(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return tensor.is_meta and self._recorder.log.find(tensor) is not None
+
+    def _shower(self, function: Any) -> Callable[..., Any]:
+        def show(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            value = self._recorder.real(tensor)
+            if function in (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
+                self._shown.append((value, fingerprint(value.untyped_storage())))
+            with plainly():
+                return function(value, *args, **kwargs)
+
+        return show
+
+    def _address(self, tensor: Tensor) -> int:
+        view = self._recorder.log.view(tensor)
+        return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
+
+    def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
+        """A number is put there as a tensor of the host: torch would make one that is on ``tensor``'s device."""
+        if not isinstance(value, Tensor):
+            with plainly():
+                value = torch.as_tensor(value, dtype=tensor.dtype)
+        tensor[index] = value
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The device is left out, but for the meta device."""
+        copy = bool(kwargs.pop("copy", False))
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].dtype, *args[1:])
+        elif isinstance(kwargs.get("other"), Tensor):
+            kwargs["dtype"] = kwargs.pop("other").dtype
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "meta":
+            return self._on_meta(Tensor.to, tensor, *args, copy=copy, **kwargs)
+        return tensor.to(
+            dtype=dtype or tensor.dtype,
+            copy=copy,
+            memory_format=memory_format or torch.preserve_format,
+        )

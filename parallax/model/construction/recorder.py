@@ -1,0 +1,236 @@
+"""A constructor runs on tensors without bytes, and what it does to them is logged.
+
+The tensors are those of the meta device, so what was built is a skeleton already. Every operator is seen below
+autograd: it is carried out without bytes, which gives shapes and shows what shares memory with what, and logged if it
+wrote anything. Values that an operator must have to answer (``item()``, ``nonzero()``) are computed at once from the
+log so far, so a constructor may decide by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallax.model.construction.draws import Draws
+from parallax.model.construction.log import Log, Operation, Unrecordable, View
+from parallax.model.construction.operators import Operator, operator
+from parallax.model.construction.replay import Replay, change, flat, plainly
+
+_REMEMBERED_BYTES = 1 << 20  # a value this small is remembered until its memory is written again
+_SET_STORAGE = (
+    torch.ops.aten.set_.source_Storage,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Logs what is done in its context; ``seed`` decides the values that are asked for meanwhile."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.log = Log()
+        self._replay, self._draws = Replay(self.log, seed), Draws(seed)
+        self.to_meta = (
+            False  # whether the constructor itself names the meta device in the call under way
+        )
+        self._remembered: dict[View, tuple[int, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The context to construct in; all generators are as before after it."""
+        with self._draws.begun(), self:
+            yield
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """The value of ``tensor`` at this moment. What changes it changes nothing else."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            cell = self.log.find(tensor)
+            if cell is None:
+                return tensor
+            view = self.log.view(tensor)
+            known, value = self._remembered.get(view, (-1, tensor))
+            if known != len(cell.writes):
+                (value,) = self._replay.values([view])
+                if view.nbytes <= _REMEMBERED_BYTES:
+                    self._remembered[view] = (len(cell.writes), value)
+            return value.clone()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """A tensor of a class with operators of its own says what they are made of; those come here again."""
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented
+        with torch._C.DisableTorchFunction():
+            return self._call(function, operator(function), args, kwargs or {})
+
+    def _call(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = list(_tensors((args, kwargs)))
+        absent = [tensor for tensor in tensors if tensor.is_meta and self.log.find(tensor) is None]
+        device = kwargs.get("device")
+        if self.to_meta and device is not None and torch.device(device).type == "meta":
+            return function(*change(args, self._bare), **change(kwargs, self._bare))
+        if absent and (device is None or function is torch.ops.aten._to_copy.default):
+            return self._call_without_values(function, kind, args, kwargs)
+        if not tensors and not kind.placed:
+            return function(*args, **kwargs)
+        if kind.answers:
+            return self._in_earnest(function, args, kwargs)
+        if function is torch.ops.aten.lift_fresh.default:
+            return self.log.adopt(args[0])
+        if function in _SET_STORAGE and args[1].device.type != "meta":
+            looking = torch.empty(0, dtype=args[0].dtype)
+            return args[0].set_(self.log.adopt(function(looking, *args[1:], **kwargs)))
+        return self._log(function, kind, args, kwargs)
+
+    def _bare(self, part: Any) -> Any:
+        """Without bytes, but for a single number from outside: by those types are decided."""
+        if not isinstance(part, Tensor) or part.is_meta:
+            return part
+        if part.dim() == 0 and self.log.find(part) is None:
+            return part
+        return self.log.adopt(part)
+
+    def _call_without_values(
+        self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """An operator on a tensor that the constructor put on the meta device itself, where plain ones end, too."""
+        given = {**dict(zip(kind.names, args)), **kwargs}
+        written = [t for name in kind.written for t in _tensors(given.get(name))]
+        if "device" in kwargs or (
+            not kind.looks and any(self.log.find(t) or not t.is_meta for t in written)
+        ):
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return function(*change(args, self._bare), **change(kwargs, self._bare))
+
+    def _log(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {**dict(zip(kind.names, args)), **kwargs}
+        written = [t for name in kind.written for t in _tensors(given.get(name))]
+        bare = {id(t): self.log.adopt(t) for t in written if not t.is_meta}
+        originals = {id(bare[id(t)]): t for t in written if id(t) in bare}
+
+        def strip(part: Any) -> Any:
+            return bare[id(part)] if id(part) in bare else self._bare(part)
+
+        args, kwargs = change(args, strip), change(kwargs, strip)
+        operation = self._describe(function, kind, args, kwargs, [strip(t) for t in written])
+        generator = kwargs.get("generator")
+        if "device" in operation.kwargs:
+            kwargs["device"] = torch.device("meta")
+        results = self._shapes(function, kind, args, kwargs)
+        self._append(operation, kind, results, generator)
+        return change(results, lambda part: originals.get(id(part), part))
+
+    def _describe(
+        self,
+        function: Any,
+        kind: Operator,
+        args: Any,
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+    ) -> Operation:
+        """The operation before it is carried out, for it may change the sizes of what it is given."""
+
+        def view(part: Any) -> Any:
+            if isinstance(part, Tensor) and self.log.find(part) is not None:
+                return self.log.view(part)
+            return None if isinstance(part, torch.Generator) else part
+
+        operation = Operation(function, change(args, view), change(kwargs, view))
+        if "device" in kwargs or (kind.placed and not any(True for _ in _tensors((args, kwargs)))):
+            operation.kwargs["device"] = torch.device("cpu")
+        operation.kwargs.pop("pin_memory", None)
+        views = list(_views((operation.args, operation.kwargs)))
+        into = [self.log.view(tensor) for tensor in written]
+        overwritten = {v.cell for v in into if kind.overwrites and v.covers}
+        overwritten -= {v.cell for v in views if v not in into}
+        operation.writes = tuple(dict.fromkeys(v.cell for v in into))
+        operation.reads = tuple(dict.fromkeys(v.cell for v in views if v.cell not in overwritten))
+        operation.touches = tuple(dict.fromkeys(v.cell for v in views))
+        return operation
+
+    def _shapes(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What it returns, without bytes. Where the sizes depend on values, or there is no rule for them, it is carried
+        out on real tensors; what it raises then is what a plain constructor gets."""
+        try:
+            if kind.shaped:
+                raise NotImplementedError
+            results = function(*args, **kwargs)
+        except Exception:
+            results = self._in_earnest(function, args, kwargs)
+        return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
+
+    def _in_earnest(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What it returns when it is carried out, with what it wrote in place left as it was."""
+        originals: dict[int, Tensor] = {}
+
+        def real(part: Any) -> Any:
+            if isinstance(part, torch.Generator):
+                return None
+            if not isinstance(part, Tensor) or self.log.find(part) is None:
+                return part
+            value = self.real(part)
+            originals[id(value)] = part
+            return value
+
+        args, kwargs = change(args, real), change(kwargs, real)
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        with plainly():
+            results = function(*args, **kwargs)
+
+        def bare(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            if id(part) in originals:
+                return originals[id(part)]
+            if part.layout is not torch.strided or part.is_quantized:
+                raise Unrecordable(f"{function} makes a tensor of type {part.dtype}, {part.layout}")
+            return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
+
+        return change(results, bare)
+
+    def _append(self, operation: Operation, kind: Operator, results: Any, generator: Any) -> None:
+        """Log it if it wrote anything; its results are new where the log does not know their memory."""
+        made = [(i, t) for i, t in enumerate(flat(results)) if isinstance(t, Tensor)]
+        outputs = []
+        for i, tensor in made:
+            if self.log.find(tensor) is None:
+                self.log.adopt(tensor)
+                outputs.append((i, self.log.view(tensor)))
+        if kind.looks or kind.empty or not (outputs or operation.writes):
+            return
+        place = len(self.log.operations)
+        if kind.draws:
+            operation.drawn = self._draws.next(generator, place)
+        operation.outputs = tuple(outputs)
+        new = [view.cell for _, view in outputs]
+        operation.touches = tuple(dict.fromkeys((*operation.touches, *new)))
+        for cell in dict.fromkeys((*operation.writes, *new)):
+            cell.writes.append(place)
+        self.log.operations.append(operation)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _views(value: Any) -> Iterator[View]:
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _views(part)
+    elif isinstance(value, dict):
+        yield from _views(list(value.values()))

@@ -1,0 +1,221 @@
+"""A log is carried out again on the CPU, as far as some tensors need it.
+
+What is needed is found from the end: the last operation that wrote a tensor's memory, what that read, and so on; an
+operation that overwrites all of a piece of memory ends the search for what was in it. The operations that were found
+are carried out in their order, and each piece is freed after its last use, so there is never much more in memory than
+what was asked for.
+
+A random operation draws from a generator of its own, seeded by (seed, its place among the draws), so its numbers do not
+depend on what else is carried out. Where the constructor seeded a generator itself, its draws follow each other as it
+wanted, and those before the one that is needed are carried out too; the states between are kept, one in sixteen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallax.model.construction.log import After, Cell, Drawn, Log, Operation, Own, Seeded, View
+from parallax.model.seeds import block_seed
+
+_KEPT_STATES = 16  # of so many draws of a seeded generator, one state is kept
+
+
+class Replay:
+    """Real tensors for those of ``log``, whose own draws are seeded by ``seed``."""
+
+    def __init__(self, log: Log, seed: int) -> None:
+        self._log, self._seed = log, seed
+        self._states: dict[int, Tensor] = {}
+
+    def values(self, views: Sequence[View]) -> list[Tensor]:
+        """What is in ``views`` at the log's present end. Views that overlap share memory; else a view of a part has
+        memory of its own, so that no more is held than was asked for. What came from outside is copied."""
+        by_cell: dict[Cell, list[View]] = {}
+        for view in dict.fromkeys(views):
+            by_cell.setdefault(view.cell, []).append(view)
+        with plainly():
+            memory = self._carry_out(self._needed(by_cell), set(by_cell))
+            made: dict[View, Tensor] = {}
+            for cell, mine in by_cell.items():
+                storage = memory[cell]
+                if storage is cell.constant:
+                    storage = storage.clone()
+                apart = sum(v.nbytes for v in mine) < cell.nbytes and not _overlap(mine)
+                for view in mine:
+                    made[view] = view.of(storage).clone() if apart else view.of(storage)
+            return [made[view] for view in views]
+
+    def _needed(self, wanted: Iterable[Cell]) -> list[int]:
+        """The places of the operations that ``wanted`` depends on, rising."""
+        operations = self._log.operations
+        found: set[int] = set()
+        ahead: list[int] = []
+
+        def need(cell: Cell, before: int) -> None:
+            last = bisect_left(cell.writes, before)
+            if last:
+                ahead.append(cell.writes[last - 1])
+
+        for cell in wanted:
+            need(cell, len(operations))
+        while ahead:
+            place = ahead.pop()
+            if place in found:
+                continue
+            found.add(place)
+            operation = operations[place]
+            for cell in operation.reads:
+                need(cell, place)
+            drawn = operation.drawn
+            if isinstance(drawn, After) and drawn.place not in self._states:
+                ahead.append(drawn.place)
+        return sorted(found)
+
+    def _carry_out(
+        self, places: Sequence[int], wanted: set[Cell]
+    ) -> dict[Cell, torch.UntypedStorage]:
+        operations = [self._log.operations[place] for place in places]
+        last = {cell: i for i, operation in enumerate(operations) for cell in operation.touches}
+        last |= dict.fromkeys(wanted, len(operations))
+        memory = _Memory(cell for operation in operations for cell in operation.writes)
+        states = _States(self._states, operations)
+        for i, (place, operation) in enumerate(zip(places, operations)):
+            with states.drawing(place, operation.drawn, self._seed):
+                _call(operation, memory)
+            for cell in operation.touches:
+                if last[cell] == i:
+                    memory.free(cell)
+        return {cell: memory.of(cell) for cell in wanted}
+
+
+class _Memory:
+    """The real memory of each piece, made when it is first asked for; of those in ``changed`` constants are copied."""
+
+    def __init__(self, changed: Iterable[Cell]) -> None:
+        self._changed = set(changed)
+        self._held: dict[Cell, torch.UntypedStorage] = {}
+
+    def of(self, cell: Cell) -> torch.UntypedStorage:
+        """Zeros where nothing was written yet: a constructor that does not say gets the same everywhere."""
+        held = self._held.get(cell)
+        if held is None:
+            held = self._held[cell] = self._begin(cell)
+        return held
+
+    def _begin(self, cell: Cell) -> torch.UntypedStorage:
+        if cell.constant is None:
+            return torch.zeros(cell.nbytes, dtype=torch.uint8).untyped_storage()
+        if cell.constant.device.type != "cpu":
+            return cell.constant.cpu()
+        return cell.constant.clone() if cell in self._changed else cell.constant
+
+    def put(self, view: View, made: Tensor) -> None:
+        """``made`` is the first thing written to its piece."""
+        storage = made.untyped_storage()
+        known = any(storage is held for held in self._held.values())
+        same = made.stride() == view.stride and made.storage_offset() == view.offset
+        if (
+            same
+            and not known
+            and storage.nbytes() == view.cell.nbytes
+            and not made.is_conj()
+            and not made.is_neg()
+        ):
+            self._held[view.cell] = storage
+        else:
+            view.of(self.of(view.cell)).copy_(made)
+
+    def free(self, cell: Cell) -> None:
+        """Nothing needs the piece any longer."""
+        self._held.pop(cell, None)
+
+
+class _States:
+    """The states of generators that the constructor seeded. ``kept`` outlives this replay; the others live from the
+    operation that left them to the last one of ``operations`` that follows it."""
+
+    def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
+        self._kept, self._passing = kept, dict[int, Tensor]()
+        self._left = Counter(o.drawn.place for o in operations if isinstance(o.drawn, After))
+
+    @contextlib.contextmanager
+    def drawing(self, place: int, drawn: Drawn | None, seed: int) -> Iterator[None]:
+        """The context in which operation ``place`` draws from the default generator what it drew from its own."""
+        if drawn is None:
+            yield
+            return
+        if isinstance(drawn, Own):
+            torch.default_generator.manual_seed(block_seed(seed, drawn.place))
+        elif isinstance(drawn, Seeded):
+            torch.default_generator.set_state(drawn.state)
+        else:
+            held = self._passing if drawn.place in self._passing else self._kept
+            torch.default_generator.set_state(held[drawn.place])
+            self._left[drawn.place] -= 1
+            if not self._left[drawn.place]:
+                self._passing.pop(drawn.place, None)
+        yield
+        if isinstance(drawn, Own):
+            return
+        if self._left[place]:
+            self._passing[place] = torch.default_generator.get_state()
+        if place % _KEPT_STATES == 0:
+            self._kept[place] = torch.default_generator.get_state()
+
+
+def _overlap(views: Sequence[View]) -> bool:
+    """Whether some of ``views``, of one piece of memory, reach into each other."""
+    ranges = sorted((v.offset * v.dtype.itemsize, v.reach * v.dtype.itemsize) for v in views)
+    return any(start + reach > after for (start, reach), (after, _) in itertools.pairwise(ranges))
+
+
+def _call(operation: Operation, memory: _Memory) -> None:
+    def real(part: Any) -> Any:
+        return part.of(memory.of(part.cell)) if isinstance(part, View) else part
+
+    args, kwargs = change(operation.args, real), change(operation.kwargs, real)
+    floating = torch.get_default_dtype()
+    torch.set_default_dtype(operation.floating)
+    try:
+        results = flat(operation.function(*args, **kwargs))
+    finally:
+        torch.set_default_dtype(floating)
+    for place, view in operation.outputs:
+        memory.put(view, results[place])
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Run operators as they are: without gradients, without any mode that watches or changes them, and without a trace
+    in the caller's random state."""
+    state = torch.default_generator.get_state()
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+
+
+def change(value: Any, changed: Callable[[Any], Any]) -> Any:
+    """The same nest of lists, tuples and dicts, as operators take it, with every other part changed."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([change(part, changed) for part in value])
+    if kind is dict:
+        return {key: change(part, changed) for key, part in value.items()}
+    return changed(value)
+
+
+def flat(results: Any) -> list[Any]:
+    """What an operator returned, one after the other."""
+    if isinstance(results, tuple | list):
+        return [part for result in results for part in flat(result)]
+    return [results]
