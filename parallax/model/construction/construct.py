@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from parallax.errors import DescribeError
 from parallax.model.construction.attributes import check_functions, plain_tensors
-from parallax.model.construction.caches import forgotten
+from parallax.model.construction.caches import fill_kept, forgotten
 from parallax.model.construction.draws import seeded
-from parallax.model.construction.log import Log, Unrecordable
+from parallax.model.construction.log import Log, Unrecordable, like
 from parallax.model.construction.questions import Questions
 from parallax.model.construction.recorder import Recorder
 from parallax.model.construction.replay import Replay
@@ -82,6 +82,9 @@ def _record(factory: ModelFactory, seed: int) -> Construction:
         recorder.log.check_constants()
         check_functions(model, recorder.log)
         model = _skeleton(model, recorder.log)
+    _part_from_kept(model, recorder.log)
+    own = {id(tensor) for tensor in _tensors(model).values()}
+    fill_kept(recorder.log, Replay(recorder.log, seed), own)
     unwritten = _unwritten(model, recorder.log)
     return Construction(model, unwritten, lambda: _Replayed(recorder.log, seed))
 
@@ -113,6 +116,20 @@ def _skeleton(model: nn.Module, log: Log) -> nn.Module:
     for tensor in plain_tensors(model).values():
         kept.setdefault(id(tensor), tensor)
     return copy.deepcopy(model, kept)
+
+
+def _part_from_kept(model: nn.Module, log: Log) -> None:
+    """The model's buffers and tensors in attributes as objects of their own: the constructor may keep those elsewhere,
+    and there they get values."""
+    parted: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._buffers, vars(module)):
+            for key, tensor in list(held.items()):
+                if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+                    continue
+                if tensor.is_meta and log.find(tensor) is not None:
+                    other = like(tensor, log.view(tensor).of(tensor.untyped_storage()))
+                    held[key] = parted.setdefault(id(tensor), other)
 
 
 def _unwritten(model: nn.Module, log: Log) -> tuple[str, ...]:
@@ -156,14 +173,6 @@ class _Replayed:
                 cast[view, kind] = value.to(kind)
             parts[key] = like(tensor, cast[view, kind])
         return parts
-
-
-def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """``value`` as what ``tensor`` is: a parameter, with its attributes, or not; with a gradient or not."""
-    leaf = tensor.is_leaf and tensor.requires_grad
-    made = Tensor._make_subclass(type(tensor), value.detach(), leaf)
-    made.__dict__.update(tensor.__dict__)
-    return made
 
 
 def _floating(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:

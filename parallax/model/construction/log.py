@@ -195,3 +195,11 @@ def fingerprint(storage: torch.UntypedStorage) -> bytes:
             step = (len(held) - _SAMPLE_BYTES) // (_SAMPLES - 1)
             held = held.as_strided((_SAMPLES, _SAMPLE_BYTES), (step, 1)).contiguous()
         return hashlib.blake2b(held.cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """``value`` as what ``tensor`` is: a parameter, with its attributes, or not; with a gradient or not."""
+    leaf = tensor.is_leaf and tensor.requires_grad
+    made = Tensor._make_subclass(type(tensor), value.detach(), leaf)
+    made.__dict__.update(tensor.__dict__)
+    return made

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from parallax.errors import DescribeError
-from parallax.model.construction import replay
 from parallax.model.construction.construct import Construction, construct
-from parallax.model.describe import describe
-from parallax.model.materialise import materialise
 
 CPU = torch.device("cpu")
 OUTSIDE = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
@@ -428,126 +421,3 @@ def test_every_generator_is_as_before() -> None:
     assert states() == before
     real(construction)
     assert states() == before
-
-
-# ---- what comes from outside -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("kind", ["pt", "mapped", "safetensors"])
-def test_a_constructor_that_loads(kind: str, assign: bool, tmp_path: Path) -> None:
-    saved = nn.Linear(4, 4).state_dict()
-    torch.save(saved, tmp_path / "a.pt")
-    save_file(saved, tmp_path / "a.safetensors")
-
-    def factory() -> nn.Module:
-        if kind == "safetensors":
-            state = load_file(tmp_path / "a.safetensors")
-        else:
-            state = torch.load(tmp_path / "a.pt", mmap=kind == "mapped")
-        layer = nn.Linear(4, 4)
-        layer.load_state_dict(state, assign=assign)
-        layer.bias.data *= 2
-        return nn.Sequential(layer)
-
-    construction = construct(factory, 1)
-    for _ in range(2):
-        made = real(construction)
-        assert torch.equal(made.get_parameter("0.weight"), saved["weight"])
-        assert torch.equal(made.get_parameter("0.bias"), saved["bias"] * 2)
-        with torch.no_grad():  # training changes what was given, not what it was made of
-            made.get_parameter("0.weight").zero_()
-            made.get_parameter("0.bias").zero_()
-
-
-def test_no_cache_keeps_a_tensor_without_bytes() -> None:
-    @functools.lru_cache
-    def table(size: int) -> Tensor:
-        return torch.arange(size) * 1.0
-
-    @functools.lru_cache
-    def other(size: int) -> int:
-        return size
-
-    def factory() -> nn.Module:
-        model = nn.Linear(5, other(5))
-        model.register_buffer("table", table(5))
-        model.register_buffer("twice", table(5) * 2, persistent=False)
-        return nn.Sequential(model)
-
-    made = real(construct(factory, 1))
-    assert torch.equal(made.get_buffer("0.twice"), torch.arange(5) * 2.0)
-    assert torch.equal(table(5), torch.arange(5) * 1.0)
-    assert other.cache_info().currsize == 1
-
-
-# ---- numbers, errors, memory -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_types_of_numbers(dtype: torch.dtype) -> None:
-    construction = construct(Odd, 1)
-    single, made = real(construction), real(construction, dtype)
-    for name, tensor in tensors(made).items():
-        was = tensors(plain(Odd, 1))[name].dtype
-        complexes = torch.complex128 if dtype is torch.float64 else torch.complex64
-        wanted = complexes if was.is_complex else dtype if was.is_floating_point else was
-        assert tensor.dtype is wanted, name
-        if name != "long":  # whose single precision is less
-            assert torch.equal(tensor, tensors(single)[name].to(wanted)), name
-    assert (
-        made.get_parameter("long")[0].item()
-        == torch.tensor(math.pi, dtype=torch.double).to(dtype).item()
-    )
-
-
-def test_a_parameter_that_was_never_written(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3, 3))
-            self.bias = nn.Parameter(torch.zeros(3))
-
-    def factory() -> nn.Module:
-        return nn.Sequential(Model())
-
-    with pytest.raises(
-        DescribeError, match=r"0.weight of Sequential was never written by its const"
-    ):
-        describe(factory)
-    save_file({"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3)}, tmp_path / "a.safetensors")
-    (block,) = materialise(describe(factory, weights=tmp_path / "a.safetensors"), 0, 1, CPU)
-    assert torch.equal(block.get_parameter("weight"), torch.ones(3, 3))
-
-
-def test_files_fill_parametrised_names(tmp_path: Path) -> None:
-    saved = CONSTRUCTORS["weight_norm"]()
-    save_file(saved.state_dict(), tmp_path / "a.safetensors")
-    chain = describe(CONSTRUCTORS["weight_norm"], weights=tmp_path / "a.safetensors")
-    (block,) = materialise(chain, 0, 1, CPU)
-    assert torch.equal(block(torch.ones(16)), saved(torch.ones(16)))
-
-
-def test_memory_is_that_of_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of a larger tensor does not keep the whole, and what is in between is freed."""
-    peak = 0
-
-    class Watched(replay._Memory):
-        def free(self, cell: Any) -> None:
-            nonlocal peak
-            peak = max(peak, sum(held.nbytes() for held in self._held.values()))
-            super().free(cell)
-
-    def factory() -> nn.Module:
-        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(20)])
-        for layer in model:
-            nn.init.orthogonal_(layer.weight)
-            layer.weight.data = (layer.weight * 2 + 1)[:32]
-        return model
-
-    monkeypatch.setattr(replay, "_Memory", Watched)
-    construction = construct(factory, 1)
-    parts = construction.values().parts(construction.model, torch.float32, {})
-    one = 64 * 64 * 4
-    assert sum(t.untyped_storage().nbytes() for t in parts.values()) == 20 * one // 2
-    assert peak <= 20 * one + 6 * one
