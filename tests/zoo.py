@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from parallax.runtime.batch import TensorRows
 
@@ -279,6 +280,43 @@ class Mixtures(nn.Module):
         return self.head(x)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank addition that begins at zero: a normed weight, a masked one, constants in a table
+    and in an attribute. Only its constructor knows what they begin with."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = parametrizations.weight_norm(nn.Linear(width, width))
+        self.base.requires_grad_(False)
+        self.a, self.b = (
+            nn.Parameter(torch.empty(rank, width)),
+            nn.Parameter(torch.zeros(width, rank)),
+        )
+        nn.init.orthogonal_(self.a)
+        self.out = nn.Linear(width, width)
+        parametrize.register_parametrization(self.out, "weight", _Masked(width))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, width), persistent=False)
+        self.scale = torch.tensor(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed = self.base(x) + x @ self.a.T @ self.b.T * self.scale
+        return x + self.out(torch.tanh(changed) * self.table)
+
+
+class _Masked(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(width, width)))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def adapted() -> nn.Module:
+    """No module of it could initialise itself."""
+    return nn.Sequential(nn.Embedding(16, 8), *[Adapted(8, 2) for _ in range(3)], nn.Linear(8, 16))
+
+
 # ---- transformers ----------------------------------------------------------------------------------
 
 _SIZES = {
@@ -401,3 +439,6 @@ FAMILIES: dict[str, Entry] = {
     "t5": Entry(t5, logits_loss, t5_batch),
 }
 """Models of transformers: these need it to be installed."""
+
+ADAPTED = {"adapted": Entry(adapted, _cross_entropy, tokens_batch)}
+"""Initialised by its constructor alone."""

@@ -25,14 +25,14 @@ from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan, stages_each
 from tests.results import gradients_by_name
-from tests.zoo import FAMILIES, ZOO, Entry, tokens_batch
+from tests.zoo import ADAPTED, FAMILIES, ZOO, Entry, tokens_batch
 
 ROWS, MICRO = 7, 2
 REPLICAS = [(1, 1), (2, 1), (1, 2), (1, 1, 1), (1, 3, 2)]
 DIRECTIVES = ["keep", "offload", "recompute"]
 TIED_GPT = GPTConfig(layers=2, hidden=16, heads=2, sequence=6, vocabulary=16)
 OWN = {**ZOO, "gpt": Entry(TIED_GPT.build, GPT.loss, tokens_batch)}
-MODELS: dict[str, Entry] = {**OWN, **FAMILIES}
+MODELS: dict[str, Entry] = {**OWN, **FAMILIES, **ADAPTED}
 Found = tuple[float, dict[str, Tensor]]
 
 
