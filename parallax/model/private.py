@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one of vmap's or of a functional gradient's, which has no memory of its own."""
 
 operation_number = _get_sequence_nr
 """How many operators this thread has recorded for backward: two tensors that one of them saves see the same number."""
+
+OperatorMode = TorchDispatchMode
+"""A context that sees every operator, which is documented under this private name alone."""
+
+without_operator_modes = torch._C._DisableTorchDispatch
+"""The context in which no such context sees anything."""
+
+without_function_modes = torch._C.DisableTorchFunction
+"""The context in which no mode and no class of tensors sees what Python calls."""
+
+negated = torch._neg_view
+"""The view of a tensor that negates it, such as the imaginary part of a conjugate is."""
+
+as_class = Tensor._make_subclass
+"""A tensor of a class, without what the class's constructor does."""
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Device, type, whether it may be late, and memory format of a call of ``Tensor.to``."""
+    found: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **kwargs)
+    return found

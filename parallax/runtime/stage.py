@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallax.common.seeds import block_seed
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.host import relieve_memory
@@ -20,7 +21,6 @@ from parallax.model.layers.norms import Norms
 from parallax.model.materialise import materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.model.seeds import block_seed
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations.hooks import offloading

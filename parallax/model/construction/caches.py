@@ -19,6 +19,7 @@ from torch import Tensor
 
 from parallax.model.construction.log import Log, like
 from parallax.model.construction.replay import Replay
+from parallax.model.private import without_function_modes
 
 logger = logging.getLogger("parallax")
 
@@ -58,7 +59,7 @@ def fill_kept(log: Log, replay: Replay, own: Collection[int]) -> None:
 
 def _alive(log: Log, own: Collection[int]) -> list[Tensor]:
     found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return [t for t in found if t.is_meta and id(t) not in own and log.find(t) is not None]
 
 

@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from parallax.errors import DescribeError
 from parallax.model.construction.attributes import check_functions, plain_tensors
 from parallax.model.construction.caches import fill_kept, forgotten
-from parallax.model.construction.draws import seeded
+from parallax.model.construction.generators import seeded
 from parallax.model.construction.log import Log, Unrecordable, like
 from parallax.model.construction.questions import Questions
-from parallax.model.construction.recorder import Recorder
+from parallax.model.construction.recorder import OperatorRecorder
 from parallax.model.construction.replay import Replay
 
 logger = logging.getLogger("parallax")
@@ -72,7 +72,7 @@ def construct(factory: ModelFactory, seed: int) -> Construction:
 
 
 def _record(factory: ModelFactory, seed: int) -> Construction:
-    recorder = Recorder(seed)
+    recorder = OperatorRecorder(seed)
     questions = Questions(recorder)
     with forgotten(recorder.log):
         with recorder.recording(), questions:

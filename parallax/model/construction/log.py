@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallax.model.private import as_class, negated, without_function_modes, without_operator_modes
+
 _SAMPLES, _SAMPLE_BYTES = 1024, 64  # of memory from outside, to see whether it was changed
 
 
@@ -61,7 +63,7 @@ class View(NamedTuple):
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugated:
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.negated else tensor
+        return negated(tensor) if self.negated else tensor
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +88,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Own:
-    """Draws that the constructor did not seed: number ``place`` of them."""
+    """Generators that the constructor did not seed: number ``place`` of them."""
 
     place: int
 
@@ -188,7 +190,7 @@ class Log:
 
 def fingerprint(storage: torch.UntypedStorage) -> bytes:
     """A digest of some bytes of real memory: of all of them where they are few."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with without_operator_modes(), without_function_modes():
         held = torch.empty(0, dtype=torch.uint8, device=storage.device)
         held.set_(storage, 0, (storage.nbytes(),), (1,))
         if len(held) > _SAMPLES * _SAMPLE_BYTES:
@@ -200,6 +202,6 @@ def fingerprint(storage: torch.UntypedStorage) -> bytes:
 def like(tensor: Tensor, value: Tensor) -> Tensor:
     """``value`` as what ``tensor`` is: a parameter, with its attributes, or not; with a gradient or not."""
     leaf = tensor.is_leaf and tensor.requires_grad
-    made = Tensor._make_subclass(type(tensor), value.detach(), leaf)
+    made = as_class(type(tensor), value.detach(), leaf)
     made.__dict__.update(tensor.__dict__)
     return made

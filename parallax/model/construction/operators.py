@@ -42,7 +42,7 @@ class Operator:
     """``written`` are the arguments that it writes, by name, and ``overwrites`` whether it does so without reading
     them; ``looks`` whether it only changes how a tensor looks at memory; ``draws`` whether it is random; ``answers``
     whether it returns plain values; ``empty`` whether it only makes room; ``shaped`` whether the sizes that it returns
-    depend on values; ``placed`` whether it is told a device."""
+    depend on values; ``placed`` whether it is told a device; ``moves`` whether it copies there what it is given."""
 
     names: tuple[str, ...]
     written: frozenset[str]
@@ -53,6 +53,7 @@ class Operator:
     empty: bool
     shaped: bool
     placed: bool
+    moves: bool
 
 
 @cache
@@ -75,4 +76,5 @@ def operator(function: Any) -> Operator:
         empty=schema.name.startswith("aten::") and name in _EMPTY,
         shaped=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
         placed=any(a.name == "device" for a in arguments),
+        moves=name == "_to_copy",
     )

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parallax.model.construction.log import Unrecordable, fingerprint
-from parallax.model.construction.recorder import Recorder
+from parallax.model.construction.recorder import OperatorRecorder
 from parallax.model.construction.replay import change, plainly
+from parallax.model.private import parse_to, without_function_modes
 
 CPU = torch.device("cpu")
 _VALUES = (
@@ -35,7 +36,7 @@ _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 class Questions(TorchFunctionMode):
     """Answers for the tensors of ``recorder``."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._shown: list[tuple[Tensor, bytes]] = []
@@ -90,7 +91,7 @@ class Questions(TorchFunctionMode):
         return change(value, number) if isinstance(value, list | tuple) else value
 
     def _is_recorded(self, tensor: Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return tensor.is_meta and self._recorder.log.find(tensor) is not None
 
     def _shower(self, function: Any) -> Callable[..., Any]:
@@ -121,7 +122,7 @@ class Questions(TorchFunctionMode):
             args = (args[0].dtype, *args[1:])
         elif isinstance(kwargs.get("other"), Tensor):
             kwargs["dtype"] = kwargs.pop("other").dtype
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = parse_to(*args, **kwargs)
         if device is not None and device.type == "meta":
             return self._on_meta(Tensor.to, tensor, *args, copy=copy, **kwargs)
         return tensor.to(

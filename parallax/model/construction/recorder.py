@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallax.model.construction.draws import Draws
+from parallax.model.construction.generators import Generators
 from parallax.model.construction.log import Log, Operation, Unrecordable, View
 from parallax.model.construction.operators import Operator, operator
 from parallax.model.construction.replay import Replay, change, flat, plainly
+from parallax.model.private import OperatorMode, without_function_modes, without_operator_modes
 
 _REMEMBERED_BYTES = 1 << 20  # a value this small is remembered until its memory is written again
 _SET_STORAGE = (
@@ -28,13 +28,13 @@ _SET_STORAGE = (
 )
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(OperatorMode):
     """Logs what is done in its context; ``seed`` decides the values that are asked for meanwhile."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.log = Log()
-        self._replay, self._draws = Replay(self.log, seed), Draws(seed)
+        self._replay, self._draws = Replay(self.log, seed), Generators(seed)
         self.to_meta = (
             False  # whether the constructor itself names the meta device in the call under way
         )
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
     def real(self, tensor: Tensor) -> Tensor:
         """The value of ``tensor`` at this moment. What changes it changes nothing else."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with without_function_modes(), without_operator_modes():
             cell = self.log.find(tensor)
             if cell is None:
                 return tensor
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         """A tensor of a class with operators of its own says what they are made of; those come here again."""
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return self._call(function, operator(function), args, kwargs or {})
 
     def _call(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if self.to_meta and device is not None and torch.device(device).type == "meta":
             return function(*change(args, self._bare), **change(kwargs, self._bare))
-        if absent and (device is None or function is torch.ops.aten._to_copy.default):
+        if absent and (device is None or kind.moves):
             return self._call_without_values(function, kind, args, kwargs)
         if not tensors and not kind.placed:
             return function(*args, **kwargs)

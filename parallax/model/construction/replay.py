@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallax.common.seeds import block_seed
 from parallax.model.construction.log import After, Cell, Drawn, Log, Operation, Own, Seeded, View
-from parallax.model.seeds import block_seed
+from parallax.model.private import without_function_modes, without_operator_modes
 
 _KEPT_STATES = 16  # of so many draws of a seeded generator, one state is kept
 
@@ -197,7 +198,7 @@ def plainly() -> Iterator[None]:
     """Run operators as they are: without gradients, without any mode that watches or changes them, and without a trace
     in the caller's random state."""
     state = torch.default_generator.get_state()
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with without_operator_modes(), without_function_modes(), torch.no_grad():
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallax.model.seeds import block_seed
+from parallax.common.seeds import block_seed
 
 Drop = Callable[["RowDropout", Tensor, float], Tensor | None]
 _MODULES = (

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallax.common.seeds import block_seed
 from parallax.errors import DescribeError
 from parallax.model.describe import as_tuple, describe, parameter_names
 from parallax.model.gpt import GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.mlp import MLPConfig
-from parallax.model.seeds import block_seed
 
 CPU = torch.device("cpu")
 GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=32, sequence=8)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from parallax.common.seeds import block_seed
 from parallax.model.construction.log import After, Drawn, Own, Seeded, Unrecordable
-from parallax.model.seeds import block_seed
+from parallax.model.private import without_function_modes, without_operator_modes
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(torchs)
 
 
-class Draws:
+class Generators:
     """The generators of one construction; ``seed`` is what python's and numpy's own begin with."""
 
     def __init__(self, seed: int) -> None:
@@ -73,10 +74,10 @@ class Draws:
 
 
 def _key(state: torch.Tensor) -> bytes:
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with without_operator_modes(), without_function_modes():
         return state.numpy().tobytes()
 
 
 def _state(generator: torch.Generator) -> torch.Tensor:
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with without_operator_modes(), without_function_modes():
         return generator.get_state()
