@@ -91,7 +91,7 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 def build_loss(config: RunConfig) -> Loss:
     """The model's own ``loss(outputs, targets)``, or cross-entropy over the last dimension of its outputs."""
-    model = construct(built_model(config).build, config.seed).model
+    model = construct(built_model(config).build, config.seed).with_attributes()
     own = getattr(model, "loss", None)
     if not callable(own):
         return cross_entropy

@@ -58,6 +58,15 @@ class Construction:
         self.model, self.unwritten, self.values = model, unwritten, values
         self.attributes = plain_tensors(model)
 
+    def with_attributes(self) -> nn.Module:
+        """The skeleton with values in its plain tensors, for what runs beside the stages, such as a loss."""
+        if not self.attributes:
+            return self.model
+        held = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
+        parts = self.values().parts(self.model, torch.get_default_dtype(), held)
+        model: nn.Module = copy.deepcopy(self.model, parts)
+        return model
+
 
 def construct(factory: ModelFactory, seed: int) -> Construction:
     """Run ``factory`` without bytes. ``seed`` is what its own random numbers depend on; a seed that it sets itself is

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from parallax.model.construction.log import Unrecordable, fingerprint
+from parallax.model.construction.log import Unrecordable, fingerprint, like
 from parallax.model.construction.recorder import OperatorRecorder
 from parallax.model.construction.replay import change, plainly
 from parallax.model.private import parse_to, without_function_modes
@@ -29,6 +29,7 @@ _VALUES = (
     Tensor.tolist,
 )
 _MADE_OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 """Moves to where a recorded tensor already is: values are computed on the CPU."""
 
@@ -61,6 +62,8 @@ class Questions(TorchFunctionMode):
             args = tuple(self._numbers(part) for part in args)
         elif isinstance(data := kwargs.get("data"), list | tuple):
             kwargs = {**kwargs, "data": self._numbers(data)}
+        if function == _SET_DATA:
+            args = self._of_one_kind(*args)
         special = self._special.get(function)
         if special is not None and isinstance(args[0], Tensor) and self._is_recorded(args[0]):
             return special(*args, **kwargs)
@@ -107,6 +110,16 @@ class Questions(TorchFunctionMode):
     def _address(self, tensor: Tensor) -> int:
         view = self._recorder.log.view(tensor)
         return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
+
+    def _of_one_kind(self, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Where one of them came from outside and the other is recorded, both without bytes."""
+        with plainly():
+            if tensor.is_meta and not value.is_meta:
+                return tensor, self._recorder.log.adopt(value)
+            if value.is_meta and not tensor.is_meta:
+                bare = like(tensor, self._recorder.log.adopt(tensor))
+                torch.utils.swap_tensors(tensor, bare)
+            return tensor, value
 
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
         """A number is put there as a tensor of the host: torch would make one that is on ``tensor``'s device."""

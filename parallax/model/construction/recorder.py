@@ -9,6 +9,7 @@ log so far, so a constructor may decide by them.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,9 +36,8 @@ class OperatorRecorder(OperatorMode):
         super().__init__()
         self.log = Log()
         self._replay, self._draws = Replay(self.log, seed), Generators(seed)
-        self.to_meta = (
-            False  # whether the constructor itself names the meta device in the call under way
-        )
+        self.to_meta = False
+        """Whether the constructor itself names the meta device in the call under way."""
         self._remembered: dict[View, tuple[int, Tensor]] = {}
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class OperatorRecorder(OperatorMode):
         """An operator on a tensor that the constructor put on the meta device itself, where plain ones end, too."""
         given = {**dict(zip(kind.names, args)), **kwargs}
         written = [t for name in kind.written for t in _tensors(given.get(name))]
-        if "device" in kwargs or (
+        if kwargs.get("device") is not None or (
             not kind.looks and any(self.log.find(t) or not t.is_meta for t in written)
         ):
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -148,7 +148,7 @@ class OperatorRecorder(OperatorMode):
         views = list(_views((operation.args, operation.kwargs)))
         into = [self.log.view(tensor) for tensor in written]
         overwritten = {v.cell for v in into if kind.overwrites and v.covers}
-        overwritten -= {v.cell for v in views if v not in into}
+        overwritten -= {v.cell for v in Counter(views) - Counter(into)}  # read, too
         operation.writes = tuple(dict.fromkeys(v.cell for v in into))
         operation.reads = tuple(dict.fromkeys(v.cell for v in views if v.cell not in overwritten))
         operation.touches = tuple(dict.fromkeys(v.cell for v in views))

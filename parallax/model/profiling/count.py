@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
 from parallax.model.block import tensors_in
+from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
@@ -251,7 +252,9 @@ class _Counter:
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Counted:
             block, count = self._chain.blocks[index], len(self._chain.blocks)
             self._progress(f"counting block {index + 1} of {count} ({block.name}), {rows} row(s)")
-            copied = copy.deepcopy(block.module)
+            with self._mode:
+                tables = _tables(block.module)
+            copied = copy.deepcopy(block.module, tables)
             with self._mode:
                 return self._count(index, copied, rows, entering, aims if last else None)
 
@@ -375,6 +378,12 @@ def _fake(tensor: Tensor) -> Tensor:
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.empty(count, dtype=tensor.dtype, device="cpu")
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _tables(block: nn.Module) -> dict[int, Any]:
+    """Fake tensors on the CPU for those in attributes, which are neither parameters nor buffers."""
+    found = [t for t in plain_tensors(block).values() if not isinstance(t, nn.Parameter)]
+    return {id(t): torch.empty_like(t, device="cpu") for t in found}
 
 
 def _fill(block: nn.Module, dtype: torch.dtype) -> None:

@@ -19,7 +19,15 @@ from parallax.model.construction import replay
 from parallax.model.construction.construct import construct
 from parallax.model.describe import describe, parameter_names
 from parallax.model.materialise import materialise
-from tests.unit.model.test_construction import CONSTRUCTORS, Odd, plain, real, tensors
+from tests.unit.model.test_construction import (
+    CONSTRUCTORS,
+    OUTSIDE,
+    Odd,
+    check_as_plain,
+    plain,
+    real,
+    tensors,
+)
 
 CPU = torch.device("cpu")
 
@@ -51,6 +59,56 @@ def test_a_constructor_that_loads(kind: str, assign: bool, tmp_path: Path) -> No
         with torch.no_grad():  # training changes what was given, not what it was made of
             made.get_parameter("0.weight").zero_()
             made.get_parameter("0.bias").zero_()
+
+
+@pytest.mark.parametrize("head", ["BertForMaskedLM", "BertForSequenceClassification"])
+def test_a_constructor_that_begins_with_a_trained_model(
+    head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="it comes with the hf extra")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, vocab_size=32)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+
+    def factory() -> nn.Module:
+        model: nn.Module = getattr(transformers, head).from_pretrained(tmp_path)
+        layer: Any = model.get_submodule("bert.encoder.layer.0.attention.self")
+        layer.query = nn.Sequential(layer.query.requires_grad_(False), nn.Linear(16, 16))
+        nn.init.zeros_(layer.query[1].weight)
+        return model
+
+    made = real(construct(factory, 1))
+    assert "on the host" not in caplog.text
+    check_as_plain(factory, made)
+
+
+def test_data_of_both_kinds() -> None:
+    """A recorded tensor takes the data of one from outside, and the other way round."""
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Embedding.from_pretrained(OUTSIDE), nn.Linear(4, 10))
+        model[0].weight.data = model[0].weight.data * 2
+        model[1].weight.data = OUTSIDE
+        return model
+
+    made = real(construct(factory, 1))
+    assert torch.equal(made.get_parameter("0.weight"), OUTSIDE * 2)
+    assert torch.equal(made.get_parameter("1.weight"), OUTSIDE)
+
+
+def test_a_loss_has_its_constants() -> None:
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 3))
+            self.shares = torch.tensor([1.0, 2.0, 3.0])
+
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(outputs, targets, weight=self.shares)
+
+    model: Any = construct(Model, 1).with_attributes()
+    assert model[0].weight.is_meta
+    outputs, targets = torch.randn(2, 3), torch.tensor([0, 2])
+    assert torch.equal(model.loss(outputs, targets), Model().loss(outputs, targets))
 
 
 def test_no_cache_keeps_a_tensor_without_bytes() -> None:

@@ -110,11 +110,11 @@ def test_tied_names_are_those_of_transformers() -> None:
     assert [i for i, _ in describe(t5).ties["shared.weight"]] == [0, 3, 6]
 
 
-@pytest.mark.parametrize("name", ["llama", "positions"])
+@pytest.mark.parametrize("name", ["llama", "positions", "adapted"])
 def test_shapes_can_be_counted_without_a_weight(name: str) -> None:
-    from tests.zoo import ZOO
+    from tests.zoo import ADAPTED, ZOO
 
-    entry = {**FAMILIES, **ZOO}[name]
+    entry = {**FAMILIES, **ZOO, **ADAPTED}[name]
     chain = describe(entry.build, sample=entry.sample)
 
     def sample(rows: int) -> Any:
