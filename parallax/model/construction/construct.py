@@ -103,6 +103,12 @@ def _check(model: Any) -> None:
         raise DescribeError(
             f"the model factory returned a {type(model).__name__}; it must return an nn.Module"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise DescribeError(
+                f"{name or 'the model'} is scripted (torch.jit.script), and its tensors cannot be had one by one: let "
+                "the factory return the module that was scripted"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__

@@ -6,9 +6,11 @@ the screen. What numpy was given must not be changed there: that cannot be logge
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -42,11 +44,12 @@ class Questions(TorchFunctionMode):
         self._recorder = recorder
         self._shown: list[tuple[Tensor, bytes]] = []
         self._special: dict[Any, Callable[..., Any]] = {
-            Tensor.device.__get__: lambda t: CPU,
+            Tensor.device.__get__: _device,
             Tensor.is_cpu.__get__: lambda t: True,  # type: ignore[attr-defined]
             Tensor.is_meta.__get__: lambda t: False,  # type: ignore[attr-defined]
             Tensor.data_ptr: self._address,
             Tensor.to: self._to,
+            Tensor.__getitem__: lambda t, index: t[self._places(index)],
             Tensor.__setitem__: self._set,
             **dict.fromkeys(_NOWHERE, lambda t, *_, **__: t),
         }
@@ -126,7 +129,17 @@ class Questions(TorchFunctionMode):
         if not isinstance(value, Tensor):
             with plainly():
                 value = torch.as_tensor(value, dtype=tensor.dtype)
-        tensor[index] = value
+        tensor[self._places(index)] = value
+
+    def _places(self, index: Any) -> Any:
+        """Lists of places as tensors of the host, for the same reason."""
+        if type(index) is tuple:
+            return tuple([self._places(part) for part in index])
+        if not isinstance(index, list | range | np.ndarray):
+            return index
+        index = self._numbers(list(index))
+        with plainly():
+            return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The device is left out, but for the meta device."""
@@ -143,3 +156,10 @@ class Questions(TorchFunctionMode):
             copy=copy,
             memory_format=memory_format or torch.preserve_format,
         )
+
+
+def _device(_: Tensor) -> torch.device:
+    """The CPU, but not for pickling, which would write the absent bytes."""
+    if sys._getframe(2).f_code.co_name == "_reduce_ex_internal":
+        raise Unrecordable("it pickles a tensor")
+    return CPU

@@ -156,6 +156,8 @@ class Odd(nn.Module):
         self.register_buffer("set", torch.zeros(4, 4))
         self.set[1:3, torch.tensor([0, 2])] = 5.0
         self.set[self.set > 4] += 1
+        self.set[range(2), [3, 2]] = 7.0
+        self.register_buffer("chosen", torch.arange(12.0).view(3, 4)[[0, 2]][:, np.array([1, 3])])
 
 
 class Mask(nn.Module):

@@ -82,6 +82,18 @@ def test_a_constructor_that_begins_with_a_trained_model(
     check_as_plain(factory, made)
 
 
+def test_what_is_pickled_has_its_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def factory() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        torch.save(layer, tmp_path / "a.pt")
+        return nn.Sequential(layer, torch.load(tmp_path / "a.pt", weights_only=False))
+
+    made = real(construct(factory, 1))
+    assert "it pickles a tensor" in caplog.text
+    assert made.get_parameter("0.weight").abs().max() > 0
+    assert torch.equal(made.get_parameter("0.weight"), made.get_parameter("1.weight"))
+
+
 def test_data_of_both_kinds() -> None:
     """A recorded tensor takes the data of one from outside, and the other way round."""
 

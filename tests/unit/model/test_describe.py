@@ -151,6 +151,11 @@ def test_members_of_a_list_stay_in_their_order() -> None:
             r"1.weight and 1 more of Sequential was never written by its constructor; initialise it there",
         ),
         (
+            lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+            (),
+            r"0 is scripted \(torch.jit.script\), and its tensors cannot be had one by one: let",
+        ),
+        (
             lambda: nn.Sequential(nn.LazyLinear(2)),
             (),
             r"0.weight of Sequential has no shape yet \(LazyLinear\): give the size of its inputs, or let",
