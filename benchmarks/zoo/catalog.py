@@ -1,0 +1,82 @@
+"""All models by name."""
+
+from __future__ import annotations
+
+from benchmarks.zoo.models import hugging, torch_own, vision
+from benchmarks.zoo.entry import Entry
+
+TRANSFORMERS: dict[str, str] = {
+    "causal": """
+        LlamaForCausalLM GPT2LMHeadModel MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM
+        Gemma3ForCausalLM Phi3ForCausalLM PhiForCausalLM BloomForCausalLM FalconForCausalLM GPTNeoXForCausalLM
+        GPTNeoForCausalLM GPTJForCausalLM CodeGenForCausalLM GPTBigCodeForCausalLM OPTForCausalLM MptForCausalLM
+        OlmoForCausalLM Olmo2ForCausalLM CohereForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+        GraniteForCausalLM PersimmonForCausalLM XGLMForCausalLM BioGptForCausalLM OpenAIGPTLMHeadModel
+        CTRLLMHeadModel XLNetLMHeadModel ProphetNetForCausalLM TrOCRForCausalLM ModernBertDecoderForCausalLM
+        SmolLM3ForCausalLM HeliumForCausalLM Exaone4ForCausalLM Glm4ForCausalLM BitNetForCausalLM
+        DiffLlamaForCausalLM NanoChatForCausalLM Lfm2ForCausalLM MixtralForCausalLM OlmoeForCausalLM
+        Qwen2MoeForCausalLM Qwen3MoeForCausalLM GptOssForCausalLM PhimoeForCausalLM DeepseekV3ForCausalLM
+        JetMoeForCausalLM MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM RecurrentGemmaForCausalLM
+        RwkvForCausalLM JambaForCausalLM BambaForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM
+    """,
+    "masked": """
+        BertForMaskedLM RobertaForMaskedLM AlbertForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM
+        DebertaForMaskedLM DebertaV2ForMaskedLM MPNetForMaskedLM ModernBertForMaskedLM ConvBertForMaskedLM
+        FNetForMaskedLM FunnelForMaskedLM LongformerForMaskedLM BigBirdForMaskedLM NystromformerForMaskedLM
+        MobileBertForMaskedLM SqueezeBertForMaskedLM RemBertForMaskedLM RoFormerForMaskedLM XLMWithLMHeadModel
+        EsmForMaskedLM NomicBertForMaskedLM YosoForMaskedLM LayoutLMForMaskedLM IBertForMaskedLM
+    """,
+    "translation": """
+        T5ForConditionalGeneration BartForConditionalGeneration MBartForConditionalGeneration MarianMTModel
+        PegasusForConditionalGeneration M2M100ForConditionalGeneration LEDForConditionalGeneration
+        LongT5ForConditionalGeneration BlenderbotForConditionalGeneration SwitchTransformersForConditionalGeneration
+        NllbMoeForConditionalGeneration UMT5ForConditionalGeneration FSMTForConditionalGeneration
+        T5GemmaForConditionalGeneration EncoderDecoderModel
+    """,
+    "classes": """
+        BertForSequenceClassification GPT2ForSequenceClassification LlamaForSequenceClassification
+        BartForSequenceClassification XLNetForSequenceClassification CanineForSequenceClassification
+    """,
+    "tokens": "DistilBertForTokenClassification DebertaV2ForTokenClassification LukeForTokenClassification",
+    "answers": "BertForQuestionAnswering AlbertForQuestionAnswering ElectraForQuestionAnswering",
+    "image": """
+        ViTForImageClassification BeitForImageClassification DeiTForImageClassification Dinov2ForImageClassification
+        SwinForImageClassification Swinv2ForImageClassification ConvNextForImageClassification
+        ConvNextV2ForImageClassification ResNetForImageClassification RegNetForImageClassification
+        BitForImageClassification CvtForImageClassification FocalNetForImageClassification LevitForImageClassification
+        MobileNetV1ForImageClassification MobileNetV2ForImageClassification MobileViTForImageClassification
+        PoolFormerForImageClassification PvtForImageClassification PvtV2ForImageClassification
+        EfficientNetForImageClassification SwiftFormerForImageClassification SiglipForImageClassification
+        PerceiverForImageClassificationLearned SegformerForImageClassification
+    """,
+    "segmentation": """
+        SegformerForSemanticSegmentation MobileNetV2ForSemanticSegmentation
+        MobileViTForSemanticSegmentation
+    """,
+    "detection": "YolosForObjectDetection RfDetrForObjectDetection",
+    "pairs": "CLIPModel SiglipModel BlipModel AltCLIPModel",
+    "ctc": "Wav2Vec2ForCTC HubertForCTC WavLMForCTC SEWForCTC",
+    "sound": """
+        Wav2Vec2ConformerForSequenceClassification Data2VecAudioForSequenceClassification
+        UniSpeechForSequenceClassification
+    """,
+    "speech": "WhisperForConditionalGeneration",
+    "caption": "VisionEncoderDecoderModel",
+    "labels": "GPT2LMHeadModel BertForMaskedLM",
+}
+"""Training heads of transformers by the task they are trained for."""
+
+
+OWN = {"torch": torch_own.ENTRIES, "vision": vision.ENTRIES}
+"""Models that are written out, by the room they are in."""
+
+
+def entries() -> dict[str, Entry]:
+    """Name → entry."""
+    found: dict[str, Entry] = {}
+    for kind, names in TRANSFORMERS.items():
+        for name in names.split():
+            found[f"transformers/{kind}/{name}"] = hugging.entry(kind, name)
+    for room, own in OWN.items():
+        found.update({f"{room}/{name}": entry for name, entry in own.items()})
+    return found
