@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo.models import hugging, torch_own, vision
+from benchmarks.zoo.models import hugging, practice, text, torch_own, vision
 from benchmarks.zoo.entry import Entry
 
 TRANSFORMERS: dict[str, str] = {
@@ -67,7 +67,12 @@ TRANSFORMERS: dict[str, str] = {
 """Training heads of transformers by the task they are trained for."""
 
 
-OWN = {"torch": torch_own.ENTRIES, "vision": vision.ENTRIES}
+OWN = {
+    "torch": torch_own.ENTRIES,
+    "vision": vision.ENTRIES,
+    "text": text.ENTRIES,
+    "practice": practice.ENTRIES,
+}
 """Models that are written out, by the room they are in."""
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.zoo import judging, training
 from benchmarks.zoo.entry import Entry, EntryRows, call
-from benchmarks.zoo.training import OPTIMIZERS, SEED, Trained, Way
+from benchmarks.zoo.training import SEED, Trained, Way
 from benchmarks.zoo.verdict import Result, Verdict
 from parallax import ParallaxError, describe
 from parallax.errors import NonFiniteError
@@ -119,10 +119,10 @@ def _judge(entry: Entry, way: Way, verdict: Verdict) -> None:
     verdict.blocks, verdict.largest = len(sizes), max(sizes) / max(1, sum(sizes))
     verdict.means = _means(chain)
     found = _in_ranks(entry, chain, way)
-    weights = found[OPTIMIZERS[0]].before
+    weights = found[entry.optimizers[0]].before
     verdict.initial = judging.initial(entry.build, weights, dtype)
     worst: judging.Found = (0.0, "")
-    for optimizer in OPTIMIZERS:
+    for optimizer in entry.optimizers:
         piped = found[optimizer]
         plain = training.train_plain(entry, piped.before, optimizer, dtype)
         if judging.finite(plain) and not judging.finite(piped):
@@ -185,7 +185,7 @@ def _in_ranks(entry: Entry, chain: Chain, way: Way) -> dict[str, Trained]:
                 scratch = Path(folder) / f"swap-{rank}"
                 return {
                     optimizer: training.train_stages(entry, chain, plan, optimizer, scratch)
-                    for optimizer in OPTIMIZERS
+                    for optimizer in entry.optimizers
                 }
             finally:
                 if world > 1:
@@ -194,7 +194,7 @@ def _in_ranks(entry: Entry, chain: Chain, way: Way) -> dict[str, Trained]:
         ranks = _forked(work, world)
     whole = ranks[0]
     for other in ranks[1:]:
-        for optimizer in OPTIMIZERS:
+        for optimizer in entry.optimizers:
             whole[optimizer].join(other[optimizer])
     return whole
 
@@ -223,11 +223,18 @@ def _forked(work: Callable[[int], Any], world: int) -> list[Any]:
                 failures.append(value)
     if failures:
         # What its peers say is that it is gone.
-        raise _Ended(*min(failures, key=lambda each: _FIRST.index(each[0])))
+        raise _Ended(*min(failures, key=_blame))
     return [answers[end] for end in ends]
 
 
 _FIRST = (Result.NAN, Result.CRASH, Result.REFUSED)
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "without a word")
+
+
+def _blame(failure: tuple[Result, str]) -> tuple[bool, int]:
+    """What comes of a peer's failure comes last."""
+    result, line = failure
+    return any(each in line for each in _OF_A_PEER), _FIRST.index(result)
 
 
 def _rank(connection: Connection, work: Callable[[int], Any], rank: int) -> None:

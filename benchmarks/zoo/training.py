@@ -25,7 +25,6 @@ from parallax.swap.config import SwapConfig
 
 ROWS, MICRO_BATCHES, STEPS, SEED = 7, 2, 3, 3
 GIB = 2**30
-OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
@@ -214,4 +213,5 @@ def _middle(sizes: Sequence[int]) -> int:
 
 
 def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    found = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {n: t.to_dense() if t.is_sparse else t.clone() for n, t in found.items()}
