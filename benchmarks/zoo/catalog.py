@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo.models import hugging, practice, text, torch_own, vision
+from benchmarks.zoo.models import hugging, practice, science, text, torch_own, vision
 from benchmarks.zoo.entry import Entry
 
 TRANSFORMERS: dict[str, str] = {
@@ -72,6 +72,7 @@ OWN = {
     "vision": vision.ENTRIES,
     "text": text.ENTRIES,
     "practice": practice.ENTRIES,
+    "science": science.ENTRIES,
 }
 """Models that are written out, by the room they are in."""
 

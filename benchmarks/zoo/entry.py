@@ -24,8 +24,8 @@ class Whole:
 class Entry:
     """``build()`` makes the model, ``batch(rows, random)`` inputs and targets, ``loss(outputs, targets)`` is the mean
     over rows. ``path`` says what the model is, for tables. ``coupled``: rows of a micro-batch meet in the model or the
-    loss (batch statistics, negatives), so that replicas compute something else than one process. ``optimizers``: those that torch has
-    for its gradients."""
+    loss (batch statistics, negatives), so that replicas compute something else than one process. ``optimizers``: those
+    that torch has for its gradients."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Batch]

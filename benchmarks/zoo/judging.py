@@ -117,7 +117,8 @@ def initial(build: Callable[[], nn.Module], mine: Mapping[str, Tensor], dtype: t
     draws = []
     for seed in range(DRAWS):
         torch.manual_seed(1000 + seed)
-        model = build().to(dtype)
+        model = build()
+        model = model.double() if dtype == torch.float64 else model
         draws.append(
             {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
         )
@@ -166,7 +167,8 @@ def _unlike(drawn: Tensor, mine: Tensor) -> str:
     more = math.sqrt(1 + 1 / DRAWS)
     # Values of one tensor may be drawn together: the draws' own means say how far those scatter.
     scatter = drawn.mean(1).std() if count > 1 else spread
-    room = SIGMAS * more * max(float(spread) / math.sqrt(count), float(scatter))
+    few = 1 + 20 / (count * DRAWS - 1)  # the spread of a few values is itself a guess
+    room = SIGMAS * more * few * max(float(spread) / math.sqrt(count), float(scatter))
     if abs(float(mine.mean() - mean)) > room:
         return f"mean {float(mine.mean()):.3g}, drawn are {float(mean):.3g} ± {room:.1g}"
     if count < 8:

@@ -136,8 +136,12 @@ def _judge(entry: Entry, way: Way, verdict: Verdict) -> None:
 
 
 def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
-    """Double precision where the model can be trained in it, and whether all of it is. The model must train."""
-    for dtype in (torch.float64, torch.float32):
+    """Double precision where the model can be trained in it, and whether all of it is; complex numbers stay as the
+    factory makes them. The model must train."""
+    formats = [torch.float64, torch.float32]
+    if any(t.is_complex() for t in training.named_tensors(entry.build()).values()):
+        formats.remove(torch.float64)
+    for dtype in formats:
         short = judging.ShortFloats()
         model = training.plain_model(entry, dtype)
         batch = EntryRows(entry, training.ROWS, 0, dtype)

@@ -72,9 +72,10 @@ def optimizer_config(name: str, dtype: torch.dtype) -> OptimizerConfig:
 
 
 def plain_model(entry: Entry, dtype: torch.dtype) -> nn.Module:
-    """The model as its factory makes it, in the given number format."""
+    """The model as its factory makes it, in the given number format, which is fp32 as it is made."""
     torch.manual_seed(SEED)
-    return entry.build().to(dtype)
+    model = entry.build()
+    return model.double() if dtype == torch.float64 else model
 
 
 def train_plain(
