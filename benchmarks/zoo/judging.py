@@ -59,7 +59,7 @@ def _apart(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what: str) 
     for name in names:
         a, b = mine[name], theirs[name]
         where = f"{what}: {name}"
-        if a.shape != b.shape:
+        if a.shape != b.shape or a.dtype != b.dtype:
             found.append((math.inf, where))
         elif not _floats(b):
             found.append((0.0 if torch.equal(a, b) else math.inf, where))
@@ -138,6 +138,8 @@ def _wrong(draws: list[Tensor], mine: Tensor) -> str:
     """Why ``mine`` is no further draw."""
     if mine.shape != draws[0].shape:
         return f"shape {tuple(mine.shape)}, not {tuple(draws[0].shape)}"
+    if mine.dtype != draws[0].dtype:
+        return f"type {mine.dtype}, not {draws[0].dtype}"
     stacked = torch.stack(draws)
     constant = (stacked == stacked[0]).all(0)
     exact = ROUNDED if _floats(mine) else 0.0
