@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo.models import hugging, practice, science, text, torch_own, vision
 from benchmarks.zoo.entry import Entry
+from benchmarks.zoo.models import hugging, practice, science, text, torch_own, vision
+from benchmarks.zoo.training import Way
 
 TRANSFORMERS: dict[str, str] = {
     "causal": """
@@ -86,3 +87,34 @@ def entries() -> dict[str, Entry]:
     for room, own in OWN.items():
         found.update({f"{room}/{name}": entry for name, entry in own.items()})
     return found
+
+
+VARIED = (
+    "torch/encoder-causal",
+    "torch/gru-both-ways",
+    "vision/diffusion",
+    "vision/pyramid",
+    "text/mingpt",
+    "text/tied-modules",
+    "text/wavenet",
+    "practice/nested",
+    "practice/unused",
+    "science/dlrm",
+    "science/multi-task",
+    "science/graph-edges",
+    "science/real-nvp",
+    "transformers/causal/OPTForCausalLM",
+    "transformers/translation/T5ForConditionalGeneration",
+    "transformers/masked/RobertaForMaskedLM",
+)
+"""Some of all shapes, to be trained in :data:`WAYS`."""
+
+WAYS = (
+    Way("zb-h1"),
+    Way("gpipe"),
+    Way(directive="recompute"),
+    Way(directive="offload"),
+    Way(replicas=2),
+    Way("zb-h1", "offload", 2),
+)
+"""How they are trained beside the usual way."""

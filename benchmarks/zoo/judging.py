@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.zoo.training import Trained
 
@@ -84,25 +83,18 @@ def finite(trained: Trained) -> bool:
     return all(map(math.isfinite, trained.losses)) and all(bool(v.isfinite().all()) for v in values)
 
 
-class ShortFloats(TorchDispatchMode):
-    """Whether anything is computed in less than double precision."""
+@contextlib.contextmanager
+def short_floats() -> Iterator[list[torch.dtype]]:
+    """Collects the formats below double precision of what is kept for backwards."""
+    seen: list[torch.dtype] = []
 
-    seen = False
+    def look(tensor: Tensor) -> Tensor:
+        if _floats(tensor) and tensor.dtype not in (torch.float64, torch.complex128):
+            seen.append(tensor.dtype)
+        return tensor
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run ``function`` and look at what it returns."""
-        result = function(*args, **(kwargs or {}))
-        for part in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(part, Tensor) and part.dtype in (
-                torch.float32,
-                torch.bfloat16,
-                torch.float16,
-                torch.complex64,
-            ):
-                self.seen = True
-        return result
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+        yield seen
 
 
 # ---- initial values --------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.zoo import judging, training
 from benchmarks.zoo.entry import Entry, EntryRows, call
-from benchmarks.zoo.training import SEED, Trained, Way
+from benchmarks.zoo.training import SEED, USUAL, Trained, Way
 from benchmarks.zoo.verdict import Result, Verdict
 from parallax import ParallaxError, describe
 from parallax.errors import NonFiniteError
@@ -38,61 +39,62 @@ FORK: Any = multiprocessing.get_context("fork")
 LIMIT_SECONDS = 60.0
 GRACE_SECONDS = 1.0
 _LINE = 300
-_IMPORTED = (
-    "transformers.modeling_utils",
-    "transformers.generation",
-    "transformers.masking_utils",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._dynamo",
-)
-"""What many models import when they are made or trained."""
+_IMPORTED = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""What torch imports when a model is described or trained for the first time."""
 
 
-def judge_all(
-    entries: Mapping[str, Entry], way: Way, limit_seconds: float = LIMIT_SECONDS
-) -> Iterator[Verdict]:
-    """The verdict on each of ``entries``, as it is found."""
+@dataclass(frozen=True)
+class Job:
+    """One model to be judged, and how it is trained."""
+
+    name: str
+    entry: Entry
+    way: Way = USUAL
+
+
+def judge_all(jobs: Iterable[Job], limit_seconds: float = LIMIT_SECONDS) -> Iterator[Verdict]:
+    """The verdict on each of ``jobs``, as it is found."""
     torch.set_num_threads(1)
-    for module in _IMPORTED:
-        importlib.import_module(module)
-    for name, entry in entries.items():
-        yield judge_apart(name, entry, way, limit_seconds)
+    for job in jobs:
+        for module in (*_IMPORTED, *job.entry.imports):
+            importlib.import_module(module)
+        yield judge_apart(job, limit_seconds)
 
 
-def judge_apart(name: str, entry: Entry, way: Way, limit_seconds: float) -> Verdict:
+def judge_apart(job: Job, limit_seconds: float) -> Verdict:
     """The verdict on one, found in processes of its own, which end with it or at the limit."""
     begin = time.perf_counter()
     mine, theirs = FORK.Pipe()
-    process = FORK.Process(target=_lead, args=(theirs, name, entry, way))
-    process.start()
-    theirs.close()
-    verdict = Verdict(name, entry.path)
-    try:
-        if mine.poll(limit_seconds):
-            verdict = mine.recv()
-        else:
-            verdict.remark = f"no end within {limit_seconds:.0f} s"
-    except EOFError:
-        process.join(GRACE_SECONDS)
-        verdict.remark = f"the process ended with exit code {process.exitcode}"
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
-    process.close()
-    mine.close()
+    verdict = Verdict(job.name, job.entry.path)
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        process = FORK.Process(target=_lead, args=(theirs, job, Path(folder)))
+        process.start()
+        theirs.close()
+        try:
+            if mine.poll(limit_seconds):
+                verdict = mine.recv()
+            else:
+                verdict.remark = f"no end within {limit_seconds:.0f} s"
+        except EOFError:
+            process.join(GRACE_SECONDS)
+            verdict.remark = f"the process ended with exit code {process.exitcode}"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+        process.join()
+        process.close()
+        mine.close()
     verdict.seconds = time.perf_counter() - begin
     return verdict
 
 
-def _lead(connection: Connection, name: str, entry: Entry, way: Way) -> None:
+def _lead(connection: Connection, job: Job, folder: Path) -> None:
     os.setpgid(0, 0)
     _be_quiet()
-    verdict = Verdict(name, entry.path)
+    verdict = Verdict(job.name, job.entry.path)
     heard = _Heard()
     logging.getLogger("parallax").addHandler(heard)
     try:
-        _judge(entry, way, verdict)
+        _judge(job, folder, verdict)
     except _Ended as ended:
         verdict.result, verdict.remark = ended.result, ended.line
     except Exception as error:
@@ -101,7 +103,8 @@ def _lead(connection: Connection, name: str, entry: Entry, way: Way) -> None:
     connection.send(verdict)
 
 
-def _judge(entry: Entry, way: Way, verdict: Verdict) -> None:
+def _judge(job: Job, folder: Path, verdict: Verdict) -> None:
+    entry = job.entry
     dtype, exact = _number_format(entry)
     verdict.number = {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
     verdict.tolerance = judging.EXACT if exact else judging.ROUNDED
@@ -118,7 +121,7 @@ def _judge(entry: Entry, way: Way, verdict: Verdict) -> None:
     sizes = training.block_sizes(chain)
     verdict.blocks, verdict.largest = len(sizes), max(sizes) / max(1, sum(sizes))
     verdict.means = _means(chain)
-    found = _in_ranks(entry, chain, way)
+    found = _in_ranks(job, chain, folder)
     weights = found[entry.optimizers[0]].before
     verdict.initial = judging.initial(entry.build, weights, dtype)
     worst: judging.Found = (0.0, "")
@@ -142,18 +145,17 @@ def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
     if any(t.is_complex() for t in training.named_tensors(entry.build()).values()):
         formats.remove(torch.float64)
     for dtype in formats:
-        short = judging.ShortFloats()
         model = training.plain_model(entry, dtype)
         batch = EntryRows(entry, training.ROWS, 0, dtype)
         try:
-            with short:
+            with judging.short_floats() as short:
                 outputs = call(model, batch.inputs(0, training.ROWS))
                 entry.loss(outputs, batch.targets(0, training.ROWS)).backward()
         except Exception:
             if dtype == torch.float32:
                 raise
             continue
-        return dtype, dtype == torch.float64 and not short.seen
+        return dtype, dtype == torch.float64 and not short
     raise AssertionError
 
 
@@ -170,36 +172,35 @@ def _means(chain: Chain) -> str:
 # ---- ranks -----------------------------------------------------------------------------------------
 
 
-def _in_ranks(entry: Entry, chain: Chain, way: Way) -> dict[str, Trained]:
+def _in_ranks(job: Job, chain: Chain, folder: Path) -> dict[str, Trained]:
     """All ranks' parts of the training with each optimizer, put together."""
-    plan = training.two_stages(chain, way)
+    plan = training.two_stages(chain, job.way)
     world = sum(stage.replicas for stage in plan.stages)
-    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
 
-        def work(rank: int) -> dict[str, Trained]:
+    def work(rank: int) -> dict[str, Trained]:
+        if world > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=LIMIT_SECONDS),
+            )
+        try:
+            scratch = folder / f"swap-{rank}"
+            return {
+                optimizer: training.train_stages(job.entry, chain, plan, optimizer, scratch)
+                for optimizer in job.entry.optimizers
+            }
+        finally:
             if world > 1:
-                dist.init_process_group(
-                    "gloo",
-                    init_method=f"file://{folder}/store",
-                    rank=rank,
-                    world_size=world,
-                    timeout=timedelta(seconds=LIMIT_SECONDS),
-                )
-            try:
-                scratch = Path(folder) / f"swap-{rank}"
-                return {
-                    optimizer: training.train_stages(entry, chain, plan, optimizer, scratch)
-                    for optimizer in entry.optimizers
-                }
-            finally:
-                if world > 1:
-                    dist.destroy_process_group()
+                dist.destroy_process_group()
 
-        ranks = _forked(work, world)
+    ranks = _forked(work, world)
     whole = ranks[0]
     for other in ranks[1:]:
-        for optimizer in entry.optimizers:
-            whole[optimizer].join(other[optimizer])
+        for optimizer, trained in other.items():
+            whole[optimizer].join(trained)
     return whole
 
 

@@ -39,6 +39,9 @@ class Way:
         return f"{self.schedule}, {self.directive}, {self.replicas} replicas"
 
 
+USUAL = Way()
+
+
 @dataclass
 class Trained:
     """What three steps leave, by the names of the whole model: of each step the loss and the gradients where they

@@ -348,6 +348,8 @@ _LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+COUPLED = ("pairs",)
+IMPORTS = ("transformers.modeling_utils", "transformers.generation", "transformers.masking_utils")
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "ResNet": {**_FOUR, "embedding_size": 16},
     "RegNet": {**_FOUR, "embedding_size": 16, "groups_width": 8},
@@ -476,5 +478,10 @@ def entry(kind: str, name: str) -> Entry:
     """The class ``name`` of transformers, trained for the task ``kind``."""
     batch, loss, more = KINDS[kind]
     return Entry(
-        partial(build, name, **more), batch, loss, f"transformers.{name}", kind in ("pairs",)
+        partial(build, name, **more),
+        batch,
+        loss,
+        f"transformers.{name}",
+        coupled=kind in COUPLED,
+        imports=IMPORTS,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -26,7 +27,7 @@ from benchmarks.zoo.models.rows import (
 
 def _mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inside, outside in zip(widths, widths[1:]):
+    for inside, outside in itertools.pairwise(widths):
         layers += [nn.Linear(inside, outside), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers[:-1])
 
@@ -88,11 +89,17 @@ class DQN(nn.Module):
 class KeywordDQN(DQN):
     """The same with arguments by name."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, state: Tensor, action: Tensor, reward: Tensor, next_state: Tensor, done: Tensor
     ) -> dict[str, Tensor]:
         return super().forward(
-            dict(state=state, action=action, reward=reward, next_state=next_state, done=done)
+            {
+                "state": state,
+                "action": action,
+                "reward": reward,
+                "next_state": next_state,
+                "done": done,
+            }
         )
 
 
@@ -310,10 +317,10 @@ class MADE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [WIDTH, 32, 32, WIDTH]
-        self.net = nn.ModuleList(MaskedLinear(i, o) for i, o in zip(sizes, sizes[1:]))
+        self.net = nn.ModuleList(MaskedLinear(i, o) for i, o in itertools.pairwise(sizes))
         degrees = [torch.arange(size) % (WIDTH - 1) for size in sizes[:-1]]
         degrees[0] = torch.arange(WIDTH)
-        masks = [a[:, None] <= b[None, :] for a, b in zip(degrees, degrees[1:])]
+        masks = [a[:, None] <= b[None, :] for a, b in itertools.pairwise(degrees)]
         masks.append(degrees[-1][:, None] < torch.arange(WIDTH)[None, :])
         for layer, mask in zip(self.net, masks):
             layer.set_mask(mask)

@@ -82,7 +82,7 @@ class FixedGraph(GraphNet):
         adjacency.fill_diagonal_(1.0)
         self.register_buffer("norm", adjacency / adjacency.sum(1, keepdim=True))
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
         for conv in self.convs:
             x = F.relu(conv.own(x) + self.norm @ conv.message(x))
@@ -344,10 +344,10 @@ class Generator(nn.Module):
 def weights_init(m: nn.Module) -> None:
     name = m.__class__.__name__
     if name.find("Conv") != -1:
-        nn.init.normal_(m.weight.data, 0.0, 0.02)  # type: ignore[arg-type,union-attr]
+        nn.init.normal_(m.weight.data, 0.0, 0.02)
     elif name.find("BatchNorm") != -1:
-        nn.init.normal_(m.weight.data, 1.0, 0.02)  # type: ignore[arg-type,union-attr]
-        nn.init.constant_(m.bias.data, 0)  # type: ignore[arg-type,union-attr]
+        nn.init.normal_(m.weight.data, 1.0, 0.02)
+        nn.init.constant_(m.bias.data, 0)
 
 
 def latents(rows: int, random: torch.Generator) -> Batch:

@@ -105,7 +105,7 @@ class MinGPTBlock(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.ModuleDict(
-            dict(c_fc=nn.Linear(WIDTH, 32), act=nn.GELU(), c_proj=nn.Linear(32, WIDTH))
+            {"c_fc": nn.Linear(WIDTH, 32), "act": nn.GELU(), "c_proj": nn.Linear(32, WIDTH)}
         )
         self.register_buffer("bias", torch.tril(torch.ones(32, 32)).view(1, 1, 32, 32))
         m = self.mlp
@@ -128,13 +128,13 @@ class MinGPT(nn.Module):
         super().__init__()
         self.block_size, self.targets_inside = 32, targets_inside
         self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(VOCABULARY, WIDTH),
-                wpe=nn.Embedding(32, WIDTH),
-                drop=nn.Dropout(0.0),
-                h=nn.ModuleList([MinGPTBlock() for _ in range(3)]),
-                ln_f=nn.LayerNorm(WIDTH),
-            )
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "wpe": nn.Embedding(32, WIDTH),
+                "drop": nn.Dropout(0.0),
+                "h": nn.ModuleList([MinGPTBlock() for _ in range(3)]),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
         )
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.apply(self._init_weights)
@@ -149,7 +149,7 @@ class MinGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         device = idx.device
-        b, t = idx.size()
+        _, t = idx.size()
         assert t <= self.block_size, f"Cannot forward sequence of length {t}"
         pos = torch.arange(0, t, dtype=torch.long, device=device).unsqueeze(0)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
@@ -241,7 +241,7 @@ class WaveNet(nn.Module):
             h = torch.tanh(self.filter_convs[i](padded)) * torch.sigmoid(self.gate_convs[i](padded))
             skip = self.skip_convs[i](h) + skip
             x = x + self.residual_convs[i](h)
-        return self.end(F.relu(skip)).transpose(1, 2)  # type: ignore[arg-type]
+        return self.end(F.relu(skip)).transpose(1, 2)
 
 
 class TextCNN(nn.Module):
@@ -317,7 +317,7 @@ class EarlyExits(nn.Module):
 
 
 def exits_loss(outputs: list[Tensor], targets: Tensor) -> Tensor:
-    return sum((i + 1) * token_loss(each, targets) for i, each in enumerate(outputs))  # type: ignore[return-value]
+    return sum((i + 1) * token_loss(each, targets) for i, each in enumerate(outputs))
 
 
 @dataclass

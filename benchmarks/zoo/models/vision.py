@@ -307,7 +307,7 @@ class DiffusionBlock(nn.Module):
         self.time = nn.Linear(time, 2 * outside)
         self.norm2, self.conv2 = nn.GroupNorm(4, outside), nn.Conv2d(outside, outside, 3, 1, 1)
         nn.init.zeros_(self.conv2.weight)
-        nn.init.zeros_(self.conv2.bias)  # type: ignore[arg-type]
+        nn.init.zeros_(self.conv2.bias)
         self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
@@ -439,7 +439,7 @@ class NeRF(nn.Module):
         self.embed_fns = [lambda x: x]
         for i in range(4):
             for fn in (torch.sin, torch.cos):
-                self.embed_fns.append(lambda x, fn=fn, rate=2.0**i: fn(x * rate))  # type: ignore[misc]
+                self.embed_fns.append(lambda x, fn=fn, rate=2.0**i: fn(x * rate))
         wide = 3 * len(self.embed_fns)
         self.skips = [2]
         self.pts_linears = nn.ModuleList(
