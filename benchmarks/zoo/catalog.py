@@ -63,7 +63,24 @@ TRANSFORMERS: dict[str, str] = {
     """,
     "speech": "WhisperForConditionalGeneration",
     "caption": "VisionEncoderDecoderModel",
-    "labels": "GPT2LMHeadModel BertForMaskedLM",
+    "labels": """
+        GPT2LMHeadModel BertForMaskedLM OPTForCausalLM RobertaForMaskedLM Qwen2ForCausalLM
+    """,
+    "chat": """
+        LlavaForConditionalGeneration VipLlavaForConditionalGeneration PaliGemmaForConditionalGeneration
+        Gemma3ForConditionalGeneration GitForCausalLM BlipForConditionalGeneration
+    """,
+    "film": "VideoMAEForVideoClassification TimesformerForVideoClassification VivitForVideoClassification",
+    "series": "PatchTSTForPrediction PatchTSMixerForPrediction",
+    "choices": "BertForMultipleChoice RobertaForMultipleChoice",
+    "sentences": "BertForPreTraining FNetForPreTraining",
+    "page": "LayoutLMForTokenClassification LayoutLMv3ForTokenClassification",
+    "question": "ViltForQuestionAnswering",
+    "depth": "GLPNForDepthEstimation",
+    "spectrum": "ASTForAudioClassification",
+    "spectra": "Speech2TextForConditionalGeneration",
+    "voice": "MoonshineForConditionalGeneration SpeechT5ForSpeechToText SpeechEncoderDecoderModel",
+    "hidden": "ViTForMaskedImageModeling DeiTForMaskedImageModeling",
 }
 """Training heads of transformers by the task they are trained for."""
 

@@ -151,9 +151,9 @@ def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
             with judging.short_floats() as short:
                 outputs = call(model, batch.inputs(0, training.ROWS))
                 entry.loss(outputs, batch.targets(0, training.ROWS)).backward()
-        except Exception:
+        except Exception as error:
             if dtype == torch.float32:
-                raise
+                raise _Ended(Result.CRASH, f"by itself: {_classify(error)[1]}") from error
             continue
         return dtype, dtype == torch.float64 and not short
     raise AssertionError

@@ -18,6 +18,7 @@ from benchmarks.zoo.entry import Batch, Entry
 
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH, CLASSES = 32, 4, 2, 99, 12, 5
 IMAGE, PATCH, SAMPLES, MELS, FRAMES = 32, 8, 1600, 16, 24
+PATCHES, IMAGE_TOKEN = (IMAGE // PATCH) ** 2, VOCABULARY - 1
 
 _WIDTHS = (
     "hidden_size d_model n_embd embed_dim embedding_size dim d_embed hidden_dim projection_dim emb_dim "
@@ -56,7 +57,6 @@ _KNOWN: dict[str, Any] = {
     "n_ctx_size": 64,
     "max_seq_len": 64,
     "max_sequence_length": 64,
-    "context_length": 64,
     "sliding_window": 8,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -81,6 +81,13 @@ _KNOWN: dict[str, Any] = {
     "sep_token_id": 2,
     "cls_token_id": 1,
     "decoder_start_token_id": 1,
+    "image_token_id": IMAGE_TOKEN,
+    "image_token_index": IMAGE_TOKEN,
+    "context_length": 32,
+    "prediction_length": 8,
+    "num_input_channels": 3,
+    "num_frames": 4,
+    "tubelet_size": 2,
     "use_cache": False,
     "apply_spec_augment": False,
     "num_conv_pos_embeddings": 8,
@@ -248,6 +255,94 @@ def caption_batch(rows: int, random: torch.Generator) -> Batch:
     return inputs, _tokens(rows, random, 8)
 
 
+def chat_batch(rows: int, random: torch.Generator) -> Batch:
+    """Text that begins with the places of an image's patches, and the image."""
+    ids = torch.randint(3, IMAGE_TOKEN, (rows, PATCHES + 6), generator=random)
+    ids[:, :PATCHES] = IMAGE_TOKEN
+    inputs = {
+        "input_ids": ids,
+        "pixel_values": _pixels(rows, random),
+        "attention_mask": torch.ones_like(ids),
+    }
+    return inputs, torch.randint(0, VOCABULARY, (rows, 6), generator=random)
+
+
+def film_batch(rows: int, random: torch.Generator) -> Batch:
+    """Films and classes."""
+    return {"pixel_values": torch.randn(rows, 4, 3, IMAGE, IMAGE, generator=random)}, _classes(
+        rows, random
+    )
+
+
+def series_batch(rows: int, random: torch.Generator) -> Batch:
+    """Series of numbers, and how they go on."""
+    return {"past_values": torch.randn(rows, 32, 3, generator=random)}, torch.randn(
+        rows, 8, 3, generator=random
+    )
+
+
+def choices_batch(rows: int, random: torch.Generator) -> Batch:
+    """Several texts to a row, one of which is right."""
+    ids = torch.randint(3, VOCABULARY, (rows, 3, LENGTH), generator=random)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, torch.randint(
+        0, 3, (rows,), generator=random
+    )
+
+
+def sentences_batch(rows: int, random: torch.Generator) -> Batch:
+    """Text; a target for each token, and whether the second sentence follows the first."""
+    follows = torch.randint(0, 2, (rows,), generator=random)
+    return _text(rows, random), {"tokens": _tokens(rows, random), "follows": follows}
+
+
+def page_batch(rows: int, random: torch.Generator) -> Batch:
+    """Words with their boxes on a page."""
+    inputs = _text(rows, random)
+    low = torch.randint(0, 30, (rows, LENGTH, 2), generator=random)
+    inputs["bbox"] = torch.cat([low, low + 20], dim=-1)
+    return inputs, torch.randint(0, CLASSES, (rows, LENGTH), generator=random)
+
+
+def question_batch(rows: int, random: torch.Generator) -> Batch:
+    """A question about an image, and scores of answers."""
+    inputs = {**_text(rows, random), "pixel_values": _pixels(rows, random)}
+    return inputs, torch.rand(rows, CLASSES, generator=random)
+
+
+def depth_batch(rows: int, random: torch.Generator) -> Batch:
+    """Images and depths."""
+    return {"pixel_values": _pixels(rows, random)}, torch.rand(rows, IMAGE, IMAGE, generator=random)
+
+
+def frames_batch(rows: int, random: torch.Generator) -> Batch:
+    """Spectra and classes."""
+    return {"input_values": torch.randn(rows, FRAMES, MELS, generator=random)}, _classes(
+        rows, random
+    )
+
+
+def spectra_batch(rows: int, random: torch.Generator) -> Batch:
+    """Spectra, time first, the words before, and the words after."""
+    inputs = {
+        "input_features": torch.randn(rows, 2 * FRAMES, MELS, generator=random),
+        "decoder_input_ids": _tokens(rows, random, 8),
+    }
+    return inputs, _tokens(rows, random, 8)
+
+
+def voice_batch(rows: int, random: torch.Generator) -> Batch:
+    """Sound, the words before, and the words after."""
+    inputs = {"input_values": _wave(rows, random), "decoder_input_ids": _tokens(rows, random, 8)}
+    return inputs, _tokens(rows, random, 8)
+
+
+def hidden_image_batch(rows: int, random: torch.Generator) -> Batch:
+    """Images with some patches hidden, which are to be told."""
+    pixels = _pixels(rows, random)
+    hidden = torch.rand(rows, PATCHES, generator=random) < 0.5
+    return {"pixel_values": pixels, "bool_masked_pos": hidden}, pixels
+
+
 def labels_batch(rows: int, random: torch.Generator) -> Batch:
     """Text with its labels among the inputs: the model computes its loss."""
     inputs = _text(rows, random)
@@ -309,6 +404,33 @@ def ctc_loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.ctc_loss(logits, targets, lengths, wanted, zero_infinity=True)
 
 
+def series_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean squared error of how the series goes on."""
+    return F.mse_loss(outputs.prediction_outputs, targets)
+
+
+def sentences_loss(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    """Both of BERT's first tasks."""
+    tokens = F.cross_entropy(outputs.prediction_logits.flatten(0, 1), targets["tokens"].flatten())
+    return tokens + F.cross_entropy(outputs.seq_relationship_logits, targets["follows"])
+
+
+def score_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Binary cross-entropy of each answer."""
+    return F.binary_cross_entropy_with_logits(outputs.logits, targets)
+
+
+def depth_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean distance of depths."""
+    found = F.interpolate(outputs.predicted_depth[:, None], size=targets.shape[-2:])[:, 0]
+    return F.l1_loss(found, targets)
+
+
+def hidden_image_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean distance of what was hidden, and what was not."""
+    return F.l1_loss(outputs.reconstruction, targets)
+
+
 def own_loss(outputs: Any, targets: Tensor) -> Tensor:
     """What the model computed from the labels that it was given."""
     del targets
@@ -331,6 +453,18 @@ KINDS: dict[str, tuple[Callable[..., Batch], Callable[..., Tensor], dict[str, An
     "speech": (speech_batch, token_loss, {}),
     "caption": (caption_batch, token_loss, {}),
     "labels": (labels_batch, own_loss, {"labels": 2}),
+    "chat": (chat_batch, token_loss, {"labels": 2}),
+    "film": (film_batch, class_loss, {}),
+    "series": (series_batch, series_loss, {"labels": 2}),
+    "choices": (choices_batch, class_loss, {"labels": 2}),
+    "sentences": (sentences_batch, sentences_loss, {"labels": 2}),
+    "page": (page_batch, token_loss, {}),
+    "question": (question_batch, score_loss, {}),
+    "depth": (depth_batch, depth_loss, {}),
+    "spectrum": (frames_batch, class_loss, {}),
+    "spectra": (spectra_batch, token_loss, {"labels": 2}),
+    "voice": (voice_batch, token_loss, {"labels": 2}),
+    "hidden": (hidden_image_batch, hidden_image_loss, {"labels": 2}),
 }
 
 _FOUR = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
@@ -469,6 +603,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "Perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2},
     "Luke": {"entity_vocab_size": 20, "entity_emb_size": 32},
+    "GLPN": {**_FOUR, "num_attention_heads": [1, 2, 3, 4], "decoder_hidden_size": 32},
+    "LayoutLMv3": {
+        "coordinate_size": 4,
+        "shape_size": 8,
+        "max_2d_position_embeddings": 64,
+        "visual_embed": False,
+    },
+    "VipLlava": {"vision_feature_layers": [-1, -2]},
+    "Gemma3": {"mm_tokens_per_image": PATCHES},
     "LayoutLM": {"max_2d_position_embeddings": 64},
 }
 """Settings of a family by the name of its configuration class, where the small values by name do not make a model."""
