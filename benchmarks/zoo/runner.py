@@ -142,7 +142,8 @@ def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
     """Double precision where the model can be trained in it, and whether all of it is; complex numbers stay as the
     factory makes them. The model must train."""
     formats = [torch.float64, torch.float32]
-    if any(t.is_complex() for t in training.named_tensors(entry.build()).values()):
+    model = entry.build()
+    if any(t.is_complex() for t in [*model.parameters(), *model.buffers()]):
         formats.remove(torch.float64)
     for dtype in formats:
         model = training.plain_model(entry, dtype)

@@ -60,15 +60,15 @@ class Trained:
             mine.update(others)
 
 
-def optimizer_config(name: str, dtype: torch.dtype) -> OptimizerConfig:
-    """A constant rate. In fp32, AdamW's ``eps`` is above the noise of gradients that are zero but for rounding: it
-    would make full steps of that."""
+def optimizer_config(name: str) -> OptimizerConfig:
+    """A constant rate. AdamW's ``eps`` is above the noise of gradients that are zero but for rounding: it would make
+    full steps of that."""
     more: dict[str, Any] = {"warmup_steps": 0, "final_rate": 1.0}
     if name == "sgd":
         return OptimizerConfig(
             name="sgd", lr=0.05, momentum=0.0, weight_decay=0.0, clip_norm=0.0, **more
         )
-    return OptimizerConfig(lr=1e-3, eps=1e-8 if dtype == torch.float64 else 1e-4, **more)
+    return OptimizerConfig(lr=1e-3, eps=1e-4, **more)
 
 
 # ---- by itself -------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def train_plain(
         for name, value in weights.items():
             tensors[name].copy_(value)
     found = Trained(before=_clones(tensors))
-    config = optimizer_config(optimizer, dtype)
+    config = optimizer_config(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     steps = _optimizer(trained, config)
     for step in range(STEPS):
@@ -120,8 +120,11 @@ def micro_batches() -> list[tuple[int, int]]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, one of each that is shared under its first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Parameters and buffers that are saved, one of each that is shared under its first name. Others are tables that a
+    model can make again."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _optimizer(trained: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -144,7 +147,7 @@ def _optimizer(trained: list[nn.Parameter], config: OptimizerConfig) -> torch.op
 def train_stages(entry: Entry, chain: Chain, plan: Plan, optimizer: str, scratch: Path) -> Trained:
     """This rank's part of the steps; torch.distributed is initialised where the plan has several ranks."""
     precision = "fp64" if chain.dtype == torch.float64 else "fp32"
-    config = optimizer_config(optimizer, chain.dtype)
+    config = optimizer_config(optimizer)
     engine = Engine.build(
         chain,
         plan,

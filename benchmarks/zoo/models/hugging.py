@@ -482,6 +482,7 @@ _LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+_CROSSED = {"decoder": {"is_decoder": True, "add_cross_attention": True}}
 COUPLED = ("pairs",)
 IMPORTS = ("transformers.modeling_utils", "transformers.generation", "transformers.masking_utils")
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -603,6 +604,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "Perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2},
     "Luke": {"entity_vocab_size": 20, "entity_emb_size": 32},
+    **dict.fromkeys(("EncoderDecoder", "VisionEncoderDecoder", "SpeechEncoderDecoder"), _CROSSED),
     "GLPN": {**_FOUR, "num_attention_heads": [1, 2, 3, 4], "decoder_hidden_size": 32},
     "LayoutLMv3": {
         "coordinate_size": 4,

@@ -19,6 +19,7 @@ from benchmarks.zoo.models.rows import (
     WIDTH,
     class_loss,
     images,
+    named,
     numbers,
     square_loss,
     vectors,
@@ -377,6 +378,20 @@ class Unused(nn.Module):
         return self.head(self.body(x)) / self.temperature
 
 
+class IgnoredHead(nn.Module):
+    """An early head that the loss does not look at: its parameters have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.early = nn.Linear(WIDTH, 32), _mlp(32, 32, CLASSES)
+        self.rest = _mlp(32, 32, 32, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = torch.tanh(self.first(x))
+        early = self.early(x)
+        return {"logits": self.rest(x), "early": early}
+
+
 class OneParameter(nn.Module):
     """y = a·x."""
 
@@ -558,6 +573,9 @@ ENTRIES: dict[str, Entry] = {
     "checkpointed": Entry(Checkpointed, vectors(), class_loss, "torch.utils.checkpoint"),
     "hooked": Entry(Hooked, vectors(), class_loss, "hooks on tensors and modules"),
     "unused": Entry(Unused, vectors(), class_loss, "unused and frozen parameters"),
+    "ignored-head": Entry(
+        IgnoredHead, vectors(), named(class_loss, "logits"), "a head that the loss ignores"
+    ),
     "one-parameter": Entry(OneParameter, numbers(1), square_loss, "one parameter"),
     "double-inside": Entry(MixedPrecision, vectors(), class_loss, "a part in double precision"),
     "nested": Entry(Nested, vectors(), class_loss, "nested lists and dicts of modules"),
