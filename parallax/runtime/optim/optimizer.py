@@ -139,13 +139,16 @@ class OptimizerConfig:
         }
         others = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
         groups = [group for group in (decaying, others) if group["params"]]
+        fused = not any(
+            parameter.is_complex() for parameter in trained
+        )  # there are no such kernels
         match self.name:
             case "sgd":
                 kind = Momentum if self.momentum else torch.optim.SGD
-                return kind(groups, lr=self.lr, momentum=self.momentum, fused=True)
+                return kind(groups, lr=self.lr, momentum=self.momentum, fused=fused)
             case "lion":
                 return Lion(groups, lr=self.lr, betas=self.betas)
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
 
 
 class StageOptimizer:
