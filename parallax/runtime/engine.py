@@ -214,6 +214,12 @@ class Engine:
         return {n: value if self._stage.streams(t) else t for n, t, value in self._stage.values()}
 
     @property
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """Model-wide name → gradient, wherever it is; those that have none are not there."""
+        found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    @property
     def completed_steps(self) -> int:
         """Optimizer updates so far."""
         return self._step

@@ -21,7 +21,6 @@ from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, compare, plain_blocks, same
 from tests.plans import make_plan
-from tests.results import gradients_by_name
 
 
 class Residual(nn.Module):
@@ -183,7 +182,7 @@ def one_step(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with tempfile.TemporaryDirectory() as folder:
         engine = case.engine(folder)
         engine.gradients(case.batches()[0])
-        gradients = {name: g.clone() for name, g in gradients_by_name(engine).items()}
+        gradients = {name: g.clone() for name, g in engine.gradients_by_name.items()}
         statistics = {
             n: t.detach().clone().double()
             for n, t in engine.parameters.items()
@@ -292,7 +291,7 @@ def gradients_of_chosen(replicas: int) -> dict[str, Tensor]:
     x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2)
     engine = Engine.build(chain, plan, loss=F.mse_loss, replicas=ReplicasConfig(batchnorm="sync"))
     engine.gradients(TensorRows(x, x[:, :4]))
-    found = {name: gradient.clone() for name, gradient in gradients_by_name(engine).items()}
+    found = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
     engine.close()
     return found
 

@@ -24,7 +24,6 @@ from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan, stages_each
-from tests.results import gradients_by_name
 from tests.zoo import ADAPTED, FAMILIES, ZOO, Entry, tokens_batch
 
 ROWS, MICRO = 7, 2
@@ -178,7 +177,7 @@ def piped(case: Case) -> Found:
             scratch=Path(folder) / "swap",
         )
         loss = engine.gradients(make_batch(case))
-        gradients = {name: gradient.clone() for name, gradient in gradients_by_name(engine).items()}
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
         engine.close()
     return loss, gradients
 

@@ -25,7 +25,6 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
-from tests.results import gradients_by_name
 
 EXAMPLES = 25
 REPLICAS = [
@@ -342,7 +341,7 @@ def piped(case: Case) -> Found:
         # So that the next runs on re-used state.
         engine.gradients(make_batch(case.rows % 3 + 1, torch.float64))
         total = engine.gradients(make_batch(case.rows, torch.float64))
-        gradients = {name: gradient.clone() for name, gradient in gradients_by_name(engine).items()}
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
         engine.close()
     return total, gradients
 

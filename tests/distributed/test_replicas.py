@@ -15,7 +15,6 @@ from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, gpt, make_batch, same, training
 from tests.plans import make_plan
-from tests.results import gradients_by_name
 
 POWER_SGD = ReplicasConfig(compress="powersgd", powersgd_rank=2)
 
@@ -28,7 +27,7 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
         for step, batch in enumerate(case.batches()):
             before = engine.all_reduces
             engine.gradients(batch)
-            found |= {f"{step} {name}": g.clone() for name, g in gradients_by_name(engine).items()}
+            found |= {f"{step} {name}": g.clone() for name, g in engine.gradients_by_name.items()}
         counted = engine.all_reduces - before
         engine.close()
     return found, counted
@@ -99,7 +98,7 @@ def repeated(case: Case) -> tuple[Tensor, list[Tensor], list[float], Outcome]:
         found: list[Tensor] = []
         for _ in range(12):
             engine.gradients(make_batch(8, 0))
-            found.append(gradients_by_name(engine)["1.0.weight"].clone())
+            found.append(engine.gradients_by_name["1.0.weight"].clone())
         engine.close()
         engine = case.engine(folder)
         losses = [engine.step(make_batch(8, 0)).loss for _ in range(10)]

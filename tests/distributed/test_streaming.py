@@ -17,7 +17,6 @@ from parallax.swap.parameters.nothing_streams import NothingStreams
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
 from tests.distributed.test_engine import Case, gpt, half_frozen, make_batch, with_buffers
-from tests.results import gradients_by_name
 
 UNTIED = gpt(tied=False)
 BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
@@ -29,7 +28,7 @@ def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str,
     # A first round, so that the one compared runs on re-used state.
     engine.gradients(make_batch(batch, 0))
     loss = engine.gradients(make_batch(batch, 0))
-    gradients = {name: gradient.clone() for name, gradient in gradients_by_name(engine).items()}
+    gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
     streamed = engine._stage.streamed
     held, limit = (
         (0, 0)

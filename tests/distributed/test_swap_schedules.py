@@ -15,7 +15,6 @@ from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_transparency import MODELS, ROWS, make_batch, make_chain
 from tests.plans import make_plan, stages_each
-from tests.results import gradients_by_name
 
 Found = tuple[float, dict[str, Tensor], int]
 
@@ -47,7 +46,7 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
             loss = engine.gradients(make_batch(ROWS))
             moved = engine._manager.take_statistics().bytes_out if engine._manager else 0
             found.append(
-                (loss, {name: g.clone() for name, g in gradients_by_name(engine).items()}, moved)
+                (loss, {name: g.clone() for name, g in engine.gradients_by_name.items()}, moved)
             )
             engine.close()
     return found

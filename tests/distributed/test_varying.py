@@ -23,7 +23,6 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
-from tests.results import gradients_by_name
 
 MICRO = 2
 # Fewer micro-batches than stages, fewer rows than replicas, last ones of any size.
@@ -145,10 +144,7 @@ def piped(case: Case) -> list[tuple[float, Gradients]]:
             found.append(
                 (
                     loss,
-                    {
-                        name: gradient.clone()
-                        for name, gradient in gradients_by_name(engine).items()
-                    },
+                    {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()},
                 )
             )
         engine.close()
