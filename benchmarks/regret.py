@@ -144,7 +144,7 @@ class GridSize:
 
 
 FINE = GridSize()
-COARSE = GridSize(5, 3, (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)), 2)
+COARSE = GridSize(3, 2, (("1f1b", 1), ("zb-h1", 1)), 1)
 
 
 @dataclass(frozen=True)
