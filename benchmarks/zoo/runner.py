@@ -139,8 +139,8 @@ def _judge(job: Job, folder: Path, verdict: Verdict) -> None:
 
 
 def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
-    """Double precision where the model can be trained in it, and whether all of it is; complex numbers stay as the
-    factory makes them. The model must train."""
+    """Double precision where the model can be trained in it to finite numbers, and whether all of it is; complex
+    numbers stay as the factory makes them. The model must train."""
     formats = [torch.float64, torch.float32]
     model = entry.build()
     if any(t.is_complex() for t in [*model.parameters(), *model.buffers()]):
@@ -151,10 +151,17 @@ def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
         try:
             with judging.short_floats() as short:
                 outputs = call(model, batch.inputs(0, training.ROWS))
-                entry.loss(outputs, batch.targets(0, training.ROWS)).backward()
+                loss = entry.loss(outputs, batch.targets(0, training.ROWS))
+                loss.backward()
         except Exception as error:
             if dtype == torch.float32:
                 raise _Ended(Result.CRASH, f"by itself: {_classify(error)[1]}") from error
+            continue
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        finite = bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients)
+        if (
+            not finite and dtype == torch.float64
+        ):  # such as two masks of the lowest number, added up
             continue
         return dtype, dtype == torch.float64 and not short
     raise AssertionError
@@ -165,7 +172,7 @@ def _means(chain: Chain) -> str:
     kinds = {type(block.module).__module__ for block in chain.blocks}
     if any("recording" in kind for kind in kinds):
         return "recorded"
-    if any("families" in kind for kind in kinds) or chain.initialise is not None:
+    if any("families" in kind for kind in kinds):
         return "family"
     return "modules"
 

@@ -7,11 +7,13 @@ loss is given.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -31,21 +33,33 @@ class Block:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model that was cut: its blocks, the names of the first one's arguments (none: those of its forward), the
-    template of what the model returns (None: what the last block returns), and what the model calls a tensor that files
-    of weights call otherwise."""
+    """A model that was cut: its blocks, the names of the first one's arguments (none: those of its forward), where
+    the tensors lie in inputs that are nests of nests, the template of what the model returns (None: what the last block
+    returns), and the sizes that inputs must have (None: any; empty: nothing is known)."""
 
     blocks: tuple[Block, ...]
     inputs: tuple[str, ...] = ()
+    nest: tuple[tuple[Any, ...], ...] = ()
     template: Any = None
-    rename: Callable[[str], str] = str
+    sizes: tuple[tuple[int | None, ...], ...] = ()
+
+
+class Slot:
+    """Stands for a value in a nest."""
 
 
 @dataclass(frozen=True)
-class TensorSlot:
+class TensorSlot(Slot):
     """Stands for tensor number ``index``."""
 
     index: int
+
+
+@dataclass(frozen=True)
+class Field(Slot):
+    """A key of :func:`leaves` that is the name of a dataclass's field."""
+
+    name: str
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
@@ -70,33 +84,39 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest of tuples, lists and dicts with every other part changed. A dict that is a dataclass, as models
-    of transformers return, stays one, and so does a tuple with names."""
+    """The same nest of tuples, lists, dicts and dataclasses with every other part changed. A dict that is a dataclass,
+    as models of transformers return, stays one, and so does a tuple with names."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is tuple:
         return tuple([transform(part, change) for part in value])
     if isinstance(value, Mapping):
         parts = {key: transform(part, change) for key, part in value.items()}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return type(value)(**parts)
-        return parts
+        return type(value)(**parts) if is_record(value) else parts
     if isinstance(value, list):
         return [transform(part, change) for part in value]
     if _has_names(value):
         changed = [transform(part, change) for part in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if is_record(value):
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(record, field.name, transform(getattr(value, field.name), change))
+        return record
     return change(value)
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every part that :func:`transform` would change, with the keys that lead there."""
+    """Every part that :func:`transform` would change, with the keys that lead there; :class:`Field` of a dataclass."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from leaves(part, (*path, key))
     elif isinstance(value, list) or type(value) is tuple or _has_names(value):
         for index, part in enumerate(value):
             yield from leaves(part, (*path, index))
+    elif is_record(value):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name), (*path, Field(field.name)))
     else:
         yield path, value
 
@@ -104,6 +124,27 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors among :func:`leaves`."""
     return (part for _, part in leaves(value) if isinstance(part, Tensor))
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """A nest with its tensors on ``device``; what is no tensor stays as it is."""
+    return transform(values, lambda part: part.to(device) if isinstance(part, Tensor) else part)
+
+
+def in_dtype(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a number of type ``kind`` becomes in a model of ``dtype``: complex numbers stay complex."""
+    if kind.is_complex:
+        return torch.complex128 if dtype is torch.float64 else torch.complex64
+    return dtype if kind.is_floating_point else kind
+
+
+def is_record(value: Any) -> bool:
+    """Whether ``value`` is a dataclass's; a :class:`Slot` is a part by itself."""
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and not isinstance(value, Slot)
+    )
 
 
 def _has_names(value: Any) -> bool:

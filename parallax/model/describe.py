@@ -16,7 +16,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
-from parallax.model.block import Block, Cut, rebuild
+from parallax.model.block import Block, Cut, leaves, rebuild
 from parallax.model.construction.construct import Construction, ModelFactory, construct
-from parallax.model.families import cut_family
-from parallax.model.recording.cut import cut_trace
-from parallax.model.recording.trace import Sample
+from parallax.model.huggingface import file_names
+from parallax.model.recording.inputs import Sample
+from parallax.model.recording.record import cut_recorded
 
 logger = logging.getLogger("parallax")
 
@@ -45,8 +45,9 @@ class Chain:
 
     ``ties`` maps the model-wide name of each parameter that several blocks share to all its users as ``(block index,
     name inside the block)``, the first one first. ``model`` is the whole on the meta device, whose tensors the
-    blocks hold, and ``construction`` what makes values for them. ``weights`` is a safetensors file or a folder of them
-    that values come from instead; None: there is none.
+    blocks hold, and ``construction`` what makes values for them. ``nest``: where the tensors lie in inputs that are
+    nests of nests. ``weights`` is a safetensors file or a folder of them that values come from instead; None: there is
+    none.
     """
 
     construction: Construction = field(repr=False)
@@ -55,7 +56,9 @@ class Chain:
     seed: int
     dtype: torch.dtype
     inputs: tuple[str, ...] = ()
+    nest: tuple[tuple[Any, ...], ...] = ()
     template: Any = None
+    sizes: tuple[tuple[int | None, ...], ...] = ()
     rename: Callable[[str], str] = str
     weights: Path | None = None
 
@@ -74,10 +77,25 @@ class Chain:
             ]
         return hashlib.sha256("\n".join([*text, *sorted(self.ties)]).encode()).hexdigest()[:16]
 
-    def arguments(
-        self, value: Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
-        """A model's inputs as the first block takes them: a tensor, some in order, or some by name."""
+    def arguments(self, value: Any) -> tuple[Tensor, ...]:
+        """A model's inputs as the first block takes them: a tensor, some in order, some by name, or a nest of them such
+        as the chain was described with."""
+        found = self._tensors(value)
+        for tensor, sizes in zip(found, self.sizes):
+            wrong = len(sizes) != tensor.ndim or any(
+                size not in (None, have) for size, have in zip(sizes, tensor.shape)
+            )
+            if wrong:
+                wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+                raise DescribeError(
+                    f"an input has shape {tuple(tensor.shape)}, and the model was recorded for ({wanted}): describe it "
+                    "with a sample of the inputs that it is to be given"
+                )
+        return found
+
+    def _tensors(self, value: Any) -> tuple[Tensor, ...]:
+        if self.nest:
+            return self._unpacked(value)
         if not isinstance(value, Mapping):
             return as_tuple(value)
         names = self.inputs or tuple(inspect.signature(self.blocks[0].module.forward).parameters)
@@ -88,6 +106,18 @@ class Chain:
                 "left out, none may be added; describe the model with a sample of the inputs that it is to be given"
             )
         return as_tuple([value[name] for name in given])
+
+    def _unpacked(self, value: Any) -> tuple[Tensor, ...]:
+        found = [(path, part) for path, part in leaves(value) if isinstance(part, Tensor)]
+        if tuple(path for path, _ in found) != self.nest:
+            names = [
+                [".".join(map(str, path)) for path in paths] for paths in (dict(found), self.nest)
+            ]
+            raise DescribeError(
+                f"inputs are {', '.join(names[0]) or 'none'}, and the model was described with {', '.join(names[1])}: "
+                "describe it with a sample of the inputs that it is to be given"
+            )
+        return tuple(part for _, part in found)
 
     def results(self, outputs: tuple[Tensor, ...]) -> Any:
         """The last block's outputs as the model returns them, which is what the loss is given."""
@@ -123,9 +153,8 @@ def describe(
     """Build ``factory()`` without bytes and cut it into blocks.
 
     In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``; the
-    families of transformers in :mod:`parallax.model.families`; the program of its ``forward``, recorded
-    (:mod:`parallax.model.recording.trace`). ``sample(n)`` gives inputs of n rows, of which only shape and type are
-    used; a recorded program is then cut where the fewest bytes pass, and it is known which tensors have no rows.
+    program of its ``forward``, recorded while it runs on tensors without values (:mod:`parallax.model.recording`) and
+    cut where the fewest bytes pass. ``sample(n)`` gives inputs of n rows, of which only shape and type are used.
 
     ``weights``: a safetensors file or a folder of them, with the model's names. Raises :class:`DescribeError` with the
     lines to write where none of the ways applies.
@@ -138,7 +167,7 @@ def describe(
             f"{name}{f' and {len(more)} more' if more else ''} of {_kind(model)} was never written by its constructor; "
             "initialise it there (torch.empty has no values), or give a file of weights"
         )
-    cut = _cut(model, blocks, sample)
+    cut = _cut(construction, blocks, sample, dtype)
     _check_cover(model, cut.blocks)
     return Chain(
         construction=construction,
@@ -147,13 +176,18 @@ def describe(
         seed=seed,
         dtype=dtype,
         inputs=cut.inputs,
+        nest=cut.nest,
         template=cut.template,
-        rename=cut.rename,
+        sizes=cut.sizes,
+        rename=file_names(model),
         weights=Path(weights).expanduser() if weights else None,
     )
 
 
-def _cut(model: nn.Module, blocks: Sequence[str], sample: Sample | None) -> Cut:
+def _cut(
+    construction: Construction, blocks: Sequence[str], sample: Sample | None, dtype: torch.dtype
+) -> Cut:
+    model = construction.model
     names = {id(module): name for name, module in model.named_modules()}
     modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
     for module in modules or ():
@@ -164,7 +198,15 @@ def _cut(model: nn.Module, blocks: Sequence[str], sample: Sample | None) -> Cut:
     if modules is not None:
         _check_apart(names, modules)
         return Cut(tuple(Block(names[id(module)], module) for module in modules))
-    return cut_family(model) or cut_trace(model, sample)
+    return cut_recorded(model, sample, dtype, partial(_value, construction, dtype))
+
+
+def _value(construction: Construction, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """What the constructor put into one tensor of the skeleton."""
+    alone = nn.Module()
+    alone.register_buffer("value", tensor)
+    made: Tensor = construction.values().parts(alone, dtype, {})[id(tensor)]
+    return made
 
 
 def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:
@@ -179,7 +221,7 @@ def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int
 
 def _own_blocks(model: nn.Module) -> list[nn.Module] | None:
     blocks = getattr(model, "blocks", None)
-    if callable(blocks):
+    if inspect.ismethod(blocks) or inspect.isfunction(blocks):
         returned = blocks()
         found = list(returned) if isinstance(returned, Iterable) else []
         if not found or not all(isinstance(module, nn.Module) for module in found):

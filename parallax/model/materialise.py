@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from parallax.model.construction.weights import CheckpointWeights
 from parallax.model.describe import Chain
-from parallax.model.weights import CheckpointWeights
 
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:

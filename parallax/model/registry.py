@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from parallax.common.targets import call_target
-from parallax.model.families.config import HuggingFaceConfig
 from parallax.model.gpt import GPTConfig
+from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.mlp import MLPConfig
 from parallax.plan.analytic.transformer import TransformerConfig
 

@@ -15,7 +15,7 @@ from parallax.errors import ConfigError, DataError, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
-from parallax.model.families.config import HuggingFaceConfig
+from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.profiling.count import Sample, count
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
@@ -102,9 +102,11 @@ def build_loss(config: RunConfig) -> Loss:
     return own
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy: class scores in the last dimension of ``outputs``, classes in ``targets``."""
-    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean cross-entropy: class scores in the last dimension of ``outputs``, or of its ``logits``, which models of
+    transformers return; classes in ``targets``."""
+    scores = getattr(outputs, "logits", outputs)
+    return nn.functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
 def sequence_length(config: RunConfig) -> int:

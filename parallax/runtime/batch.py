@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from parallax.errors import DataError
-from parallax.model.block import leaves, transform
+from parallax.model.block import tensors_in, transform
 
-Values = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+Values = Tensor | Sequence[Any] | Mapping[str, Any]
+"""A tensor, or a nest of tensors."""
 
 
 class Rows(Protocol):
@@ -33,7 +33,7 @@ class TensorRows:
     def __init__(self, inputs: Values, targets: Values) -> None:
         self._inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._targets = targets
-        sizes = [len(tensor) for _, tensor in leaves((self._inputs, targets))]
+        sizes = [len(tensor) for tensor in tensors_in((self._inputs, targets))]
         if len(set(sizes)) != 1 or sizes[0] == 0:
             raise DataError(
                 f"a batch needs the same number of rows, above zero, in inputs and targets; got {sizes}"
@@ -45,13 +45,13 @@ class TensorRows:
 
     def inputs(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of each input; one given alone is a tuple of one."""
-        return transform(self._inputs, lambda tensor: tensor[start:stop])
+        return _slice(self._inputs, start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of the targets."""
-        return transform(self._targets, lambda tensor: tensor[start:stop])
+        return _slice(self._targets, start, stop)
 
 
-def to_device(values: Any, device: torch.device) -> Any:
-    """Inputs or targets on ``device``; what is no tensor stays as it is."""
-    return transform(values, lambda value: value.to(device) if isinstance(value, Tensor) else value)
+def _slice(values: Any, start: int, stop: int) -> Any:
+    """Rows [start, stop) of every tensor in a nest; what is no tensor stays as it is."""
+    return transform(values, lambda part: part[start:stop] if isinstance(part, Tensor) else part)

@@ -20,12 +20,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallax.common.events import Span
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
+from parallax.model.block import to_device
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.schedule import Action, Kind
-from parallax.runtime.batch import Rows, to_device
+from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Spec, spec_of
 from parallax.runtime.channels.stage_io import StageIO, Tensors
 from parallax.runtime.channels.transport import Channels

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
-from parallax.model.block import leaves
+from parallax.model.block import tensors_in
 from parallax.runtime.batch import Rows
 from parallax.runtime.optim.scaling import LossScale
 
@@ -77,7 +77,7 @@ def _look(
 def _rows(name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
-        for _, tensor in leaves(read(start, stop)):
+        for tensor in tensors_in(read(start, stop)):
             if (
                 isinstance(tensor, Tensor)
                 and tensor.is_floating_point()

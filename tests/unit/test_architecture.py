@@ -26,6 +26,7 @@ MOST_MODULES = 12  # of a folder, its __init__.py among them
 PRIVATE = {
     "machine/device.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does",
     "model/profiling/count.py": "fake tensors and dispatch modes are documented, but only under private names",
+    "model/recording/fakes.py": "fake tensors, and the way out of their mode, have no public names",
     "model/private.py": "whether functorch wraps a tensor, which operator saves one, and what sees every operator and "
     "every call of a constructor have no public names",
     "train/debug.py": "torch.cuda.memory: the history of allocations has no public name, and without it a snapshot is "

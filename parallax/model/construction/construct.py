@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from parallax.errors import DescribeError
+from parallax.model.block import in_dtype
 from parallax.model.construction.attributes import check_functions, plain_tensors
 from parallax.model.construction.caches import fill_kept, forgotten
 from parallax.model.construction.generators import seeded
@@ -174,7 +175,7 @@ class _Replayed:
             if key in parts:
                 continue
             if key in filled:
-                empty = torch.empty_like(tensor, device="cpu", dtype=_floating(tensor.dtype, dtype))
+                empty = torch.empty_like(tensor, device="cpu", dtype=in_dtype(tensor.dtype, dtype))
                 parts[key] = like(tensor, empty)
             elif self._log.find(tensor) is not None:
                 wanted[key] = tensor
@@ -183,18 +184,11 @@ class _Replayed:
         views = [self._log.view(tensor) for tensor in wanted.values()]
         cast = {}
         for (key, tensor), view, value in zip(wanted.items(), views, self._replay.values(views)):
-            kind = _floating(value.dtype, dtype) if key in own else value.dtype
+            kind = in_dtype(value.dtype, dtype) if key in own else value.dtype
             if (view, kind) not in cast:
                 cast[view, kind] = value.to(kind)
             parts[key] = like(tensor, cast[view, kind])
         return parts
-
-
-def _floating(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a number of type ``kind`` becomes in a model of ``dtype``: complex numbers stay complex."""
-    if kind.is_complex:
-        return torch.complex128 if dtype is torch.float64 else torch.complex64
-    return dtype if kind.is_floating_point else kind
 
 
 # ---- a constructor that cannot be recorded -------------------------------------------------------------
@@ -236,7 +230,7 @@ class _Built:
         """See :class:`Values`."""
         del filled  # there is a value already
         if self._cast is not dtype:
-            self._model._apply(lambda tensor: tensor.to(_floating(tensor.dtype, dtype)))
+            self._model._apply(lambda tensor: tensor.to(in_dtype(tensor.dtype, dtype)))
             self._cast = dtype
         inside = {id(m) for m in module.modules()}
         if inside & self._given:

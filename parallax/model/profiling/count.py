@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
-from parallax.model.block import tensors_in
+from parallax.model.block import tensors_in, transform
 from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
@@ -244,10 +245,10 @@ class _Counter:
         self._minimum, self._progress = minimum_bytes, progress
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Tensor) -> list[_Counted]:
+    def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Counted]:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
         with self._mode:
-            entering, aims = tuple(_fake(tensor) for tensor in inputs), _fake(targets)
+            entering, aims = tuple(map(_fake, inputs)), transform(targets, _fake)
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Counted:
             block, count = self._chain.blocks[index], len(self._chain.blocks)
@@ -266,38 +267,36 @@ class _Counter:
         block: nn.Module,
         rows: int,
         inputs: tuple[Tensor, ...],
-        targets: Tensor | None,
+        targets: Any,
     ) -> _Counted:
         _fill(block, self._chain.dtype)
-        anchor = torch.zeros((), requires_grad=True)
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point())
             for tensor in inputs
         )
-        # As in a stage, what enters is no leaf: it comes from a node with two parents.
-        entering = tuple(
-            leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves
-        )
         meter = _Meter()
-        aims = [] if targets is None else [targets]
-        meter.know([*block.parameters(), *block.buffers(), *entering, *leaves, *aims])
-        outputs = self._forward(block, entering, None)
-        moved, stays, by_loss, new = self._saved(block, entering, targets)
+        meter.know([*block.parameters(), *block.buffers(), *leaves, *tensors_in(targets)])
+
+        enter = partial(_entering, leaves, torch.zeros((), requires_grad=True), meter)
+        outputs = self._forward(block, enter(), None)
+        moved, stays, by_loss, new = self._saved(block, enter(), targets)
+        entering = enter()
         with meter.watch() as seen:
             results = self._forward(block, entering, targets)
         forward, forward_peak = seen()
         total, backward_peak = self._backward(meter, results, block, leaves, targets)
+        entering = enter()
         with _Deferring() as deferring:
             self._forward(block, entering, None)
-        partial = _Pass()
+        inner = _Pass()
         if any(leaf.requires_grad for leaf in leaves):
-            results = self._forward(block, entering, targets)
-            partial, _ = self._backward(meter, results, None, leaves, targets)
+            results = self._forward(block, enter(), targets)
+            inner, _ = self._backward(meter, results, None, leaves, targets)
         return _Counted(
             rows=rows,
             forward=forward,
-            input_gradient=partial,
-            weight_gradient=total.less(partial),
+            input_gradient=inner,
+            weight_gradient=total.less(inner),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -310,7 +309,7 @@ class _Counter:
         )
 
     def _forward(
-        self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None
+        self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
         """The block's outputs, or the loss of them where there are targets."""
         try:
@@ -324,7 +323,7 @@ class _Counter:
                 "takes what the one before it returns, and asks for no values of tensors (measure it instead)"
             ) from error
 
-    def _add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+    def _add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         with self._precision.autocast("cpu"):
             return (self._loss(self._chain.results(outputs), targets),)
 
@@ -334,7 +333,7 @@ class _Counter:
         results: tuple[Tensor, ...],
         block: nn.Module | None,
         leaves: tuple[Tensor, ...],
-        targets: Tensor | None,
+        targets: Any,
     ) -> tuple[_Pass, int]:
         """A backward into the parameters of ``block`` and the leaves, or without a block into the leaves alone."""
         roots = [tensor for tensor in results if tensor.requires_grad]
@@ -359,7 +358,7 @@ class _Counter:
         return seen()
 
     def _saved(
-        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
+        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
         """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
         behind; as the profiler counts them."""
@@ -373,8 +372,17 @@ class _Counter:
         return saved.sums(entering, results)
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    """A fake tensor on the CPU, in a storage as large as that of ``tensor``: a slice of a batch stays one."""
+def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: _Meter) -> tuple[Tensor, ...]:
+    """As in a stage, what enters is no leaf: it comes from a node with two parents. A block may change it in place."""
+    made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
+    meter.know(made)
+    return made
+
+
+def _fake(tensor: Any) -> Any:
+    """A fake tensor on the CPU in the place of a tensor, in a storage as large: a slice of a batch stays one."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.empty(count, dtype=tensor.dtype, device="cpu")
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError
+from parallax.model.block import to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -139,16 +140,22 @@ class _Passes:
         device: torch.device,
         block: nn.Module,
         leaves: Tensors,
-        targets: Tensor | None,
+        targets: Any,
     ) -> None:
         self._bench, self._block, self._leaves, self._targets = bench, block, leaves, targets
         self._device = device
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
-        self.entering = self._enter()
 
-    def forward(self, _: object) -> Tensors:
+    def enter(self, _: object = None) -> Tensors:
+        """What enters, anew for each forward, which may change it in place."""
+        return tuple(
+            leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
+            for leaf in self._leaves
+        )
+
+    def forward(self, entering: Tensors) -> Tensors:
         """Outputs, or the loss."""
-        return self._bench.forward(self._block, self.entering, self._targets)
+        return self._bench.forward(self._block, entering, self._targets)
 
     def backward(self, results: Tensors) -> None:
         """From what :meth:`forward` gave, into the inputs and the parameters."""
@@ -161,17 +168,22 @@ class _Passes:
 
     def offloaded(self, saving: Saving) -> Tensors:
         """A forward whose saved tensors go where ``saving`` takes them; those of the loss stay."""
+        entering = self.enter()
         with saving:
-            results = self._bench.forward(self._block, self.entering, None)
+            results = self._bench.forward(self._block, entering, None)
         if self._targets is None:
             return results
         return self._bench.add_loss(results, self._targets)
 
-    def split(self, _: object) -> tuple[Tensors, WeightGradStore]:
+    def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
         """A forward whose weight gradients can be put off."""
         store = WeightGradStore(self._device)
         with store.splitting():
-            return self._bench.forward(self._block, self._enter(), self._targets), store
+            return self._bench.forward(self._block, entering, self._targets), store
+
+    def enter_and_split(self, _: object) -> tuple[Tensors, WeightGradStore]:
+        """:meth:`split` of what enters anew."""
+        return self.split(self.enter())
 
     def input_half(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
         """The backward without the weight gradients."""
@@ -181,12 +193,6 @@ class _Passes:
     def weight_half(self, store: WeightGradStore) -> None:
         """The weight gradients."""
         store.finish()
-
-    def _enter(self) -> Tensors:
-        return tuple(
-            leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
-            for leaf in self._leaves
-        )
 
 
 class _Bench:
@@ -206,13 +212,15 @@ class _Bench:
         self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
         self._clock = Clock(device)
 
-    def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Tensor) -> list[_Measured]:
+    def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
             self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
-            return self._measure(index, rows, entering, targets.to(self._device) if last else None)
+            return self._measure(
+                index, rows, entering, to_device(targets, self._device) if last else None
+            )
 
         return block_by_block(
             self._chain, tuple(tensor.to(self._device) for tensor in inputs), find
@@ -234,7 +242,7 @@ class _Bench:
         return low, high
 
     def _measure(
-        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Tensor | None
+        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> _Measured:
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
@@ -244,17 +252,23 @@ class _Bench:
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
         passes = _Passes(self, self._device, block, leaves, targets)
-        outputs = self.forward(block, passes.entering, None)
-        moved, stays, by_loss, new = self._saved(block, passes.entering, targets)
-        whole = self._time(passes.forward, passes.backward)
-        (forward_peak, _), (backward_peak, _) = self._allocations(passes.forward, passes.backward)
+        outputs = self.forward(block, passes.enter(), None)
+        moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)
+        _, *whole = self._time(passes.enter, passes.forward, passes.backward)
+        _, (forward_peak, _), (backward_peak, _) = self._allocations(
+            passes.enter, passes.forward, passes.backward
+        )
         arriving = sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
         if targets is not None:
             arriving = 0  # the loss begins the backward
         halves = passes.split, passes.input_half, passes.weight_half
-        *halved, weight_seconds = self._time(*halves)
-        (_, made), (first_peak, given), (second_peak, _) = self._allocations(*halves)
-        apart = self._splits(block, leaves, targets)
+        _, *halved, weight_seconds = self._time(passes.enter, *halves)
+        # What entered waits for the weight half.
+        _, first, second = halves
+        (_, made), (first_peak, given), (second_peak, _) = self._allocations(
+            passes.enter_and_split, first, second
+        )
+        apart = self._splits(passes)
         return _Measured(
             rows=rows,
             forward_seconds=whole[0],
@@ -290,21 +304,14 @@ class _Bench:
             self._progress(f"what offloading takes was not measured: {error}")
         return 0.0
 
-    def _splits(self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None) -> bool:
+    def _splits(self, passes: _Passes) -> bool:
         """Whether any gradient of a parameter is put off."""
-        halves = WeightGradStore(self._device)
-        with halves.splitting():
-            results = [
-                tensor for tensor in self.forward(block, inputs, targets) if tensor.requires_grad
-            ]
-        if results:
-            torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
-        for leaf in inputs:
-            leaf.grad = None
+        results, halves = passes.enter_and_split(None)
+        passes.backward(results)
         return bool(halves.owes())
 
     def forward(
-        self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor | None
+        self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
         """The block's outputs, or with ``targets`` the loss of them."""
         with self._precision.autocast(self._device.type):
@@ -318,13 +325,13 @@ class _Bench:
                 ) from error
             return outputs if targets is None else self.add_loss(outputs, targets)
 
-    def add_loss(self, outputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, ...]:
+    def add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         """The loss of the chain's outputs."""
         with self._precision.autocast(self._device.type):
             return (self._loss(self._chain.results(outputs), targets),)
 
     def _saved(
-        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Tensor | None
+        self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
         """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
         behind."""

@@ -1,313 +1,290 @@
-"""A recorded program cut into blocks.
+"""A model's own forward, recorded and cut into blocks.
 
-Each block has one step with parameters, and steps without that stand beside it::
+Each block has a step with parameters, or several small ones, and steps without that stand beside them::
 
     embed ─ add ┊ layer ─ add ┊ layer ┊ norm ─ head          ┊ a cut: what is alive there passes
 
 What passes a cut is what steps behind it still use; a tensor that is used much later passes every block between,
-unchanged. Between two steps with parameters the cut lies where the fewest bytes pass. There is none where something
-other than a tensor would have to pass, where a tensor depends on the rows and has no dimension of them, where a tensor
-is changed in place behind it, or between two uses of a module with buffers, which must see all of its updates.
+unchanged. What is made of whole-numbered inputs alone (masks, positions) is made again instead, where that is less.
+Between two steps with parameters the cut lies where the fewest bytes pass. There is none where a tensor depends on the
+rows and has no dimension of them, where a tensor is changed in place behind it, between two uses of a module with
+buffers, which must see all of its updates, or between tensors and a derivative of one by the other.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
 from parallax.errors import DescribeError
-from parallax.model.block import Block, Cut, TensorSlot, transform
-from parallax.model.recording.program import (
-    ROWS,
-    ForwardProgram,
-    ForwardStep,
-    ValueKind,
-    map_steps,
-    read,
-    written,
-)
-from parallax.model.recording.trace import Sample, input_names, record, required_inputs
+from parallax.model.block import Block, Cut, TensorSlot
+from parallax.model.recording.program import ForwardProgram, ForwardStep, ForwardTensor
+from parallax.model.recording.segment import RecordedSegment, SegmentWriter, UnknownSize
+from parallax.model.recording.trace import Context, ModulePath, Origin, change, parts
 
 logger = logging.getLogger("parallax")
 
+_RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "uniform")
 
-class RecordedSegment(nn.Module):
-    """Some steps of a model's forward as a module. It holds the modules and tensors that they use, which are the
-    model's own, under names that are the same for segments that do the same."""
-
-    def __init__(self, code: str, run: Any, members: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._code, self._run = code, run
-        for name, (member, persistent) in members.items():
-            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
-                self.register_buffer(name, member, persistent=persistent)
-            else:
-                setattr(self, name, member)
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the steps."""
-        results: tuple[Tensor, ...] = self._run(self, *tensors)
-        return results
-
-    def extra_repr(self) -> str:
-        """The steps."""
-        return self._code
+_DERIVATIVES = "grad", "backward"
+"""Calls that walk the graph between the tensors that they are given, which must lie in one block."""
 
 
-def cut_trace(model: nn.Module, sample: Sample | None) -> Cut:
-    """Record the forward of ``model`` and cut it. Raises :class:`DescribeError` where it cannot be recorded."""
-    found = [sample(rows) for rows in ROWS] if sample is not None else []
-    given = _given(model, found[0] if found else None)
-    samples = [_on_meta(value) for value in found]
-    # A batch of fewer rows than asked for.
-    if sample is not None and len(samples[0][0]) == len(samples[1][0]):
-        samples[0] = _on_meta(sample(1))
-    graph, modules = record(model, given)
-    program = read(graph, modules, model, samples)
-    cutter = _ProgramCutter(model, program)
-    bounds = cutter.bounds()
-    if not any(step.heavy for step in program.steps):
-        raise DescribeError(
-            f"{type(model).__name__} is no chain of blocks: its forward uses no parameters"
-        )
-    blocks = [
-        cutter.block(low, high) for low, high in zip([0, *bounds], [*bounds, len(program.steps)])
-    ]
-    if len(blocks) == 1:
-        logger.warning(
-            "%s is one block: %s",
-            type(model).__name__,
-            cutter.reason or "one part holds all parameters",
-        )
-    whole = isinstance(program.returned, ForwardStep)
-    return Cut(tuple(blocks), input_names(model, given), None if whole else cutter.template)
+@dataclass(frozen=True)
+class _Piece:
+    """Some steps as a module, with the tensors that it takes and gives."""
+
+    name: str
+    module: RecordedSegment
+    steps: list[ForwardStep]
+    entering: list[int]
+    leaving: list[int]
+    last: bool
 
 
-def _given(model: nn.Module, value: Any) -> int | tuple[str, ...]:
-    """How many inputs there are, or their names."""
-    if value is None:
-        return required_inputs(model)
-    if isinstance(value, Mapping):
-        return tuple(value)
-    return 1 if isinstance(value, Tensor) else len(value)
+class ProgramCutter:
+    """Finds where to cut ``program``, and builds what lies between. ``share(step)`` is the part of the model's work
+    that a step does; a block has at least ``least`` of it, where there is that much."""
 
-
-def _on_meta(value: Any) -> tuple[Tensor, ...]:
-    parts = (
-        value.values()
-        if isinstance(value, Mapping)
-        else [value]
-        if isinstance(value, Tensor)
-        else value
-    )
-    return tuple(tensor.to("meta") for tensor in parts)
-
-
-class _ProgramCutter:
-    """Finds where to cut, and builds what lies between."""
-
-    def __init__(self, model: nn.Module, program: ForwardProgram) -> None:
-        self._model, self._steps = model, program.steps
+    def __init__(
+        self,
+        model: nn.Module,
+        program: ForwardProgram,
+        share: Callable[[ForwardStep], float],
+        least: float,
+    ) -> None:
+        self._model, self._program = model, program
+        self._steps, self._tensors = program.steps, program.tensors
+        self._share, self._least = share, least
         self.reason = ""
-        results: list[ForwardStep] = []
-
-        def number(part: Any) -> Any:
-            if not isinstance(part, ForwardStep):
-                return part
-            if part.kind in (ValueKind.NUMBER, ValueKind.OTHER):
-                raise DescribeError(
-                    f"{type(model).__name__} returns something that is no tensor, made by {part.target}: let its "
-                    "forward return tensors, in tuples or dicts"
-                )
-            results.append(part)
-            return TensorSlot(len(results) - 1)
-
-        self.template = transform(program.returned, number)
-        self._results = results
-        self._last_use = {step.position: step.position for step in self._steps}
+        self._results = [p.index for p in parts(program.returned) if isinstance(p, TensorSlot)]
+        self._written = self._written_storages()
+        self._born: dict[int, int] = {}
+        for tensor in self._tensors:
+            self._born.setdefault(tensor.traced.storage, max(tensor.maker, 0))
+        self._remade = self._find_remade()
+        self._last_use = [-1] * len(self._tensors)
         for step in self._steps:
-            self._use(step.used, step.position)
-        self._use(results, len(self._steps))
+            for index in step.uses:
+                self._use(index, step.position)
+        for index in self._results:
+            self._use(index, len(self._steps))
         self._forbidden = self._intervals()
         self._held: set[int] = set()
         self._named: dict[str, int] = {}
 
-    def bounds(self) -> list[int]:
+    def cut(self) -> Cut:
+        """The blocks. Raises :class:`UnknownSize` where even one block of all steps cannot make a size."""
+        if not any(step.heavy for step in self._steps):
+            raise DescribeError(
+                f"{type(self._model).__name__} is no chain of blocks: its forward uses no parameters"
+            )
+        bounds = [0, *self._bounds(), len(self._steps)]
+        found: list[_Piece] = []
+        while len(found) + 1 < len(bounds):
+            low, high = bounds[len(found) : len(found) + 2]
+            try:
+                found.append(self._piece(low, high))
+            except UnknownSize as unknown:
+                self.reason = f"{unknown} cannot be made from what passes a cut"
+                if len(bounds) == 2:
+                    raise
+                bounds.remove(low or high)  # one piece less
+                del found[-1:]
+        blocks = [self._block(piece) for piece in found]
+        return Cut(tuple(blocks), template=self._template())
+
+    def _template(self) -> Any:
+        order = iter(range(len(self._results)))
+        returned = self._program.returned
+        if isinstance(returned, TensorSlot):
+            return None
+        return change(
+            returned, lambda p: TensorSlot(next(order)) if isinstance(p, TensorSlot) else p
+        )
+
+    # ---- where
+
+    def _bounds(self) -> list[int]:
         """The positions of the steps that begin a block, but the first."""
-        heavy = [step.position for step in self._steps if step.heavy]
-        found = []
+        heavy = [step for step in self._steps if step.heavy]
+        remaining = sum(map(self._share, heavy))
+        found, gathered = [], 0.0
         for before, after in itertools.pairwise(heavy):
-            costs = [(self._cost(position), -position) for position in range(before + 1, after + 1)]
-            possible = [(cost, position) for cost, position in costs if cost is not None]
+            gathered += self._share(before)
+            remaining -= self._share(before)
+            if gathered < self._least or remaining < self._least:
+                continue
+            places = range(before.position + 1, after.position + 1)
+            costs = [(self._cost(place), -place) for place in places]
+            possible = [(cost, place) for cost, place in costs if cost is not None]
             if possible:
                 found.append(-min(possible)[1])
+                gathered = 0.0
         return found
-
-    def block(self, low: int, high: int) -> Block:
-        """The steps from ``low`` to below ``high``."""
-        entering = (
-            self._alive(low) if low else [step for step in self._steps if step.op == "placeholder"]
-        )
-        last = high == len(self._steps)
-        leaving = self._results if last else self._alive(high)
-        builder = _Builder(self._model, entering, unfold=low > 0)
-        for step in self._steps[low:high]:
-            if step.op != "placeholder":
-                builder.add(step)
-        module = builder.build(leaving, fold=not last)
-        self._held |= {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        whole = None if last and self._adopt(module) else builder.plain(leaving)
-        name = next(iter(builder.paths), f"steps {low} to {high - 1}")
-        self._named[name] = self._named.get(name, 0) + 1
-        unbatched = frozenset(i for i, step in enumerate(leaving) if step.rows == -1 and not last)
-        unique = name if self._named[name] == 1 else f"{name} ({self._named[name]})"
-        return Block(unique, whole or module, unbatched)
-
-    def _adopt(self, module: nn.Module) -> bool:
-        """Give the last block what no step uses, as the model has it; whether there is any."""
-        before = len(list(module.named_modules())) + len(module.state_dict())
-        for path, part in self._model.named_modules():
-            own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-            unused = [(name, tensor) for name, tensor in own if id(tensor) not in self._held]
-            if unused and len(unused) == len(own) and not list(part.children()):
-                module.add_module(f"unused_{path.replace('.', '_')}", part)
-            elif unused:
-                for name, tensor in unused:
-                    setattr(module, f"unused_{path.replace('.', '_')}_{name}", tensor)
-        return len(list(module.named_modules())) + len(module.state_dict()) > before
-
-    def _use(self, steps: list[ForwardStep], position: int) -> None:
-        """``steps`` are used at ``position``; of numbers, the tensors whose sizes they are made from."""
-        for step in steps:
-            self._last_use[step.position] = max(self._last_use[step.position], position)
-            if step.kind is ValueKind.NUMBER:
-                self._use(step.used, position)
-
-    def _alive(self, position: int) -> list[ForwardStep]:
-        """What steps from ``position`` on use of those before."""
-        before = self._steps[:position]
-        return [s for s in before if self._last_use[s.position] >= position and _passes(s)]
 
     def _cost(self, position: int) -> int | None:
         """Bytes that pass a cut before ``position``; None: it cannot be cut there."""
         if any(low < position <= high for low, high in self._forbidden):
             return None
         alive = self._alive(position)
-        for step in alive:
-            if step.kind is ValueKind.OTHER or step.rows is None:
-                why = (
-                    "is no tensor"
-                    if step.kind is ValueKind.OTHER
-                    else "depends on the rows and has no dimension of them"
-                )
+        for tensor in alive:
+            if tensor.rows is None:
+                maker = self._steps[tensor.maker].name if tensor.maker >= 0 else tensor.traced.name
                 self.reason = (
-                    f"{step.target} gives something that {why}, and all that follows needs it"
+                    f"{maker} gives something that depends on the rows and has no dimension of them, and all that "
+                    "follows needs it"
                 )
                 return None
-        return sum(step.nbytes for step in alive) if alive else None
+        return sum(tensor.traced.nbytes for tensor in alive) if alive else None
+
+    def _alive(self, position: int) -> list[ForwardTensor]:
+        """What steps from ``position`` on use of what is there before."""
+        return [
+            tensor
+            for tensor in self._tensors
+            if tensor.maker < position
+            and self._last_use[tensor.index] >= position
+            and not tensor.held
+            and tensor.index not in self._remade
+        ]
+
+    def _use(self, index: int, position: int) -> None:
+        """A tensor is used at ``position``; if it is made again there, what it is made of is used."""
+        if self._last_use[index] >= position:
+            return
+        self._last_use[index] = position
+        if index in self._remade:
+            for source in self._steps[self._tensors[index].maker].uses:
+                self._use(source, position)
+
+    def _find_remade(self) -> set[int]:
+        """Tensors that every block makes for itself: of whole-numbered inputs no larger than they are, or of none."""
+        found: set[int] = set()
+        sources: dict[int, frozenset[int]] = {}
+        for tensor in self._tensors:
+            if tensor.traced.origin is Origin.INPUT:
+                if not tensor.traced.dtype.is_floating_point:
+                    sources[tensor.index] = frozenset([tensor.index])
+                continue
+            if tensor.held or tensor.maker < 0 or not self._is_light(self._steps[tensor.maker]):
+                continue
+            used = self._steps[tensor.maker].uses
+            if tensor.traced.storage in self._written or any(i not in sources for i in used):
+                continue
+            sources[tensor.index] = frozenset().union(*(sources[i] for i in used))
+            needed = sum(self._tensors[i].traced.nbytes for i in sources[tensor.index])
+            if needed <= tensor.traced.nbytes or not needed:
+                found.add(tensor.index)
+        # What one of them is made of is made again with it.
+        return found
+
+    def _is_light(self, step: ForwardStep) -> bool:
+        random = any(word in step.name for word in _RANDOM)
+        return step.module is None and not step.heavy and not step.writes and not random
+
+    def _written_storages(self) -> set[int]:
+        return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}
 
     def _intervals(self) -> list[tuple[int, int]]:
         """Steps that must be in one block: all uses of a module with buffers, a tensor and what changes it."""
         found: list[tuple[int, int]] = []
-        first: dict[int, int] = {}
+        first: dict[Any, int] = {}
+        changed_by_modules = {
+            name
+            for step in self._steps
+            if isinstance(step.target, ModulePath) and step.module is not None
+            for name in (f"{step.target.path}.{n}" for n, _ in step.module.named_buffers())
+        }
         for step in self._steps:
-            found += [(source.position, step.position) for source in written(step)]
-            for buffer in step.module.buffers() if step.module is not None else ():
-                found.append((first.setdefault(id(buffer), step.position), step.position))
+            keys: list[Any] = [id(b) for b in step.module.buffers()] if step.module else []
+            for index in {*step.uses, *step.writes}:
+                tensor = self._tensors[index].traced
+                if tensor.name in changed_by_modules:
+                    keys.append(id(_tensor_named(self._model, tensor.name)))
+                if tensor.origin is Origin.MODEL and tensor.storage in self._written:
+                    keys.append(("held", tensor.storage))
+            for key in keys:
+                found.append((first.setdefault(key, step.position), step.position))
+            for index in step.writes:
+                found.append((self._born[self._tensors[index].traced.storage], step.position))
+            if step.name in _DERIVATIVES:
+                found += [(max(self._tensors[i].maker, 0), step.position) for i in step.uses]
         return [(low, high) for low, high in found if low < high]
 
+    # ---- what
 
-def _passes(step: ForwardStep) -> bool:
-    return step.kind in (ValueKind.TENSOR, ValueKind.OTHER)
+    def _piece(self, low: int, high: int) -> _Piece:
+        """The steps from ``low`` to below ``high``."""
+        entering = [t.index for t in self._alive(low)] if low else self._program.inputs
+        last = high == len(self._steps)
+        leaving = self._results if last else [t.index for t in self._alive(high)]
+        writer = SegmentWriter(self._model, self._program, entering, unfold=low > 0)
+        steps = [step for step in self._steps[low:high] if self._is_wanted(step)]
+        for step in steps:
+            writer.add(step)
+        module = writer.build(leaving, fold=not last)
+        name = next(iter(writer.paths), f"steps {low} to {high - 1}")
+        return _Piece(name, module, steps, entering, leaving, last)
 
+    def _is_wanted(self, step: ForwardStep) -> bool:
+        """Not what is only made again further behind."""
+        gives = [i for _, i in step.results]
+        return not gives or not all(i in self._remade for i in gives)
 
-class _Builder:
-    """Writes the program of one block."""
-
-    def __init__(self, model: nn.Module, entering: list[ForwardStep], *, unfold: bool) -> None:
-        self._model, self._graph = model, fx.Graph()
-        self._nodes: dict[ForwardStep, fx.Node] = {}
-        self._members: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
-        self.paths: list[str] = []
-        self._entering, self._added = entering, list[ForwardStep]()
-        for step in entering:
-            self._nodes[step] = self._create("placeholder", f"x{len(self._nodes)}", (), {})
-        for step in entering if unfold else ():
-            self._nodes[step] = self._turn(step, self._nodes[step])
-
-    def add(self, step: ForwardStep) -> None:
-        """One of the block's own steps."""
-        self._added.append(step)
-        if step.kind is not ValueKind.PARAMETER:  # those come where they are used
-            self._make(step)
-
-    def build(self, leaving: list[ForwardStep], *, fold: bool) -> RecordedSegment:
-        """The module that returns ``leaving``."""
-        results = tuple(
-            self._turn(step, self._node(step)) if fold else self._node(step) for step in leaving
+    def _block(self, piece: _Piece) -> Block:
+        module = piece.module
+        self._held |= {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        whole = None if piece.last and self._adopt(module) else self._plain(piece)
+        self._named[piece.name] = count = self._named.get(piece.name, 0) + 1
+        rows = [self._tensors[index].rows for index in piece.leaving]
+        unbatched = (
+            frozenset() if piece.last else frozenset(i for i, r in enumerate(rows) if r == -1)
         )
-        self._graph.create_node("output", "output", (results,), {})
-        code = self._graph.python_code("self")
-        names = dict(code.globals)
-        exec(code.src, names)  # as torch.fx does with the programs that it writes
-        return RecordedSegment(code.src.strip(), names["forward"], self._members)
+        name = piece.name if count == 1 else f"{piece.name} ({count})"
+        return Block(name, whole or module, unbatched)
 
-    def plain(self, leaving: list[ForwardStep]) -> nn.Module | None:
+    def _plain(self, piece: _Piece) -> nn.Module | None:
         """The model's own module where the block does nothing but call it."""
-        calls = [step for step in self._added if step.op not in ("placeholder",)]
-        if len(calls) != 1 or calls[0].op != "call_module" or calls[0].kwargs or leaving != calls:
+        if len(piece.steps) != 1 or not self._program.evaluates:
             return None
-        step = calls[0]
-        straight = list(step.args) == self._entering and all(
-            other.rows in (0, -1) for other in [*self._entering, step]
+        step = piece.steps[0]
+        given = [part.index if isinstance(part, TensorSlot) else None for part in step.args]
+        rows = [self._tensors[i].rows for i in [*piece.entering, *piece.leaving]]
+        straight = (
+            given == piece.entering
+            and not step.kwargs
+            and step.context == Context()
+            and [((), index) for index in piece.leaving] == list(step.results)
         )
-        return (
-            step.module if straight and step.values and isinstance(step.values[0], Tensor) else None
-        )
+        straight = straight and not any(self._program.other_mode.values())
+        return step.module if straight and all(r in (0, -1) for r in rows) else None
 
-    def _node(self, step: ForwardStep) -> fx.Node:
-        """The node of ``step``; numbers and parameters from before are made anew."""
-        return self._nodes[step] if step in self._nodes else self._make(step)
+    def _adopt(self, module: nn.Module) -> bool:
+        """Give the last block what no step uses, as the model has it; whether there is any."""
+        found = False
+        for path, part in self._model.named_modules():
+            own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+            unused = [(name, tensor) for name, tensor in own if id(tensor) not in self._held]
+            found = found or bool(unused)
+            if unused and len(unused) == len(own) and not list(part.children()):
+                module.add_module(f"unused_{path.replace('.', '_')}", part)
+            elif unused:
+                for name, tensor in unused:
+                    unique = f"unused_{path.replace('.', '_')}_{name}"
+                    if isinstance(tensor, nn.Parameter):
+                        module.register_parameter(unique, tensor)
+                    else:
+                        keeps = name not in part._non_persistent_buffers_set
+                        module.register_buffer(unique, tensor, persistent=keeps)
+        return found
 
-    def _make(self, step: ForwardStep) -> fx.Node:
-        args, kwargs = map_steps(step.args, self._node), map_steps(step.kwargs, self._node)
-        target = step.target
-        if step.op == "call_module":
-            target = self._hold("part", step.module, str(step.target))
-        elif step.op == "get_attr":
-            owner, _, leaf = str(step.target).rpartition(".")
-            target = self._hold(
-                "own", getattr(self._model.get_submodule(owner), leaf), str(step.target)
-            )
-        self._nodes[step] = self._create(step.op, target, args, kwargs)
-        return self._nodes[step]
 
-    def _hold(self, kind: str, member: Any, path: str) -> str:
-        if id(member) not in self._names:
-            self._names[id(member)] = name = f"{kind}{len(self._names)}"
-            owner, _, leaf = path.rpartition(".")
-            persistent = not isinstance(member, Tensor) or leaf in self._model.get_submodule(
-                owner
-            ).state_dict(keep_vars=True)
-            self._members[name] = (member, persistent)
-            if isinstance(member, Tensor) or next(member.parameters(), None) is not None:
-                self.paths.append(path)
-        return self._names[id(member)]
-
-    def _turn(self, step: ForwardStep, node: fx.Node) -> fx.Node:
-        """Rows come first on the way; where they were further behind, they return there."""
-        if step.rows in (0, -1, None):
-            return node
-        turned = self._create("call_method", "transpose", (node, 0, step.rows), {})
-        return self._create("call_method", "contiguous", (turned,), {})
-
-    def _create(
-        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> fx.Node:
-        name = target if op == "placeholder" else f"v{len(self._graph.nodes)}"
-        return self._graph.create_node(op, target, args, kwargs, name=name)
+def _tensor_named(model: nn.Module, name: str) -> Any:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)

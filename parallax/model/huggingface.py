@@ -1,8 +1,10 @@
-"""A model of transformers from its configuration: built without weights, or loaded from a folder, stage by stage."""
+"""A model of transformers from its configuration, built without weights or loaded from a folder, stage by stage; and
+what its files call its tensors."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -105,3 +107,38 @@ def _transformers() -> Any:
             "model=huggingface: it needs transformers; install it with pip install 'parallax-train[hf]'"
         ) from error
     return transformers
+
+
+def file_names(model: nn.Module) -> Callable[[str], str]:
+    """What ``model`` calls a tensor that its files may call otherwise."""
+    return FileNames(model) if hasattr(model, "base_model_prefix") else str
+
+
+class FileNames:
+    """What ``model`` calls the tensors of its files: names changed with transformers' releases, and files of the inner
+    model alone lack its prefix. Conversions that compute are not made."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, name: str) -> str:
+        """What the model calls the tensor of a file that is called ``name`` there."""
+        for step in self._renamings:
+            name, _ = step.rename_source_key(name)
+        prefixed = f"{self._model.base_model_prefix}.{name}"
+        return prefixed if name not in self._known and prefixed in self._known else name
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return set(self._model.state_dict())
+
+    @cached_property
+    def _renamings(self) -> list[Any]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        return [
+            step
+            for step in get_model_conversion_mapping(self._model)
+            if isinstance(step, WeightRenaming)
+        ]

@@ -1,0 +1,266 @@
+"""A model without bytes that runs as if it had them: fake tensors in the places of its own for a while.
+
+A fake tensor has shape, type and device, and no values; torch computes those of every result. Small constants keep
+their values. What a forward leaves behind in the model (attributes, caches of functions) is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from parallax.model.block import in_dtype, tensors_in, transform
+
+AskedForValues = DataDependentOutputException
+"""Raised where Python asks a fake tensor for its values."""
+
+without_modes = _disable_current_modes
+"""The context in which tensors are real again."""
+
+_TORCHS_OWN = {"_parameters", "_buffers", "_modules", "training"}
+_CONTAINERS = list, dict, set, deque
+_PLAIN = bool, int, float, complex, str, bytes, type(None)
+
+
+@dataclass
+class FakeModel:
+    """``model`` with fake tensors; ``names`` is what it calls each of them, by identity, and ``shared`` are those that
+    it calls by several names."""
+
+    model: nn.Module
+    mode: FakeTensorMode
+    value_of: Callable[[Tensor], Tensor]
+    names: dict[int, str] = field(default_factory=dict)
+    bare: dict[int, Tensor] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What the constructor put into a buffer, or into a tensor in an attribute, which is faked."""
+        return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
+
+    def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A new fake tensor on the CPU."""
+        with self.mode:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def faked(
+    model: nn.Module, dtype: torch.dtype, value_of: Callable[[Tensor], Tensor]
+) -> Iterator[FakeModel]:
+    """``model``, which is on the meta device, with fake tensors for its own, floating ones of ``dtype``; ``value_of``
+    makes the values that its constructor gave one of its tensors."""
+    fakes = FakeModel(model, FakeTensorMode(allow_non_fake_inputs=True), value_of)
+    memo: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor, name: str) -> Tensor:
+        if id(tensor) not in memo:
+            kind = in_dtype(tensor.dtype, dtype) if name in own else tensor.dtype
+            with fakes.mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made
+            fakes.names[id(made)], fakes.bare[id(made)] = name, tensor
+        elif fakes.names[id(memo[id(tensor)])] != name:
+            fakes.shared.add(id(memo[id(tensor)]))
+        return memo[id(tensor)]
+
+    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            for holder in (module._parameters, module._buffers, vars(module)):
+                for name, tensor in list(holder.items()):
+                    if isinstance(tensor, Tensor):
+                        full = f"{path}.{name}" if path else name
+                        stack.callback(holder.__setitem__, name, tensor)
+                        holder[name] = fake(tensor, full)
+        yield fakes
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def is_transforming() -> bool:
+    """Whether a function of torch.func is at work, whose tensors are none that could be recorded."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def run_on_values(fakes: FakeModel, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What ``module`` returns, without values, where it decides by values: it is run on small random ones."""
+    memo: dict[int, Any] = {}
+
+    def real(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        if id(part) not in memo:
+            if id(part) in fakes.bare and not isinstance(part, nn.Parameter):
+                made = fakes.value(part)
+            elif part.is_floating_point() or part.is_complex():
+                made = 0.02 * torch.randn(part.shape, dtype=part.dtype)
+            else:
+                made = torch.zeros(part.shape, dtype=part.dtype)
+            memo[id(part)] = made
+        return memo[id(part)]
+
+    with without_modes(), torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            made = real(tensor)
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        copied = copy.deepcopy(module, memo)
+        found = copied(*transform(args, real), **transform(kwargs, real))
+    known = {id(value): key for key, value in memo.items()}
+    given = {id(part): part for part in tensors_in((args, kwargs))}
+
+    def fake(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        back = given.get(known.get(id(part), 0))
+        return back if back is not None else fakes.fake(tuple(part.shape), part.dtype)
+
+    return transform(found, fake)
+
+
+class AttributeChange:
+    """What forwards changed in the attributes of modules, by path and name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {
+            path: (module, _attributes(module), module.training)
+            for path, module in model.named_modules()
+        }
+        self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
+
+    def changed(self) -> dict[tuple[str, str], Any]:
+        """Attributes that are others than before, with their values now."""
+        return {
+            (path, name): value
+            for path, (module, before, _) in self._before.items()
+            for name, value in _attributes(module).items()
+            if name not in before or not _same(before[name], value)
+        }
+
+    def replaced(self) -> dict[str, str]:
+        """Modules that have another tensor as a buffer than before, by path, with its name."""
+        return {
+            path: name
+            for path, (module, _, _) in self._before.items()
+            for name, tensor in module._buffers.items()
+            if self._buffers[path].get(name) is not tensor
+        }
+
+    def undo(self) -> None:
+        """Give every module the attributes and buffers that it had."""
+        for module, before, training in self._before.values():
+            for name in [name for name in _attributes(module) if name not in before]:
+                del vars(module)[name]
+            for name, (value, content) in before.items():
+                vars(module)[name] = value
+                _refill(value, content)
+            module.training = training
+        for path, buffers in self._buffers.items():
+            self._before[path][0]._buffers.update(buffers)
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each attribute of ``module`` that is not torch's own, and a copy of what it contains."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+        for name, value in vars(module).items()
+        if name not in _TORCHS_OWN
+    }
+
+
+def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    if isinstance(before[0], _CONTAINERS) and isinstance(now[0], _CONTAINERS):
+        return _content(before[1]) == _content(now[1])
+    if isinstance(before[0], _PLAIN) and isinstance(now[0], _PLAIN):
+        return type(before[0]) is type(now[0]) and bool(before[0] == now[0])
+    return before[0] is now[0]
+
+
+def _content(container: Any) -> Any:
+    """What can be compared: plain values as they are, others by identity."""
+
+    def key(value: Any) -> Any:
+        return value if isinstance(value, _PLAIN) else id(value)
+
+    if isinstance(container, dict):
+        return {name: key(value) for name, value in container.items()}
+    return (
+        sorted(map(str, map(key, container)))
+        if isinstance(container, set)
+        else [*map(key, container)]
+    )
+
+
+def _refill(container: Any, content: Any) -> None:
+    if not isinstance(container, _CONTAINERS):
+        return
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(content)
+    else:
+        container.extend(content)
+
+
+def is_plain_state(value: Any) -> bool:
+    """Whether an attribute holds numbers and no tensors: a counter, not a cache."""
+    found: list[Any] = []
+    transform(value, lambda part: found.append(part))
+    return bool(found) and all(isinstance(part, _PLAIN) for part in found)
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Random states stay as they are, and caches of functions that were filled meanwhile are emptied: they may hold
+    tensors without values."""
+    caches = [(cache, cache.cache_info().misses) for cache in _function_caches()]
+    known = {id(cache) for cache, _ in caches}
+    state = random.getstate()
+    noise = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of each failed attempt
+    level = noise.level
+    noise.setLevel(logging.CRITICAL)
+    fused = torch.backends.mha.get_fastpath_enabled()  # evaluation only, and it asks for values
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        noise.setLevel(level)
+        random.setstate(state)
+        for cache, misses in [*caches, *((c, 0) for c in _function_caches() if id(c) not in known)]:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _function_caches() -> list[Any]:
+    return [
+        found
+        for found in gc.get_objects()
+        if type(found) is functools._lru_cache_wrapper
+        and not str(getattr(found, "__module__", "")).startswith(
+            ("torch.", "typing", "sympy", "re")
+        )
+    ]

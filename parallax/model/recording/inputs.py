@@ -1,0 +1,128 @@
+"""What a model is given, without values: for any number of rows, and with other lengths where inputs may have them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+from parallax.model.block import in_dtype, transform
+
+Sample = Callable[[int], Any]
+"""Inputs of that many rows: a tensor, a tuple of nests of tensors, or nests by name."""
+
+
+@dataclass(frozen=True)
+class SampleShapes:
+    """A sample's nest, and for each of its tensors type, shape and the dimension of the rows; None: it has none."""
+
+    nest: Any
+    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int | None], ...]
+
+    def cast(self, dtype: torch.dtype) -> SampleShapes:
+        """The same with what floats in ``dtype``."""
+        return SampleShapes(
+            self.nest, tuple((in_dtype(kind, dtype), shape, d) for kind, shape, d in self.shapes)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes other than the number of rows that may vary, largest first."""
+        found = {
+            size
+            for _, shape, rows in self.shapes
+            for d, size in enumerate(shape)
+            if d != rows and size >= 4
+        }
+        return tuple(sorted(found, reverse=True))
+
+    def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
+        """For each tensor the sizes that it must have; None: the number of rows, and sizes that are not ``fixed``."""
+        return tuple(
+            tuple(
+                size if d != rows and (size < 4 or size in fixed) else None
+                for d, size in enumerate(shape)
+            )
+            for _, shape, rows in self.shapes
+        )
+
+    def make(self, fake: Any, rows: int, change: Mapping[int, int] | None = None) -> Any:
+        """The nest with ``rows`` rows, made by ``fake(shape, dtype)``; sizes in ``change`` are others."""
+        change = change or {}
+        order = iter(self.shapes)
+
+        def new(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            dtype, shape, dimension = next(order)
+            sizes = [
+                rows
+                if d == dimension
+                else change.get(size, size)
+                if dimension is not None
+                else size
+                for d, size in enumerate(shape)
+            ]
+            return fake(tuple(sizes), dtype)
+
+        return transform(self.nest, new)
+
+
+def sample_shapes(sample: Sample) -> SampleShapes:
+    """What ``sample`` gives. Which dimension has the rows is learned from two numbers of rows; where it gives one row
+    at most, it is the first."""
+    few, many = sample(1), sample(2)
+    pairs = list(zip(_tensors(few), _tensors(many), strict=True))
+    same = all(a.shape == b.shape for a, b in pairs)
+    shapes = []
+    for a, b in pairs:
+        moving = [d for d in range(b.ndim) if d < a.ndim and a.shape[d] != b.shape[d]]
+        if same:
+            moving = [0] if a.ndim and a.shape[0] == pairs[0][0].shape[0] else []
+        if len(moving) > 1 or a.ndim != b.ndim:
+            raise DescribeError(
+                f"a sample's tensor has shape {tuple(a.shape)} for one row and {tuple(b.shape)} for two: only one "
+                "dimension may follow the number of rows"
+            )
+        shapes.append((b.dtype, tuple(b.shape), moving[0] if moving else None))
+    return SampleShapes(many, tuple(shapes))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    transform(value, lambda part: found.append(part) if isinstance(part, Tensor) else None)
+    return found
+
+
+def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with a sample's value."""
+    if isinstance(value, Mapping):
+        return (), dict(value)
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return tuple(value), {}
+    return (value,), {}
+
+
+def input_names(model: nn.Module, value: Any) -> tuple[str, ...]:
+    """What the forward calls the parts of a sample's value; empty where they are nests."""
+    args, kwargs = call_arguments(value)
+    if not all(isinstance(part, Tensor) for part in [*args, *kwargs.values()]):
+        return ()
+    if kwargs:
+        return tuple(kwargs)
+    names: list[str] = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{name}_{i}" for i in range(len(args) - len(names))]
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            names.append(name)
+    if len(names) < len(args):
+        raise DescribeError(
+            f"{type(model).__name__} takes {', '.join(names)}, and a sample has {len(args)} inputs"
+        )
+    return tuple(names[: len(args)])

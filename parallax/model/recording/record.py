@@ -1,0 +1,358 @@
+"""From a model and a sample of its inputs to blocks: how deep to look, how often to run, what to do where that fails.
+
+The forward runs on tensors without values (:mod:`.fakes`): for three numbers of rows, twice more for each other size
+that inputs have, and once for evaluation. A module in whose forward Python decides by values stays whole, and so does
+one whose runs differ in more than sizes. The model itself cannot stay whole: then it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from parallax.errors import DescribeError
+from parallax.model.block import Block, Cut, leaves
+from parallax.model.recording.cut import ProgramCutter
+from parallax.model.recording.fakes import (
+    AttributeChange,
+    FakeModel,
+    faked,
+    is_plain_state,
+    nothing_left_behind,
+)
+from parallax.model.recording.inputs import (
+    Sample,
+    SampleShapes,
+    call_arguments,
+    input_names,
+    sample_shapes,
+)
+from parallax.model.recording.known import StaysWhole, WritesParameter
+from parallax.model.recording.program import ForwardProgram, ForwardStep, agree
+from parallax.model.recording.recorder import ForwardRecorder
+from parallax.model.recording.segment import UnknownSize
+from parallax.model.recording.trace import ForwardTrace
+
+logger = logging.getLogger("parallax")
+
+ROWS = (4, 6, 9), (4, 6, 10)
+"""Numbers of rows to run with; the second ones where a model wants even ones."""
+
+PARTS = 16
+"""No piece is more than one part of so many, where it can be divided: four stages are then even within a quarter."""
+
+SPLIT_LINES = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = Embed()    # each block is a module: (tensors) -> tensor or tuple of tensors
+            self.layers = nn.ModuleList(Layer() for _ in range(12))
+            self.head = Head()
+        def blocks(self):           # in the order that data flows
+            return [self.embed, *self.layers, self.head]
+"""
+
+
+def cut_recorded(
+    model: nn.Module,
+    sample: Sample | None,
+    dtype: torch.dtype,
+    value_of: Callable[[Tensor], Tensor],
+) -> Cut:
+    """Record the forward of ``model``, which is on the meta device, and cut it; ``value_of`` makes the initial values
+    of one of its buffers, for decisions that depend on those. Raises :class:`DescribeError` where it cannot be
+    recorded, with the line of the model's code and the ways out."""
+    if type(model).forward is nn.Module.forward:
+        raise _refused(model, "it has no forward")
+    if sample is None and not list(model.children()) and list(model.parameters()):
+        _say_whole(model, "one part holds all parameters")
+        return Cut((Block("", model),))
+    if sample is None:
+        raise _refused(
+            model, "describe() was given no sample of its inputs, so its forward cannot be recorded"
+        )
+    shapes = sample_shapes(sample)
+    _without_caches(model)
+
+    def record(given: SampleShapes, *, vary: bool = True) -> Cut:
+        with nothing_left_behind(), faked(model, dtype, value_of) as fakes:
+            runs = _ForwardRuns(fakes, given, vary=vary)
+            program = runs.program()
+        return _cut(model, program, runs, given)
+
+    try:
+        return record(shapes)
+    except UnknownSize:
+        return _refusing(model, lambda: record(shapes, vary=False))
+    except DescribeError:
+        own = shapes.cast(dtype)  # rows may come in the model's own numbers
+        if own == shapes:
+            raise
+        with contextlib.suppress(DescribeError, UnknownSize):
+            return record(own)
+        raise
+
+
+def _refusing(model: nn.Module, record: Callable[[], Cut]) -> Cut:
+    try:
+        return record()
+    except UnknownSize as unknown:
+        raise _refused(model, f"{unknown} cannot be made from the sizes of its inputs") from unknown
+
+
+def _cut(model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: SampleShapes) -> Cut:
+    """The program in blocks, with what is to be said of them."""
+    for kind in program.dropped:
+        logger.info(
+            "%s returns a %s, which does not leave the last stage: outputs have None in its place",
+            type(model).__name__,
+            kind,
+        )
+    program.other_mode = runs.other_mode
+    cutter = ProgramCutter(model, program, runs.shares.of_step, 1 / (8 * PARTS))
+    found = cutter.cut()
+    if len(found.blocks) == 1:
+        _say_whole(model, cutter.reason or "one part holds all parameters")
+    names = input_names(model, given.nest)
+    nest = () if names else tuple(p for p, t in leaves(given.nest) if isinstance(t, Tensor))
+    return Cut(found.blocks, names, nest, found.template, given.limits(runs.fixed))
+
+
+class _ForwardRuns:
+    """Runs a model until its program is known."""
+
+    def __init__(self, fakes: FakeModel, shapes: SampleShapes, *, vary: bool) -> None:
+        self._fakes, self._model, self._shapes = fakes, fakes.model, shapes
+        self._whole: set[str] = set()
+        self._evaluates = True
+        self.other_mode: dict[bool, frozenset[str]] = {}
+        self.fixed: set[int] = set() if vary else set(shapes.sizes)
+        before = AttributeChange(self._model)
+        self.shares: WorkShares = measure_shares(fakes, *self._inputs(ROWS[0][0]))
+        before.undo()
+
+    def program(self) -> ForwardProgram:
+        """The program, with as many modules whole as need be."""
+        while True:
+            inside = looked_into(self._model, self.shares, frozenset(self._whole))
+            try:
+                return self._agree(inside)
+            except StaysWhole as error:
+                owner, why = error.owner, str(error)
+            if not owner or owner not in inside:
+                raise _refused(self._model, f"its forward cannot be recorded: {why}")
+            logger.info("%s stays whole: its forward cannot be recorded (%s)", owner, why)
+            self._whole.add(owner)
+
+    def _agree(self, inside: frozenset[str]) -> ForwardProgram:
+        """One program of all runs."""
+        first = self._first(inside)
+        evaluation = self._run(inside, ROWS[0][0], training=False) if self._evaluates else None
+        try:
+            runs, rows = self._rows(inside, first)
+        except StaysWhole:
+            raise
+        for change in self._changes():
+            size = next(iter(change))
+            if size in self.fixed:
+                continue
+            try:
+                run = self._run(inside, ROWS[0][0], change)
+                agree(self._model, [*runs, run], [*rows, ROWS[0][0]], None)
+            except StaysWhole as error:
+                logger.debug("inputs of size %d keep it: %s", size, error)
+                self.fixed.add(size)
+                continue
+            runs, rows = [*runs, run], [*rows, ROWS[0][0]]
+        try:
+            return agree(self._model, runs, rows, evaluation)
+        except StaysWhole as error:
+            if error.owner or evaluation is None:
+                raise
+            logger.warning(
+                "%s is recorded for training alone (%s)", type(self._model).__name__, error
+            )
+            self._evaluates = False
+            return agree(self._model, runs, rows, None)
+
+    def _rows(
+        self, inside: frozenset[str], first: ForwardTrace
+    ) -> tuple[list[ForwardTrace], list[int]]:
+        """Runs for several numbers of rows."""
+        for rows in ROWS:
+            try:
+                runs = [first, *(self._run(inside, count) for count in rows[1:])]
+                agree(self._model, runs, rows, None)
+                return runs, list(rows)
+            except StaysWhole:
+                if rows is ROWS[-1]:
+                    raise
+        raise AssertionError("ROWS is empty")
+
+    def _changes(self) -> Iterator[dict[int, int]]:
+        for size in self._shapes.sizes:
+            yield {size: size // 2}
+            yield {size: size - size // 4}
+
+    def _run(
+        self,
+        inside: frozenset[str],
+        rows: int,
+        change: dict[int, int] | None = None,
+        *,
+        training: bool = True,
+    ) -> ForwardTrace:
+        """One run, which leaves nothing behind in the model."""
+        before = AttributeChange(self._model)
+        try:
+            self._model.train(training)
+            self._note_modes(training)
+            return self._record(inside, rows, change)
+        finally:
+            before.undo()
+
+    def _note_modes(self, training: bool) -> None:
+        """Modules that the model's own ``train()`` leaves in the other mode, such as a norm that is frozen."""
+        self.other_mode[training] = frozenset(
+            path for path, module in self._model.named_modules() if module.training != training
+        )
+
+    def _first(self, inside: frozenset[str]) -> ForwardTrace:
+        """A run after which it is checked that another one would be the same: the model keeps no state in Python."""
+        before = AttributeChange(self._model)
+        try:
+            self._model.train(True)
+            self._note_modes(True)
+            trace = self._record(inside, ROWS[0][0])
+            for path, name in before.replaced().items():
+                if path in inside:
+                    raise StaysWhole(path, f"it puts another tensor in the place of its {name}")
+            after = AttributeChange(self._model)
+            if before.changed():
+                self._record_again(inside, after)
+            return trace
+        finally:
+            before.undo()
+
+    def _record_again(self, inside: frozenset[str], after: AttributeChange) -> None:
+        """Refuse what a second run changes again: numbers that are kept from one forward to the next."""
+        try:
+            self._record(inside, ROWS[0][0])
+        except StaysWhole:
+            return  # a cache of the first run, which every run that is recorded fills anew
+        for (path, name), value in after.changed().items():
+            if is_plain_state(value[0]):
+                full = f"{path}.{name}" if path else name
+                raise DescribeError(
+                    f"{full} is changed by every forward: with micro-batches, replicas or recomputation it would not "
+                    f"count what it counts in one process; keep it in a buffer that the loss or a callback updates, "
+                    f"or give it to the model as an input"
+                )
+
+    def _record(
+        self, inside: frozenset[str], rows: int, change: dict[int, int] | None = None
+    ) -> ForwardTrace:
+        recorder = ForwardRecorder(self._fakes, inside)
+        try:
+            return recorder.run(*self._inputs(rows, change))
+        except StaysWhole:
+            raise
+        except WritesParameter as written:
+            raise DescribeError(
+                f"{written} is a parameter that the forward itself changes: with micro-batches, replicas or "
+                "recomputation that would happen more often than in one process; change it between steps instead, in "
+                "a callback of the training loop"
+            ) from written
+        except Exception as error:  # whatever the model's own code raises
+            raise StaysWhole(recorder.owner, recorder.describe_error(error)) from error
+
+    def _inputs(self, rows: int, change: dict[int, int] | None = None) -> tuple[Any, Any]:
+        return call_arguments(self._shapes.make(self._fakes.fake, rows, change))
+
+
+def _without_caches(model: nn.Module) -> None:
+    """Tell a model of transformers to return no cache of keys and values: this is training."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            logger.info("%s: use_cache is off in training", type(module).__name__)
+            config.use_cache = False
+
+
+def _say_whole(model: nn.Module, why: str) -> None:
+    logger.warning("%s is one block: %s", type(model).__name__, why)
+
+
+def _refused(model: nn.Module, why: str) -> DescribeError:
+    return DescribeError(
+        f"{type(model).__name__} is no chain of blocks ({why}): give the model a method blocks() that returns its "
+        f"parts in the order that data flows, e.g.\n{SPLIT_LINES}\nor name them: model.blocks='[embed,layers.*,head]'; "
+        "model.blocks=[''] makes it one block"
+    )
+
+
+# ---- how deep to look
+
+
+class WorkShares:
+    """The part of the model's work, and of its parameters, that each module has."""
+
+    def __init__(self, model: nn.Module, flops: Mapping[str, int]) -> None:
+        self._numel = {
+            path: sum(p.numel() for p in module.parameters())
+            for path, module in model.named_modules(remove_duplicate=False)
+        }
+        self._flops = flops
+        self._all_flops = max(1, flops.get("", 0))
+        self._all_numel = max(1, self._numel[""])
+
+    def of(self, path: str) -> float:
+        """The larger one of the two shares of a module."""
+        numel = self._numel.get(path, 0) / self._all_numel
+        return max(numel, self._flops.get(path, 0) / self._all_flops)
+
+    def of_step(self, step: ForwardStep) -> float:
+        """That of what a step calls; a product with a parameter counts as one part."""
+        if step.module is None:
+            return 1 / PARTS if step.heavy else 0.0
+        return self.of(step.target.path)
+
+
+def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
+    """Floating-point operations of every module for these inputs; of parameters alone where it does not run."""
+    flops: dict[str, int] = {}
+    with contextlib.suppress(Exception), fakes.mode, FlopCounterMode(display=False) as counter:
+        fakes.model(*args, **kwargs)
+        root = type(fakes.model).__name__
+        for name, counts in counter.get_flop_counts().items():
+            path = "" if name in ("Global", root) else name.removeprefix(f"{root}.")
+            flops[path] = max(flops.get(path, 0), sum(counts.values()))
+    return WorkShares(fakes.model, flops)
+
+
+def looked_into(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
+    """The paths of modules that are no single instruction: the model, and what is large and has parts with parameters;
+    never those in ``whole``."""
+    found: set[str] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        has_forward = type(module).forward is not nn.Module.forward
+        if path and has_forward and (path in whole or not _divides(module, shares.of(path))):
+            return
+        found.add(path)
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return frozenset(found)
+
+
+def _divides(module: nn.Module, share: float) -> bool:
+    parts = [child for child in module.children() if next(child.parameters(), None) is not None]
+    return share > 1 / PARTS and len(parts) > 0

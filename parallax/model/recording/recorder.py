@@ -1,0 +1,353 @@
+"""Writes down what a forward does between modules, while it runs on fake tensors.
+
+A module that is to stay whole is one instruction, and what it does inside is its own business. Into all others the
+recorder looks, and writes down every call of torch that gives or changes tensors. Python itself is not recorded: it
+decides on what is there, so containers, ``None``, loops, dataclasses and decisions by sizes work as they always do.
+What Python asks a fake tensor's values for fails, and the module in whose forward it happens has to stay whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from parallax.model.block import TensorSlot, leaves, tensors_in
+from parallax.model.recording.fakes import (
+    AskedForValues,
+    FakeModel,
+    is_fake,
+    is_transforming,
+    run_on_values,
+)
+from parallax.model.recording.flow import (
+    CONSTANTS,
+    AlikeModules,
+    DataFlow,
+    state,
+    storage_of,
+    tensors_of,
+)
+from parallax.model.recording.known import (
+    OWN_ERRORS,
+    KnownValues,
+    StaysWhole,
+    WritesParameter,
+    place,
+)
+from parallax.model.recording.trace import (
+    AutocastRegion,
+    Context,
+    ForwardTrace,
+    Instruction,
+    ModulePath,
+    Origin,
+    TracedTensor,
+    change,
+)
+
+_EFFECTS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
+"""Calls that give no tensor and change what backward does."""
+
+
+class ForwardRecorder(TorchFunctionMode):
+    """Records one run of ``fakes.model``; ``inside`` are the paths of modules that are looked into, all others are one
+    instruction each."""
+
+    def __init__(self, fakes: FakeModel, inside: frozenset[str]) -> None:
+        super().__init__()
+        self.trace = ForwardTrace()
+        self._fakes, self._looked_into = fakes, inside
+        self._paths: dict[int, str] = {}
+        self._configs: set[int] = set()
+        for path, module in fakes.model.named_modules():
+            self._paths[id(module)] = path
+            self._configs |= {id(value) for value in vars(module).values()}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
+        self._inside: list[str] = [""]
+        self._quiet = 0
+        self._autocast: list[AutocastRegion] = []
+        self._flow = DataFlow()
+        self._alike = AlikeModules(self._flow)
+        self._known = KnownValues(self._fakes, self.trace, self._numbers)
+
+    def run(self, args: Any, kwargs: Any) -> ForwardTrace:
+        """The trace of one call of the model. Raises :class:`StaysWhole`, and whatever the model raises."""
+        for path, tensor in leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._flow.depend(tensor)
+                self._know(tensor, Origin.INPUT, ".".join(map(str, path[1:])))
+        with self._patched(), self._flow, self._fakes.mode, self, self._nothing_drawn():
+            returned = self._fakes.model(*args, **kwargs)
+            self._quiet += 1
+            self.trace.returned = self._returned(returned)
+        return self.trace
+
+    @property
+    def owner(self) -> str:
+        """The module in whose forward the run is."""
+        return self._inside[-1]
+
+    @staticmethod
+    def describe_error(error: BaseException) -> str:
+        """An error in one line, with the line of the user's code that it comes from."""
+        line = (str(error).strip().splitlines() or [""])[0]
+        where = place(traceback.extract_tb(error.__traceback__))
+        return f"{type(error).__name__}: {line:.160}{where}"
+
+    # ---- what is intercepted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """A call of torch in some forward."""
+        del types
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        if is_transforming():
+            raise StaysWhole(self.owner, "it uses torch.func")
+        return self._call(func, func, args, kwargs)
+
+    def _module(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        path = self._paths.get(id(module))
+        if self._quiet or path is None:
+            return original(module, *args, **kwargs)
+        if path not in self._looked_into and self._has_its_own(module, path):
+            return self._call(self._whole(original, module), ModulePath(path), args, kwargs)
+        self._inside.append(path)
+        try:
+            with self._nothing_drawn():
+                return original(module, *args, **kwargs)
+        except OWN_ERRORS:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise StaysWhole(self.owner, self.describe_error(error)) from error
+        finally:
+            self._inside.pop()
+
+    @contextlib.contextmanager
+    def _nothing_drawn(self) -> Iterator[None]:
+        """Python's random numbers decide nothing: what is drawn in one run would be kept for ever."""
+        before = _places()
+        yield
+        if before != _places():
+            raise StaysWhole(
+                self.owner, "it draws random numbers of Python or numpy; draw them with torch"
+            )
+
+    def _has_its_own(self, module: nn.Module, path: str) -> bool:
+        """Whether a module has the tensors that belong to it, and is not called with others in their place."""
+        prefix = f"{path}."
+        own = self._fakes.names
+        held = [*module.named_parameters(), *module.named_buffers()]
+        return all(self._is_held(tensor, prefix + name, own) for name, tensor in held)
+
+    def _is_held(self, tensor: Tensor, name: str, own: dict[int, str]) -> bool:
+        return id(tensor) in own and (own[id(tensor)] == name or id(tensor) in self._fakes.shared)
+
+    def _whole(self, original: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """A module as one call; where it asks for values, it is run on some."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(module, *args, **kwargs)
+            except (RuntimeError, NotImplementedError):
+                found = run_on_values(self._fakes, module, args, kwargs)
+                for tensor in tensors_in(found):
+                    self._flow.depend(tensor)
+                return found
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            held = dict(module.named_parameters())
+            before = {name: state(parameter) for name, parameter in held.items()}
+            found = run(*args, **kwargs)
+            for name, parameter in held.items():
+                if state(parameter) != before[name]:
+                    raise WritesParameter(f"{self._paths[id(module)]}.{name}")
+            return found
+
+        return self._alike.run(module, checked)
+
+    def _function(self, original: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._quiet:
+            return original(kind, *args, **kwargs)
+        if kind is CheckpointFunction:  # which calls modules
+            return args[0](*args[2:])
+        bound = types.MethodType(original, kind)
+        return self._call(bound, bound, args, kwargs)
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Calls of modules and of functions with a backward of their own, and autocast, come here."""
+        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+        def entered(region: torch.autocast) -> Any:
+            device = None if region.device == "cpu" else region.device
+            self._autocast.append(AutocastRegion(device, region.fast_dtype, region._enabled))
+            return enter(region)
+
+        def left(region: torch.autocast, *error: Any) -> Any:
+            self._autocast.pop()
+            return leave(region, *error)
+
+        changes: list[tuple[Any, str, Any, Any]] = [
+            (nn.Module, "__call__", call, lambda m, *a, **k: self._module(call, m, *a, **k)),
+            (
+                torch.autograd.Function,
+                "apply",
+                apply,
+                classmethod(lambda kind, *a, **k: self._function(apply.__func__, kind, *a, **k)),
+            ),
+            (torch.autocast, "__enter__", enter, entered),
+            (torch.autocast, "__exit__", leave, left),
+        ]
+        with contextlib.ExitStack() as stack:
+            for holder, name, before, now in changes:
+                stack.callback(setattr, holder, name, before)
+                setattr(holder, name, now)
+            yield
+
+    # ---- what is written down
+
+    def _call(
+        self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a call, and write it down where it gives tensors or changes any."""
+        name = str(getattr(target, "__name__", ""))
+        given = list(tensors_of((args, kwargs)))
+        before = list(map(state, given))
+        context = Context(torch.is_grad_enabled(), tuple(self._autocast))
+        self._quiet += 1
+        try:
+            value = run(*args, **kwargs)
+        except AskedForValues:
+            if isinstance(target, ModulePath):
+                raise
+            return self._known.answer(run, args, kwargs, self.owner)
+        except Exception as error:
+            if isinstance(error, OWN_ERRORS) or not isinstance(target, ModulePath):
+                raise
+            raise StaysWhole(target.path, self.describe_error(error)) from error
+        finally:
+            self._quiet -= 1
+        written = [tensor for tensor, was in zip(given, before) if state(tensor) != was]
+        results = [(path, t) for path, t in leaves(value) if isinstance(t, Tensor)]
+        if results or written or name in _EFFECTS or isinstance(target, ModulePath):
+            made = Instruction(target, self._slots(args), self._slots(kwargs), context, self.owner)
+            made.results = tuple((path, self._number(tensor)) for path, tensor in results)
+            made.writes = tuple(self._numbers[id(tensor)] for tensor in written)
+            for tensor in written:
+                if isinstance(tensor, nn.Parameter) and id(tensor) in self._fakes.names:
+                    raise WritesParameter(self._fakes.names[id(tensor)])
+            self.trace.instructions.append(made)
+            self._kept.append(value)
+        return value
+
+    # ---- arguments and results
+
+    def _slots(self, value: Any) -> Any:
+        """Arguments with slots for tensors and modules."""
+
+        def replace(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return TensorSlot(self._argument(part))
+            if isinstance(part, nn.Module) and id(part) in self._paths:
+                return ModulePath(self._paths[id(part)])
+            if isinstance(part, CONSTANTS) or id(part) in self._configs:
+                if isinstance(part, types.FunctionType):
+                    self._check_closure(part)
+                return part
+            if type(part).__module__ in ("numpy", "functools", "builtins"):
+                return part
+            raise StaysWhole(self.owner, f"it passes a {type(part).__name__} to a part of it")
+
+        return change(value, replace)
+
+    def _check_closure(self, function: types.FunctionType) -> None:
+        held = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+        if any(True for _ in tensors_in(held)):
+            raise StaysWhole(self.owner, "it passes a function that holds tensors")
+
+    def _argument(self, tensor: Tensor) -> int:
+        """The number of a tensor that is used."""
+        if id(tensor) in self._numbers:
+            return self._numbers[id(tensor)]
+        name = self._fakes.names.get(id(tensor))
+        if name is not None:
+            self._known.hold(len(self.trace.tensors), tensor)
+            return self._know(tensor, Origin.MODEL, name)
+        if is_fake(tensor):
+            raise StaysWhole(
+                self.owner, "it uses a tensor whose origin is not known: register it as a buffer"
+            )
+        if tensor.requires_grad:
+            raise StaysWhole(self.owner, "it uses parameters that are none of the model's")
+        return self._know(tensor, Origin.OUTSIDE, "", tensor)
+
+    def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor that a call gave: a new one unless it is known already."""
+        if id(tensor) in self._numbers:
+            return self._numbers[id(tensor)]
+        if id(tensor) in self._fakes.names:
+            return self._argument(tensor)
+        return self._know(tensor, Origin.MADE, "")
+
+    def _know(self, tensor: Tensor, origin: Origin, name: str, value: Tensor | None = None) -> int:
+        number = self._numbers[id(tensor)] = len(self.trace.tensors)
+        self._kept.append(tensor)
+        storage = storage_of(tensor)
+        self.trace.tensors.append(
+            TracedTensor(
+                origin,
+                tuple(tensor.shape),
+                tensor.dtype,
+                storage,
+                self._flow.depends(storage),
+                name,
+                value,
+            )
+        )
+        return number
+
+    def _returned(self, value: Any) -> Any:
+        """What the model returned: tensors, and the plain values among them."""
+        dropped: list[str] = []
+
+        def replace(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return TensorSlot(self._argument(part))
+            if isinstance(part, bool | int | float | complex | str | bytes | type(None)):
+                return part
+            dropped.append(type(part).__name__)
+            return None
+
+        found = change(value, replace)
+        self.trace.dropped = tuple(dict.fromkeys(dropped))
+        return found
+
+
+def _places() -> tuple[int, int]:
+    """How far Python's and numpy's random numbers are drawn."""
+    legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # what models without a generator draw from
+    return random.getstate()[1][-1], int(legacy["state"]["pos"])
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

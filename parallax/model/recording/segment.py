@@ -1,0 +1,320 @@
+"""The program of one block as a module: the steps as Python, and the modules and tensors of the model that they use."""
+
+from __future__ import annotations
+
+import contextlib
+import keyword
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+from parallax.model.block import Field, Slot, TensorSlot, rebuild, transform
+from parallax.model.recording.program import (
+    ForwardProgram,
+    ForwardStep,
+    ForwardTensor,
+    Number,
+    Switch,
+)
+from parallax.model.recording.sizes import Sizes, expression
+from parallax.model.recording.trace import Context, ModulePath, Origin, Path
+
+_LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
+
+
+class RecordedSegment(nn.Module):
+    """Some steps of a model's forward as a module. It holds the modules and tensors that they use, which are the
+    model's own, under names that are the same for segments that do the same."""
+
+    def __init__(
+        self,
+        code: str,
+        run: Any,
+        members: Mapping[str, Any],
+        other_mode: Mapping[bool, tuple[str, ...]],
+        *,
+        evaluates: bool,
+    ) -> None:
+        super().__init__()
+        self._code, self._run, self._evaluates = code, run, evaluates
+        self._other_mode = other_mode
+        for name, (member, persistent) in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member, persistent=persistent)
+            else:
+                setattr(self, name, member)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the steps."""
+        if not self.training and not self._evaluates:
+            raise DescribeError(
+                "this model does other things in evaluation than in training, and only training was recorded: "
+                "evaluate the exported weights with the plain model"
+            )
+        results: tuple[Tensor, ...] = self._run(self, *tensors)
+        return results
+
+    def train(self, mode: bool = True) -> RecordedSegment:
+        """Training or evaluation, for what the model's own ``train()`` puts into it."""
+        super().train(mode)
+        for path in self._other_mode.get(mode, ()):
+            self.get_submodule(path).training = not mode
+        return self
+
+    def extra_repr(self) -> str:
+        """The steps."""
+        return self._code
+
+
+class UnknownSize(Exception):
+    """A size cannot be made from the sizes of the tensors that a block has."""
+
+
+class SegmentWriter:
+    """Writes the program of one block that is given ``entering`` tensors."""
+
+    def __init__(
+        self, model: nn.Module, program: ForwardProgram, entering: Iterable[int], *, unfold: bool
+    ) -> None:
+        self._model, self._program = model, program
+        self._entering = list(entering)
+        self._names: dict[int, str] = {}
+        self._sizes: dict[Sizes, str] = {}
+        self._members: dict[str, Any] = {}
+        self._member_names: dict[int, str] = {}
+        self._modules: dict[str, str] = {}
+        self._globals: dict[str, Any] = {
+            "torch": torch,
+            "_autocast": _autocast,
+            "_rebuild": rebuild,
+        }
+        self._constants: dict[int, str] = {}
+        self._lines: list[tuple[Context, str]] = []
+        self._made: set[int] = set()
+        self.paths: list[str] = []
+        for position, index in enumerate(self._entering):
+            self._name(index, f"x{position}")
+        for index in self._entering if unfold else ():
+            if (turned := self._turn(index)) is not None:
+                self._line(Context(), f"{self._names[index]} = {turned}")
+        for index in self._entering:
+            self._measure(index)
+
+    def add(self, step: ForwardStep) -> None:
+        """One of the block's steps, and before it those that make again what it needs."""
+        if step.position in self._made:
+            return
+        self._made.add(step.position)
+        for index in step.uses:
+            self._need(index)
+        args = [self._text(part) for part in step.args]
+        args += [
+            f"{key}={self._text(part)}" if key.isidentifier() and not keyword.iskeyword(key) else ""
+            for key, part in step.kwargs.items()
+        ]
+        call = f"{self._target(step)}({', '.join(args)})"
+        self._give(step, call)
+
+    def build(self, leaving: list[int], *, fold: bool) -> RecordedSegment:
+        """The module that returns ``leaving``."""
+        for index in leaving:
+            self._need(index)
+        results = [(self._turn(i) if fold else None) or self._use(i) for i in leaving]
+        self._line(Context(), f"return ({''.join(f'{text}, ' for text in results)})")
+        names = ", ".join(["self", *(f"x{i}" for i in range(len(self._entering)))])
+        code = f"def forward({names}):\n" + "\n".join(_indented(self._lines))
+        exec(compile(code, "<recorded forward>", "exec"), self._globals)  # written above
+        return RecordedSegment(
+            code,
+            self._globals["forward"],
+            self._members,
+            {mode: tuple(self._inside(paths)) for mode, paths in self._program.other_mode.items()},
+            evaluates=self._program.evaluates,
+        )
+
+    def _inside(self, paths: Iterable[str]) -> Iterator[str]:
+        """Modules of the model by what the segment calls them, where it holds them."""
+        for path in sorted(paths):
+            for name, owner in self._modules.items():
+                if path == owner or path.startswith(f"{owner}."):
+                    yield name + path.removeprefix(owner)
+
+    # ---- parts of a line
+
+    def _give(self, step: ForwardStep, call: str) -> None:
+        """Names for what a call gave."""
+        fresh = [(path, i) for path, i in step.results if i not in self._names]
+        whole = [i for path, i in fresh if path == ()]
+        if whole:
+            self._line(step.context, f"{self._name(whole[0])} = {call}")
+            self._measure(whole[0])
+            return
+        if not fresh:
+            self._line(step.context, call)
+            return
+        self._line(step.context, f"r{step.position} = {call}")
+        for path, index in fresh:
+            self._line(step.context, f"{self._name(index)} = r{step.position}{_access(path)}")
+            self._measure(index)
+
+    def _need(self, index: int) -> None:
+        """Make again what a block before this one made, if it was not given."""
+        tensor = self._program.tensors[index]
+        if index not in self._names and not tensor.held:
+            self.add(self._program.steps[tensor.maker])
+
+    def _name(self, index: int, name: str = "") -> str:
+        return self._names.setdefault(index, name or f"v{len(self._names)}")
+
+    def _measure(self, index: int) -> None:
+        """The sizes of a tensor, as others may be made from them."""
+        for d, sizes in enumerate(zip(*self._program.tensors[index].shapes)):
+            self._sizes.setdefault(sizes, f"{self._names[index]}.shape[{d}]")
+
+    def _use(self, index: int) -> str:
+        tensor = self._program.tensors[index]
+        return self._hold_tensor(tensor) if tensor.held else self._names[index]
+
+    def _hold_tensor(self, tensor: ForwardTensor) -> str:
+        if tensor.traced.origin is Origin.OUTSIDE:
+            name = self._constant(tensor.traced.value)
+            return f"{name}.to({self._device()})" if self._entering else name
+        path = tensor.traced.name
+        owner, _, leaf = path.rpartition(".")
+        held = getattr(self._model.get_submodule(owner), leaf)
+        keeps = leaf in self._model.get_submodule(owner).state_dict(keep_vars=True)
+        return f"self.{self._hold('own', held, path, persistent=keeps)}"
+
+    def _hold(self, kind: str, member: Any, path: str, *, persistent: bool = True) -> str:
+        if id(member) not in self._member_names:
+            self._member_names[id(member)] = name = f"{kind}{len(self._member_names)}"
+            self._members[name] = (member, persistent)
+            if isinstance(member, nn.Module):
+                self._modules[name] = path
+            if isinstance(member, Tensor) or next(member.parameters(), None) is not None:
+                self.paths.append(path)
+        return self._member_names[id(member)]
+
+    def _module(self, path: str) -> str:
+        return f"self.{self._hold('part', self._model.get_submodule(path), path)}"
+
+    def _target(self, step: ForwardStep) -> str:
+        if isinstance(step.target, ModulePath):
+            return self._module(step.target.path)
+        return self._constant(step.target, step.name)
+
+    def _text(self, part: Any) -> str:
+        """An argument as Python."""
+        if type(part) in (tuple, torch.Size):
+            return f"({''.join(f'{self._text(inner)}, ' for inner in part)})"
+        if type(part) is list:
+            return f"[{', '.join(map(self._text, part))}]"
+        if type(part) is dict and all(type(key) in (str, int) for key in part):
+            return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in part.items())}}}"
+        if isinstance(part, slice):
+            return f"slice({', '.join(map(self._text, (part.start, part.stop, part.step)))})"
+        if isinstance(part, Slot):
+            return self._slot(part)
+        if isinstance(part, _LITERALS):
+            return repr(part)
+        if isinstance(part, torch.device):
+            return (
+                self._device()
+                if part.type == "cpu" and self._entering
+                else repr(part)[0:0] + self._constant(part)
+            )
+        if _holds_slots(part):
+            return self._nest(part)
+        return self._constant(part)
+
+    def _slot(self, part: Slot) -> str:
+        if isinstance(part, TensorSlot):
+            return self._use(part.index)
+        if isinstance(part, ModulePath):
+            return self._module(part.path)
+        if isinstance(part, Switch):
+            return f"({part.training!r} if self.training else {part.evaluation!r})"
+        assert isinstance(part, Number)
+        text = expression(part.values, self._sizes)
+        if text is None:
+            raise UnknownSize(f"a size that was {', '.join(map(str, part.values))}")
+        return text
+
+    def _nest(self, part: Any) -> str:
+        """A nest of a class of its own, with tensors."""
+        found: list[str] = []
+
+        def number(inner: Any) -> Any:
+            if not isinstance(inner, Slot):
+                return inner
+            found.append(self._slot(inner))
+            return TensorSlot(len(found) - 1)
+
+        template = transform(part, number)
+        return f"_rebuild({self._constant(template)}, [{', '.join(found)}])"
+
+    def _device(self) -> str:
+        return f"{self._names[self._entering[0]]}.device"
+
+    def _constant(self, value: Any, name: str = "constant") -> str:
+        """A name for a value that is no Python text."""
+        key = next((k for k, v in self._globals.items() if v is value), None)
+        if key is None:
+            plain = re.sub(r"\W|^__|__$", "_", name).lstrip("_") or "call"
+            plain = plain.rstrip("_") if name.startswith("__") else plain
+            key = plain
+            while key in self._globals or keyword.iskeyword(key) or key[:1] in "xvr":
+                key = f"{plain}_{len(self._globals)}" if key[:1] not in "xvr" else f"f_{key}"
+            self._globals[key] = value
+        return key
+
+    def _turn(self, index: int) -> str | None:
+        """Rows come first on the way between blocks; where they were further behind, they return there."""
+        rows = self._program.tensors[index].rows
+        if rows in (0, -1, None):
+            return None
+        return f"{self._use(index)}.transpose(0, {rows}).contiguous()"
+
+    def _line(self, context: Context, text: str) -> None:
+        self._lines.append((context, text))
+
+
+def _holds_slots(value: Any) -> bool:
+    found: list[Any] = []
+    transform(value, lambda part: found.append(part) if isinstance(part, Slot) else None)
+    return bool(found)
+
+
+def _access(path: Path) -> str:
+    return "".join(f".{key.name}" if isinstance(key, Field) else f"[{key!r}]" for key in path)
+
+
+def _indented(lines: list[tuple[Context, str]]) -> list[str]:
+    """Lines with the context managers around each run of equal contexts."""
+    found: list[str] = []
+    open_context = Context()
+    for context, text in lines:
+        managers = _managers(context)
+        if context != open_context and managers:
+            found.append(f"    with {', '.join(managers)}:")
+        open_context = context
+        found.append(("        " if managers else "    ") + text)
+    return found
+
+
+def _managers(context: Context) -> list[str]:
+    found = [] if context.gradients else ["torch.no_grad()"]
+    for region in context.autocast:
+        device = "x0.device.type" if region.device is None else repr(region.device)
+        found.append(f"_autocast({device}, {region.dtype}, {region.enabled})")
+    return found
+
+
+def _autocast(
+    device: str, dtype: torch.dtype | None, enabled: bool
+) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device, dtype=dtype, enabled=enabled)
