@@ -27,8 +27,8 @@ from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.batch import Rows
-from parallax.runtime.channels.message import Spec, spec_of
-from parallax.runtime.channels.stage_io import StageIO, Tensors
+from parallax.runtime.channels.message import Gradients, Tensors
+from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage, private_random_state
@@ -41,17 +41,21 @@ CurrentAction = tuple[Action, int, float]  # what is done, in which step, and si
 
 
 class _Entrance(torch.autograd.Function):
-    """The inputs themselves, from now on in the graph; the backward drops their gradients into a list."""
+    """The inputs themselves, from now on in the graph; the backward drops their gradients into a list, None for one
+    that nothing depends on."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrived: list[Tensor], *tensors: Tensor) -> Tensors:
+    def forward(
+        ctx: Any, anchor: Tensor, arrived: list[Tensor | None], *tensors: Tensor
+    ) -> Tensors:
         del anchor  # requires a gradient, and so the result does
         ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)  # no views: a block may change its input in place
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.arrived.extend(gradients)
         return (None,) * (2 + len(gradients))
 
@@ -64,13 +68,13 @@ class _Entry:
     memory, for the gradient: no Python runs in the backward. What has memory of its own takes :class:`_Entrance`.
     """
 
-    __slots__ = ("_anchor", "_arrived", "_leaves", "_specs")
+    __slots__ = ("_anchor", "_arrived", "_count", "_leaves")
 
     def __init__(self, anchor: Tensor) -> None:
         self._anchor = anchor
         self._leaves: list[Tensor] = []
-        self._arrived: list[Tensor] = []
-        self._specs: Spec = ()
+        self._arrived: list[Tensor | None] = []
+        self._count = 0
 
     def copy(self, lent: Tensor) -> Tensor:
         """The caller's own tensor; in the graph, where it can be."""
@@ -86,24 +90,19 @@ class _Entry:
         """The ``inputs``, those that are ``floating`` in the graph."""
         if self._leaves or not floating:
             return inputs
-        self._specs = spec_of(floating)
+        self._count = len(floating)
         entered: Tensors = _Entrance.apply(self._anchor, self._arrived, *floating)
         if len(floating) == len(inputs):
             return entered
         entering = iter(entered)
         return tuple(next(entering) if tensor.is_floating_point() else tensor for tensor in inputs)
 
-    def take_gradients(self) -> Tensors:
-        """Of the floating inputs, once; zeros where nothing depends on them."""
+    def take_gradients(self) -> Gradients:
+        """Of the floating inputs, once; None where nothing depends on them."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
-            return tuple(
-                [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            )
-        device = self._anchor.device
-        return tuple(arrived) or tuple(
-            torch.zeros(shape, dtype=t, device=device) for t, shape in self._specs
-        )
+            return tuple([leaf.grad for leaf in leaves])
+        return tuple(arrived) or (None,) * self._count
 
 
 @dataclass(slots=True)
@@ -191,7 +190,8 @@ class Executor:
         self._loss_share = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._received: dict[Key, tuple[Tensors, _Entry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
-        self._gradients: dict[Key, Tensors] = {}
+        self._gradients: dict[Key, Gradients] = {}
+        self._outgoing_gradients: dict[Key, Gradients] = {}
         self._flights: dict[Key, _Flight] = {}
 
     def run(self, step: StepContext) -> list[Span]:
@@ -231,7 +231,13 @@ class Executor:
 
     def abandon(self) -> None:
         """Forget micro-batches in flight, so that their graphs and swapped data are released."""
-        for held in (self._received, self._outgoing, self._gradients, self._flights):
+        for held in (
+            self._received,
+            self._outgoing,
+            self._gradients,
+            self._outgoing_gradients,
+            self._flights,
+        ):
             held.clear()
         self._sync.disarm()
 
@@ -241,7 +247,7 @@ class Executor:
         start = time.perf_counter()
         key = action.stage, action.micro
         if action.kind is Kind.RECEIVE_GRADIENT:
-            gradients = self._crossings.receive(action)
+            gradients = self._crossings.receive_gradients(action)
             if gradients is not None:
                 self._gradients[key] = gradients
             return time.perf_counter() - start
@@ -253,7 +259,11 @@ class Executor:
 
     def _send(self, action: Action, step: StepContext) -> float:
         del step
-        self._crossings.send(action, self._outgoing.pop((action.stage, action.micro), ()))
+        key = action.stage, action.micro
+        if action.kind is Kind.SEND_GRADIENT:
+            self._crossings.send_gradients(action, self._outgoing_gradients.pop(key, ()))
+        else:
+            self._crossings.send(action, self._outgoing.pop(key, ()))
         return 0.0
 
     def _offload(self, action: Action, step: StepContext) -> float:
@@ -316,8 +326,12 @@ class Executor:
             del self._flights[key]
         if announced:
             self._sync.arm(action.stage)
-        gradients = self._gradients.pop(key, None) or (None,) * len(flight.roots)
-        pairs = [(root, grad) for root, grad in zip(flight.roots, gradients) if root is not None]
+        gradients = self._gradients.pop(key, ())
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(flight.roots, gradients)
+            if root is not None and gradient is not None
+        ]
         flight.roots = ()
         if pairs:
             roots, arriving = zip(*pairs)
@@ -332,7 +346,7 @@ class Executor:
             if below in self._handed:
                 self._gradients[below, action.micro] = left
             else:
-                self._outgoing[key] = left
+                self._outgoing_gradients[key] = left
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:

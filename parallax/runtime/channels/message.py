@@ -18,6 +18,8 @@ from torch import Tensor
 from parallax.errors import TransportError
 
 Copy = Callable[[Tensor], Tensor]
+Tensors = tuple[Tensor, ...]
+Gradients = tuple[Tensor | None, ...]  # None: nothing depends on it
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each tensor the type and the shape
 
 ALIGNMENT = 64  # bytes; what torch gives its own tensors
@@ -62,6 +64,21 @@ class Layout:
             )
             for (dtype, shape), start in zip(self.spec, self.starts)
         ]
+
+
+# Stands for a gradient that there is not: of a type that no gradient has. Zeros would be another thing: weight decay
+# and momentum act on a parameter whose gradient is zero, and leave one without a gradient as it is.
+_NO_GRADIENT = torch.empty(0, dtype=torch.bool)
+
+
+def packed(gradients: Gradients) -> Tensors:
+    """Gradients as tensors that a message can hold."""
+    return tuple([_NO_GRADIENT if each is None else each for each in gradients])
+
+
+def unpacked(tensors: Tensors) -> Gradients:
+    """What :func:`packed` was given."""
+    return tuple([None if each.dtype is torch.bool else each for each in tensors])
 
 
 def spec_of(tensors: Sequence[Tensor]) -> Spec:

@@ -2,11 +2,13 @@
 
 Replicas of neighbour stages share a micro-batch's rows in different ways, so a channel carries the overlap of two row
 intervals (:mod:`parallax.plan.rows`). What has no rows, such as a table of positions, is sent whole to every peer; the
-first peer's copy is used, and gradients are added up instead of laid one after the other.
+first peer's copy is used, and gradients are added up instead of laid one after the other. A gradient that
+there is not, because the loss ignores a tensor, travels as none: a parameter without a gradient is not updated at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +19,9 @@ from parallax.mesh import Edge, Mesh
 from parallax.model.describe import Chain
 from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
 from parallax.plan.schedule import Action, Kind
-from parallax.runtime.channels.message import Copy
+from parallax.runtime.channels.message import Copy, Gradients, Tensors, packed, unpacked
 from parallax.runtime.channels.transport import Channels, Receiver, Sender
 
-Tensors = tuple[Tensor, ...]
 Shares = list[tuple[int, Interval]]
 _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 _ABOVE = (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)  # between a stage and the one after it
@@ -134,15 +135,32 @@ class StageIO:
         pieces = [ends[other].receive(high - low) for other, (low, high) in shares]
         for tensors, (_, (low, high)) in zip(pieces, shares):
             _check_rows(action, tensors, high - low, unbatched)
-        joined = []
-        for index, parts in enumerate(zip(*pieces)):
-            if index not in unbatched:
-                joined.append(torch.cat(parts))
-            elif action.kind in _GRADIENTS:
-                joined.append(torch.stack(parts).sum(0))
-            else:
-                joined.append(parts[0])
-        return tuple(joined)
+        return tuple(
+            [
+                parts[0] if index in unbatched else torch.cat(parts)
+                for index, parts in enumerate(zip(*pieces))
+            ]
+        )
+
+    def receive_gradients(self, action: Action) -> Gradients | None:
+        """The same of gradients. Where rows of one peer have none and rows of another have, the former are zeros."""
+        ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
+        if not shares:
+            return None
+        unbatched = self._without_rows(action)
+        pieces = []
+        for other, (low, high) in shares:
+            pieces.append(unpacked(ends[other].receive(high - low)))
+            _check_rows(action, pieces[-1], high - low, unbatched)
+        if len(shares) == 1:
+            return pieces[0]
+        counts = [high - low for _, (low, high) in shares]
+        return tuple(
+            [
+                _summed(parts) if index in unbatched else _joined(parts, counts)
+                for index, parts in enumerate(zip(*pieces))
+            ]
+        )
 
     def send(self, action: Action, tensors: Tensors) -> None:
         """Hand over what ``action`` sends."""
@@ -151,18 +169,30 @@ class StageIO:
             other, (low, high) = shares[0]
             ends[other].send(tensors, high - low)
             return
-        for count, (other, (low, high)) in enumerate(shares):
-            unbatched = self._without_rows(action)
-            pieces = []
-            for index, tensor in enumerate(tensors):
-                if index not in unbatched:
-                    pieces.append(tensor[low:high])
-                # This one's copy was not the one that was used.
-                elif count and action.kind in _GRADIENTS:
-                    pieces.append(torch.zeros_like(tensor))
-                else:
-                    pieces.append(tensor)
+        unbatched = self._without_rows(action)
+        for other, (low, high) in shares:
+            pieces = [
+                tensor if index in unbatched else tensor[low:high]
+                for index, tensor in enumerate(tensors)
+            ]
             ends[other].send(pieces, high - low)
+
+    def send_gradients(self, action: Action, gradients: Gradients) -> None:
+        """The same of gradients; without rows, only to the first peer: the others' copies were not those used."""
+        ends, shares = self._senders[action.kind, action.stage], self._shares(action)
+        if len(shares) == 1:
+            other, (low, high) = shares[0]
+            ends[other].send(packed(gradients), high - low)
+            return
+        unbatched = self._without_rows(action) if shares else frozenset()
+        for count, (other, (low, high)) in enumerate(shares):
+            pieces: list[Tensor | None] = []
+            for index, gradient in enumerate(gradients):
+                if index in unbatched:
+                    pieces.append(None if count else gradient)
+                else:
+                    pieces.append(None if gradient is None else gradient[low:high])
+            ends[other].send(packed(tuple(pieces)), high - low)
 
     def floating(self, cut: int, tensors: Tensors) -> list[Tensor]:
         """Those of the ``tensors`` that cross the cut after a stage whose gradients come back."""
@@ -206,9 +236,31 @@ class StageIO:
         return self._parts_by_size[size]
 
 
-def _check_rows(action: Action, tensors: Tensors, rows: int, unbatched: frozenset[int]) -> None:
+def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
+    """Gradients of so many rows each, one after the other; zeros where one has none and another has."""
+    known = next((part for part in parts if part is not None), None)
+    if known is None:
+        return None
+    shape = known.shape[1:]
+    return torch.cat(
+        [
+            known.new_zeros((count, *shape)) if part is None else part
+            for part, count in zip(parts, counts)
+        ]
+    )
+
+
+def _summed(parts: Gradients) -> Tensor | None:
+    """Of what has no rows."""
+    there = [part for part in parts if part is not None]
+    return torch.stack(there).sum(0) if there else None
+
+
+def _check_rows(action: Action, tensors: Gradients, rows: int, unbatched: frozenset[int]) -> None:
     for index, tensor in enumerate(tensors):
-        if index not in unbatched and (not tensor.dim() or tensor.shape[0] != rows):
+        if tensor is None or index in unbatched:
+            continue
+        if not tensor.dim() or tensor.shape[0] != rows:
             raise TransportError(
                 f"{action}: a tensor of shape {tuple(tensor.shape)} arrived where {rows} rows were due: every tensor "
                 "between blocks must have the micro-batch's rows in its first dimension"

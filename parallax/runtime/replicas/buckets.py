@@ -43,6 +43,11 @@ class BucketSync:
         self.all_reduces = 0
         self.disarm()
 
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Those that it reduces."""
+        return self._place.keys()
+
     def took_part(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` has, or had, a gradient that was not made up here; asked before :meth:`finish`."""
         return parameter.grad is not None and parameter not in self._made_up

@@ -119,9 +119,10 @@ class PositionSync:
         group: dist.ProcessGroup,
     ) -> None:
         self._parts, self._late, self._group = parts, late, group
-        self._unused = [
+        self._unused: list[tuple[ReplicaSync | BucketSync, nn.Parameter]] = [
             (parts[stage], parameter) for stage in parts for parameter in members[stage]
         ]
+        self._unused += [(late, parameter) for parameter in late.parameters]
 
     @property
     def all_reduces(self) -> int:
@@ -159,11 +160,19 @@ class PositionSync:
         return waited
 
     def _forget_unused(self, took_part: list[bool]) -> None:
-        flags = torch.tensor(took_part, dtype=torch.uint8, device=self._unused[0][1].device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        self._unused = [each for each, used in zip(self._unused, flags.tolist()) if not used]
+        used = _anywhere(took_part, self._unused[0][1].device, self._group)
+        self._unused = [each for each, is_used in zip(self._unused, used) if not is_used]
         for _, parameter in self._unused:
             parameter.grad = None
+
+
+def _anywhere(
+    flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None
+) -> list[bool]:
+    """Which of the flags are set on any rank of the group."""
+    found = torch.tensor(flags, dtype=torch.uint8, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]
 
 
 class Following(Protocol):
@@ -181,7 +190,8 @@ class Following(Protocol):
 
 
 class StreamedSum:
-    """Adds up the gradients that live below the device, one after another; in the type ``short`` where there is one."""
+    """Adds up the gradients that live below the device, one after another; in the type ``short`` where there is one.
+    What no replica has ever used has none, as in :class:`PositionSync`."""
 
     def __init__(
         self, streamed: StreamedParameters, group: dist.ProcessGroup, short: torch.dtype | None
@@ -190,17 +200,29 @@ class StreamedSum:
         self._trained = list(
             dict.fromkeys(s.parameter for chunk in streamed.chunks for s in chunk.segments)
         )
+        self._unused = set(self._trained)
         self.all_reduces = 0
 
     def run(self) -> None:
         """All of them."""
+        if self._unused:
+            self._ask()
         for parameter in self._trained:
+            if parameter in self._unused:
+                continue
             total = self._streamed.read_gradient(parameter)
             total = torch.zeros_like(parameter) if total is None else total
             sent = total if self._short is None else total.to(self._short)
             dist.all_reduce(sent, group=self._group)
             self._streamed.write_gradient(parameter, sent.to(total.dtype))
             self.all_reduces += 1
+
+    def _ask(self) -> None:
+        """Whether other replicas have used what none had used so far."""
+        asked = [parameter for parameter in self._trained if parameter in self._unused]
+        mine = [self._streamed.has_gradient(parameter) for parameter in asked]
+        used = _anywhere(mine, asked[0].device, self._group)
+        self._unused = {parameter for parameter, is_used in zip(asked, used) if not is_used}
 
     def forget(self) -> None:
         """Nothing is under way."""
@@ -226,7 +248,8 @@ class StatisticsAverage:
 class SharedSum:
     """Adds up the gradients of parameters that several stages hold, after each stage has added up its replicas.
 
-    One replica of each stage contributes, the others contribute zeros: the sum needs no rescaling.
+    One replica of each stage contributes, the others contribute zeros: the sum needs no rescaling. What no stage has
+    ever used has no gradient: as long as that may be so, the stages ask each other.
     """
 
     all_reduces = 0
@@ -235,10 +258,16 @@ class SharedSum:
         self, shared: dict[str, tuple[nn.Parameter, dist.ProcessGroup]], *, gives: bool
     ) -> None:
         self._shared, self._gives = shared, gives
+        self._unused = set(shared)
 
     def run(self) -> None:
         """One after the other, in the order of their names."""
-        for _, (parameter, group) in sorted(self._shared.items()):
+        for name, (parameter, group) in sorted(self._shared.items()):
+            if name in self._unused:
+                (used,) = _anywhere([parameter.grad is not None], parameter.device, group)
+                if not used:
+                    continue
+                self._unused.remove(name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif not self._gives:

@@ -220,6 +220,10 @@ class StreamedParameters:
                     time.sleep(0)
             return total
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether a backward has ever given one to a parameter that lives below."""
+        return self._of[parameter].gradient(parameter).seen
+
     def write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Replace it, where replicas have summed theirs."""
         with self._lock, torch.no_grad():
