@@ -16,6 +16,7 @@ from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.host import relieve_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
+from parallax.model.layers.buffers import ChangingBuffers, Found
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 from parallax.model.layers.norms import Norms
 from parallax.model.materialise import materialise_each
@@ -99,6 +100,9 @@ class Stage(nn.Module):
         self._seeded, self._seeds = -1, list[int]()  # a step, and its seed for each block
         self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
         self._changes: dict[int, bool] = {}  # place → whether its inputs are changed in place
+        self._changing: dict[
+            int, ChangingBuffers
+        ] = {}  # by the place of a block that is recomputed
         share = max(plan.parameter_offload for plan in plans.values())
         opened = open_stream if share > 0 else keep_all
         self.streamed = opened(chain, self._indices, share, self._make(chain, share, device))
@@ -251,7 +255,8 @@ class Stage(nn.Module):
                 self.norms.begin(place, where.whole)
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
-                    self._run_copies,
+                    self._run_again,
+                    Found(),
                     self._changes.get(place, True),
                     place,
                     where,
@@ -266,6 +271,26 @@ class Stage(nn.Module):
             else:
                 inputs = self._run_block(place, where, halves, *inputs)
         return inputs
+
+    def _run_again(
+        self,
+        found: Found,
+        copy: bool,
+        place: int,
+        where: MicroBatchContext,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Run a block the first time, or again."""
+        if place not in self._changing:
+            self._changing[place] = ChangingBuffers(
+                self._by_place[place],
+                self.norms.at(place),
+                self.streams,
+                compiled=self._compiled,
+            )
+        buffers, again = self._changing[place], found.complete
+        with buffers.repeated(found) if again else buffers.first(found):
+            return self._run_copies(copy, place, where, *inputs)
 
     def _run_copies(
         self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor

@@ -92,6 +92,10 @@ class Norms:
             self._seen[place] += 1
             self._participants = self._meet(rows)
 
+    def at(self, place: int) -> Sequence[nn.Module]:
+        """The BatchNorms of one block."""
+        return self._found.get(place, ())
+
     def contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
         """For torch.utils.checkpoint: the contexts of a block's forward and of its recomputation."""
         if place not in self._found:

@@ -1,0 +1,207 @@
+"""Buffers that a forward changes, when it is repeated.
+
+Moving averages of a codebook, a counter, the vectors of a power iteration: a block that is recomputed would change them
+twice, and compute with other values than the first time. So a repeated forward runs on copies of what the first one
+found, and what the first one left stays. Parameters that are not trained, such as those of a network that follows
+another one, are buffers here.
+
+Copies cost memory, and tables never change. So the first forward of all finds out which buffers do: a mode looks at
+each operator and copies what it is about to overwrite, and what was put into a buffer's place shows afterwards. From
+the second forward on only these are copied, before it begins. Version counters find what changes for the first time
+later: it is changed once, but one repeated forward sees the new value, which is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger("parallax")
+Owner = dict[str, Tensor | None]
+
+
+class _Place(NamedTuple):
+    """Where a module keeps a buffer, or a parameter that is not trained."""
+
+    owner: Owner
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        found = self.owner[self.name]
+        assert found is not None
+        return found
+
+
+class ChangingBuffers:
+    """Those of one block. ``leave_out`` are modules whose buffers others take care of, ``streams`` knows parameters
+    whose memory comes and goes. ``compiled``: operators cannot be looked at, so all buffers are copied once."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        leave_out: Collection[nn.Module],
+        streams: Callable[[Tensor], bool],
+        *,
+        compiled: bool,
+    ) -> None:
+        self._compiled = compiled
+        self._unknown: list[_Place] | None = []
+        self._changing: list[_Place] = []
+        self._others: list[_Place] = []
+        for module in block.modules():
+            if module in leave_out:
+                continue
+            places = [
+                _Place(module._buffers, name)
+                for name, t in module._buffers.items()
+                if t is not None
+            ]
+            if not compiled:
+                frozen: Any = module._parameters
+                places += [
+                    _Place(frozen, name)
+                    for name, p in module._parameters.items()
+                    if p is not None and not p.requires_grad and not streams(p)
+                ]
+            self._unknown += [place for place in places if place.tensor.layout is torch.strided]
+
+    @contextlib.contextmanager
+    def first(self, found: Found) -> Iterator[None]:
+        """A forward that may be repeated: ``found`` becomes what it finds."""
+        if self._unknown is not None:
+            with self._watching(self._unknown, found):
+                yield
+            self._unknown, found.complete = None, True
+            return
+        found.values = _copies(self._changing)
+        before = [place.tensor._version for place in self._others]
+        tensors = [place.tensor for place in self._others]
+        yield
+        found.complete = True
+        late = [
+            place
+            for place, tensor, version in zip(self._others, tensors, before)
+            if place.tensor is not tensor or tensor._version != version
+        ]
+        if late:
+            self._learn(late)
+
+    @contextlib.contextmanager
+    def repeated(self, found: Found) -> Iterator[None]:
+        """The same forward again: it sees what the first one found, and leaves what the first one left."""
+        left = [(place, place.tensor) for place, _ in found.values]
+        fresh: dict[Tensor, Tensor] = {}  # one that two modules share is one
+        for place, value in found.values:
+            if value not in fresh:
+                fresh[value] = _like(place.tensor, value)
+            place.owner[place.name] = fresh[value]
+        try:
+            yield
+        finally:
+            for place, tensor in left:
+                place.owner[place.name] = tensor
+
+    @contextlib.contextmanager
+    def _watching(self, places: Sequence[_Place], found: Found) -> Iterator[None]:
+        tensors = [place.tensor for place in places]
+        aliases = [tensor.detach() for tensor in tensors]  # what .data = takes away stays here
+        if self._compiled:
+            copies = dict(zip(map(_address, aliases), (alias.clone() for alias in aliases)))
+            yield
+            written = {a for alias in aliases if not _equal(alias, copies[a := _address(alias)])}
+        else:
+            mode = _CopyOnWrite(aliases)
+            with mode:
+                yield
+            copies, written = mode.copies, set(mode.copies)
+        values: dict[int, Tensor] = {}
+        for place, tensor, alias in zip(places, tensors, aliases):
+            moved = place.tensor is not tensor or _address(tensor) != _address(alias)
+            if moved or _address(alias) in written:
+                key = id(tensor)
+                values[key] = values.get(key, copies.get(_address(alias), alias))
+                found.values.append((place, values[key]))
+        self._changing = [place for place, _ in found.values]
+        known = {(id(place.owner), place.name) for place in self._changing}
+        self._others = [place for place in places if (id(place.owner), place.name) not in known]
+
+    def _learn(self, late: Sequence[_Place]) -> None:
+        logger.warning(
+            "%s changes for the first time in a later forward: one recomputation sees its new value; keep this block "
+            "(directive keep or offload) where that matters",
+            ", ".join(place.name for place in late),
+        )
+        self._changing += late
+        known = {(id(place.owner), place.name) for place in self._changing}
+        self._others = [
+            place for place in self._others if (id(place.owner), place.name) not in known
+        ]
+
+
+class Found:
+    """What a forward found in the buffers that change."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[_Place, Tensor]] = []
+        self.complete = False
+
+
+class _CopyOnWrite(TorchDispatchMode):
+    """Copies a tensor before an operator first writes to its memory; ``copies``, by its address."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._watched = {_address(tensor): tensor for tensor in tensors if tensor.numel()}
+        self.copies: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[number] if number < len(args) else given.get(argument.name)
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    self._before_writing(tensor)
+        return func(*args, **given)
+
+    def _before_writing(self, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return
+        address = _address(tensor)
+        if address in self._watched and address not in self.copies:
+            self.copies[address] = self._watched[address].clone()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copies(places: Sequence[_Place]) -> list[tuple[_Place, Tensor]]:
+    """One copy of each tensor."""
+    made: dict[Tensor, Tensor] = {}
+    for place in places:
+        if place.tensor not in made:
+            made[place.tensor] = place.tensor.detach().clone()
+    return [(place, made[place.tensor]) for place in places]
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A copy of ``value`` that is what ``tensor`` is."""
+    copied = value.detach().clone()
+    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
