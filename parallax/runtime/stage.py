@@ -19,6 +19,7 @@ from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import ChangingBuffers, Found
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 from parallax.model.layers.norms import Norms
+from parallax.model.layers.sparse import make_gradients_dense
 from parallax.model.materialise import materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.saved import Selector
@@ -103,6 +104,7 @@ class Stage(nn.Module):
         self._changing: dict[
             int, ChangingBuffers
         ] = {}  # by the place of a block that is recomputed
+        self._dense = False
         share = max(plan.parameter_offload for plan in plans.values())
         opened = open_stream if share > 0 else keep_all
         self.streamed = opened(chain, self._indices, share, self._make(chain, share, device))
@@ -248,6 +250,9 @@ class Stage(nn.Module):
         """Forward of one of the stages here. ``swap`` opens offloading for ``micro``; ``halves`` puts weight gradients
         off, of blocks that keep what they save: others would have to keep it, too."""
         training = torch.is_grad_enabled()
+        if training and not self._dense:
+            make_gradients_dense(self.named_tensors())
+            self._dense = True
         for place in self._parts[stage]:
             directive = self._directives[place]
             self._arrive(self._by_place[place].parameters())
