@@ -131,6 +131,11 @@ def to_device(values: Any, device: torch.device) -> Any:
     return transform(values, lambda part: part.to(device) if isinstance(part, Tensor) else part)
 
 
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor of this type can have one."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def in_dtype(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """What a number of type ``kind`` becomes in a model of ``dtype``: complex numbers stay complex."""
     if kind.is_complex:

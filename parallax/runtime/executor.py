@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallax.common.events import Span
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
-from parallax.model.block import to_device
+from parallax.model.block import has_gradient, to_device
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
@@ -78,7 +78,7 @@ class _Entry:
 
     def copy(self, lent: Tensor) -> Tensor:
         """The caller's own tensor; in the graph, where it can be."""
-        if not lent.is_floating_point():
+        if not has_gradient(lent):
             return lent.clone()
         leaf = lent.detach().requires_grad_()
         copied = leaf.clone()
@@ -95,7 +95,7 @@ class _Entry:
         if len(floating) == len(inputs):
             return entered
         entering = iter(entered)
-        return tuple(next(entering) if tensor.is_floating_point() else tensor for tensor in inputs)
+        return tuple(next(entering) if has_gradient(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
         """Of the floating inputs, once; None where nothing depends on them."""
@@ -380,9 +380,13 @@ class Executor:
     def _leave(self, action: Action, outputs: Tensors, flight: _Flight, *, training: bool) -> None:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
         if self._boundary is not None:
-            # Not what has no gradient: the lowest number of fp32, as masks have it, is -inf in fewer bytes.
+            # Not what has no gradient: the lowest number of fp32, as masks have it, is -inf in fewer bytes. And complex
+            # numbers stay as they are.
             outputs = tuple(
-                tensor.to(self._boundary) if tensor.requires_grad else tensor for tensor in outputs
+                tensor.to(self._boundary)
+                if tensor.requires_grad and tensor.is_floating_point()
+                else tensor
+                for tensor in outputs
             )
         left = tuple(tensor.detach() for tensor in outputs)
         if action.stage in self._handed:

@@ -34,6 +34,7 @@ from tests.plans import make_plan
 Spec = tuple[torch.dtype, tuple[int, ...]]
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 I64, I32, I8, U8, BOOL = torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool
+COMPLEX = torch.complex64, torch.complex128
 KINDS = ("shared", "group", "staged")
 FORTH, BACK = Edge(0, 1, 0, backward=False), Edge(1, 0, 0, backward=True)
 
@@ -118,7 +119,7 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
     ],
     "type": [
         [(dtype, (4, 5))]
-        for dtype in (F32, F64, BF16, F16, I64, I32, torch.int16, I8, U8, BOOL, F32)
+        for dtype in (F32, F64, BF16, F16, I64, I32, torch.int16, I8, U8, BOOL, *COMPLEX, F32)
     ],
     "number of tensors": [[(F32, (3, 2))] * n for n in (1, 2, 5, 1, 9, 3)],
     "many tensors": [[(F32, (3, 2))] * n for n in (1, 40, 200, 40, 3)],
@@ -214,8 +215,8 @@ def test_in_place_changes_of_a_neighbour(pool: Pool, kind: str) -> None:
 
 def test_what_cannot_be_sent() -> None:
     sender = GroupSender(Address(None, 1, 0), DirectStaging(torch.device("cpu")), 1)
-    with pytest.raises(TransportError, match="complex64"):
-        sender.send([torch.ones(2, dtype=torch.complex64)], 2)
+    with pytest.raises(TransportError, match="float8_e4m3fn"):
+        sender.send([torch.ones(2, dtype=torch.float8_e4m3fn)], 2)
 
 
 def waits(ahead: int, seconds: float) -> bool:

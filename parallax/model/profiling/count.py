@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
-from parallax.model.block import tensors_in, transform
+from parallax.model.block import apart, has_gradient, in_dtype, tensors_in, transform
 from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
@@ -271,8 +271,7 @@ class _Counter:
     ) -> _Counted:
         _fill(block, self._chain.dtype)
         leaves = tuple(
-            tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point())
-            for tensor in inputs
+            tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
         )
         meter = _Meter()
         meter.know([*block.parameters(), *block.buffers(), *leaves, *tensors_in(targets)])
@@ -380,12 +379,12 @@ def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: _Meter) -> tuple[
 
 
 def _fake(tensor: Any) -> Any:
-    """A fake tensor on the CPU in the place of a tensor, in a storage as large: a slice of a batch stays one."""
+    """A fake tensor on the CPU in the place of a tensor, that lies as it does in memory of its own."""
     if not isinstance(tensor, Tensor):
         return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.empty(count, dtype=tensor.dtype, device="cpu")
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return apart(whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
 def _tables(block: nn.Module) -> dict[int, Any]:
@@ -400,9 +399,7 @@ def _fill(block: nn.Module, dtype: torch.dtype) -> None:
 
     def replaced(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            empty = torch.empty(
-                tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype
-            )
+            empty = torch.empty(tensor.shape, dtype=in_dtype(tensor.dtype, dtype))
             shared = (
                 nn.Parameter(empty, tensor.requires_grad)
                 if isinstance(tensor, nn.Parameter)

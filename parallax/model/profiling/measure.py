@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError
-from parallax.model.block import to_device
+from parallax.model.block import has_gradient, to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -222,9 +222,7 @@ class _Bench:
                 index, rows, entering, to_device(targets, self._device) if last else None
             )
 
-        return block_by_block(
-            self._chain, tuple(tensor.to(self._device) for tensor in inputs), find
-        )
+        return block_by_block(self._chain, to_device(inputs, self._device), find)
 
     def last_two(
         self, sample: Sample, rows: Sequence[int]
@@ -246,8 +244,7 @@ class _Bench:
     ) -> _Measured:
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
-            tensor.detach().requires_grad_(index > 0 and tensor.is_floating_point())
-            for tensor in inputs
+            tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
         )
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)

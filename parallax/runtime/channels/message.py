@@ -34,6 +34,11 @@ _DTYPES = [
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
 ]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallax.errors import TransportError
 from parallax.mesh import Edge, Mesh
+from parallax.model.block import has_gradient
 from parallax.model.describe import Chain
 from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
 from parallax.plan.schedule import Action, Kind
@@ -196,7 +197,7 @@ class StageIO:
 
     def floating(self, cut: int, tensors: Tensors) -> list[Tensor]:
         """Those of the ``tensors`` that cross the cut after a stage whose gradients come back."""
-        places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        places = [index for index, tensor in enumerate(tensors) if has_gradient(tensor)]
         if cut not in self._summed:
             self._summed[cut] = frozenset(
                 n for n, index in enumerate(places) if index in self._rowless[cut]
