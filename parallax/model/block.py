@@ -131,6 +131,19 @@ def to_device(values: Any, device: torch.device) -> Any:
     return transform(values, lambda part: part.to(device) if isinstance(part, Tensor) else part)
 
 
+def apart(values: Any) -> Any:
+    """A nest whose tensors have memory of their own: a slice of a batch, or of a whole data set, is copied. What is
+    saved of it for backward is then as large as it is, moves alone, and is gone afterwards."""
+    return transform(values, lambda part: part.clone() if _is_part(part) else part)
+
+
+def _is_part(value: Any) -> bool:
+    """Whether ``value`` is a tensor that lies in more memory than it takes."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return value.nbytes < value.untyped_storage().nbytes()
+
+
 def has_gradient(tensor: Tensor) -> bool:
     """Whether a tensor of this type can have one."""
     return tensor.is_floating_point() or tensor.is_complex()

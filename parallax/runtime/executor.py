@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallax.common.events import Span
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
-from parallax.model.block import has_gradient, to_device
+from parallax.model.block import apart, has_gradient, to_device
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
@@ -286,7 +286,7 @@ class Executor:
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         if stage == 0:
             inputs = self._chain.arguments(
-                to_device(step.batch.inputs(first, first + rows), self._device)
+                apart(to_device(step.batch.inputs(first, first + rows), self._device))
             )
         else:
             inputs, flight.entry = self._received.pop((stage, micro))
@@ -411,7 +411,9 @@ class Executor:
     ) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, now counted among the batch's, and the gradient that its backward begins with."""
         with self._precision.autocast(self._device.type):
-            value = self._loss(self._chain.results(outputs), to_device(targets, self._device))
+            value = self._loss(
+                self._chain.results(outputs), apart(to_device(targets, self._device))
+            )
         if value.numel() != 1:
             raise ParallaxError(
                 f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}"

@@ -14,6 +14,7 @@ from parallax.model.describe import Chain, describe
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 from tests.results import gradients_by_name
@@ -119,3 +120,25 @@ def test_tensors_of_any_kind_between_stages(pool: Pool, replicas: tuple[int, ...
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 4), nn.Linear(4, 4))
+
+
+def test_a_slice_of_a_batch_moves_alone(tmp_path: Path) -> None:
+    """Half of a batch took the whole batch's memory with it, for which there was no room."""
+    chain = describe(wide, seed=3, dtype=torch.float64)
+    plan = make_plan(chain, directive="offload", microbatch=4, swap_limit=4 * 512 * 8 + 4096)
+    engine = Engine.build(
+        chain,
+        plan,
+        loss=loss,
+        precision=PrecisionConfig(parameters="fp64", compute="fp64"),
+        swap=SwapConfig(minimum_bytes=1),
+        scratch=tmp_path,
+    )
+    rows = torch.randn(8, 516, dtype=torch.float64)
+    result = engine.step(TensorRows(rows[:, :512], rows[:, 512:]))
+    engine.close()
+    assert result.swap.high_water <= plan.stages[0].swap_limit_bytes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError
-from parallax.model.block import has_gradient, to_device
+from parallax.model.block import apart, has_gradient, to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -219,10 +219,10 @@ class _Bench:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
             self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
             return self._measure(
-                index, rows, entering, to_device(targets, self._device) if last else None
+                index, rows, entering, apart(to_device(targets, self._device)) if last else None
             )
 
-        return block_by_block(self._chain, to_device(inputs, self._device), find)
+        return block_by_block(self._chain, apart(to_device(inputs, self._device)), find)
 
     def last_two(
         self, sample: Sample, rows: Sequence[int]
