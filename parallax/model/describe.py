@@ -97,7 +97,7 @@ class Chain:
         if self.nest:
             return self._unpacked(value)
         if not isinstance(value, Mapping):
-            return as_tuple(value)
+            return _given(value)
         names = self.inputs or tuple(inspect.signature(self.blocks[0].module.forward).parameters)
         unknown, given = sorted(set(value) - set(names)), [name for name in names if name in value]
         if unknown or given != list(names[: len(given)]) or not given:
@@ -105,7 +105,7 @@ class Chain:
                 f"inputs are {', '.join(value) or 'none'}, and the model takes {', '.join(names)}: the last may be "
                 "left out, none may be added; describe the model with a sample of the inputs that it is to be given"
             )
-        return as_tuple([value[name] for name in given])
+        return _given([value[name] for name in given])
 
     def _unpacked(self, value: Any) -> tuple[Tensor, ...]:
         found = [(path, part) for path, part in leaves(value) if isinstance(part, Tensor)]
@@ -291,6 +291,22 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(value)
     raise DescribeError(
         f"a block returned {type(value).__name__}; it must return a tensor or a tuple of tensors"
+    )
+
+
+def _given(value: Any) -> tuple[Tensor, ...]:
+    """Inputs that are tensors alone."""
+    parts = [value] if isinstance(value, Tensor) else value
+    if isinstance(parts, tuple | list) and all(isinstance(part, Tensor) for part in parts):
+        return tuple(parts)
+    kinds = ", ".join(
+        dict.fromkeys(
+            type(part).__name__ for _, part in leaves(value) if not isinstance(part, Tensor)
+        )
+    )
+    raise DescribeError(
+        f"inputs are {type(value).__name__}{f' with {kinds} in it' if kinds else ''}; modules in a row take "
+        "tensors, in order or by name: leave out what is none, or let the model's forward be recorded with a sample"
     )
 
 

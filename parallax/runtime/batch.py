@@ -33,12 +33,15 @@ class TensorRows:
     def __init__(self, inputs: Values, targets: Values) -> None:
         self._inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._targets = targets
-        sizes = [len(tensor) for tensor in tensors_in((self._inputs, targets))]
-        if len(set(sizes)) != 1 or sizes[0] == 0:
+        shapes = [tuple(tensor.shape) for tensor in tensors_in((self._inputs, targets))]
+        sizes = {shape[:1] for shape in shapes}
+        if len(sizes) != 1 or sizes <= {(), (0,)}:
             raise DataError(
-                f"a batch needs the same number of rows, above zero, in inputs and targets; got {sizes}"
+                "a batch needs the same number of rows, above zero, in inputs and targets; got tensors of shapes "
+                f"{shapes}; where one has no rows, return it whole from inputs(start, stop) of a class of your own "
+                "that also has targets(start, stop) and __len__"
             )
-        self._rows = sizes[0]
+        self._rows = shapes[0][0]
 
     def __len__(self) -> int:
         return self._rows

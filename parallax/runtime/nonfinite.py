@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
-from parallax.model.block import tensors_in
+from parallax.model.block import has_gradient, tensors_in
 from parallax.runtime.batch import Rows
 from parallax.runtime.optim.scaling import LossScale
 
@@ -78,11 +78,9 @@ def _rows(name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
         for tensor in tensors_in(read(start, stop)):
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.is_floating_point()
-                and (what := _kind(tensor))
-            ):
+            if what := _kind(tensor):
+                if not tensor.dim() or len(tensor) != stop - start:
+                    return f"the batch's {name} hold {what}, in a tensor without rows"
                 bad = ~torch.isfinite(tensor.detach())
                 row = start + int(bad.reshape(len(tensor), -1).any(1).nonzero()[0])
                 return f"row {row} of the batch's {name} holds {what}"
@@ -92,7 +90,7 @@ def _rows(name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
 def _kind(tensor: Tensor) -> str:
     """NaN or infinity, where a tensor holds any."""
     values = tensor.detach()
-    if not values.is_floating_point() or bool(torch.isfinite(values).all()):
+    if not has_gradient(values) or bool(torch.isfinite(values).all()):
         return ""
     return "nan" if bool(torch.isnan(values).any()) else "inf"
 
