@@ -135,3 +135,9 @@ def check_count(key: str, value: int | str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{key}={printable(str(value))}: accepted are auto or a whole number")
     check_positive(key, value)
+
+
+def check_switch(key: str, value: bool | str) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is ``auto``, true or false."""
+    if value != "auto" and not isinstance(value, bool):
+        raise ConfigError(f"{key}={printable(str(value))}: accepted are auto, true, false")

@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import ConfigError, check_positive
+from parallax.errors import ConfigError, check_positive, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes of the decoder. ``tied``: the head uses the embedding's weight."""
+    """Sizes of the decoder. ``tied``: the head uses the embedding's weight.
+    ``verify``: whether the chain is compared with the
+    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    """
 
     name: str = "gpt"
     layers: int = 8
@@ -24,8 +27,10 @@ class GPTConfig:
     sequence: int = 256
     dropout: float = 0.0
     tied: bool = True
+    verify: bool | str = "auto"
 
     def __post_init__(self) -> None:
+        check_switch("model.verify", self.verify)
         for key in ("layers", "hidden", "heads", "vocabulary", "sequence"):
             check_positive(f"model.{key}", getattr(self, key))
         if self.hidden % self.heads:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from parallax.errors import ConfigError, check_choice, check_positive, nearest
+from parallax.errors import ConfigError, check_choice, check_positive, check_switch, nearest
 
 ATTENTION = ("sdpa", "eager")
 
@@ -24,6 +24,8 @@ class HuggingFaceConfig:
 
     ``pretrained``: a folder with ``config.json`` and safetensors, as ``save_pretrained`` writes it; class, sizes and
     weights come from there. Nothing is downloaded. ``sequence``: tokens in a row of text.
+    ``verify``: whether the chain is compared with the
+    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "huggingface"
@@ -32,8 +34,10 @@ class HuggingFaceConfig:
     pretrained: str = ""
     attention: str = "sdpa"
     sequence: int = 256
+    verify: bool | str = "auto"
 
     def __post_init__(self) -> None:
+        check_switch("model.verify", self.verify)
         check_choice("model.attention", self.attention, ATTENTION)
         check_positive("model.sequence", self.sequence)
 

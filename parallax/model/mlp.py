@@ -8,12 +8,15 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import check_positive
+from parallax.errors import check_positive, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Sizes; the window is ``sequence`` bytes, each embedded in ``embedding`` numbers (Bengio et al. 2003)."""
+    """Sizes; the window is ``sequence`` bytes, each embedded in ``embedding`` numbers (Bengio et al. 2003).
+    ``verify``: whether the chain is compared with the
+    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    """
 
     name: str = "mlp"
     layers: int = 4
@@ -21,8 +24,10 @@ class MLPConfig:
     embedding: int = 16
     vocabulary: int = 256
     sequence: int = 32
+    verify: bool | str = "auto"
 
     def __post_init__(self) -> None:
+        check_switch("model.verify", self.verify)
         for key in ("layers", "hidden", "embedding", "vocabulary", "sequence"):
             check_positive(f"model.{key}", getattr(self, key))
 

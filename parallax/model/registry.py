@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from parallax.common.targets import call_target
+from parallax.errors import check_switch
 from parallax.model.gpt import GPTConfig
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.mlp import MLPConfig
@@ -22,6 +23,8 @@ class CustomModelConfig:
     ``blocks`` names its chain where the one that is found (see :func:`~parallax.model.describe.describe`) is not the
     one that is wanted: module paths, ``*`` for the members of a ModuleList, in the order that data flows
     (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them, to begin with.
+    ``verify``: whether the chain is compared with the
+    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "custom"
@@ -29,6 +32,10 @@ class CustomModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
     weights: str = ""
+    verify: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        check_switch("model.verify", self.verify)
 
     def build(self) -> nn.Module:
         """Call the factory."""

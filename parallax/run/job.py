@@ -18,6 +18,7 @@ from parallax.model.describe import Chain, describe
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.profiling.count import Sample, count
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
+from parallax.model.verification.verify import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.transformer import TransformerConfig
@@ -34,6 +35,7 @@ from parallax.run.planning import (
     settled,
     stepped_by,
 )
+from parallax.run.verified import check_rows, verify_run
 from parallax.runtime.batch import Rows
 from parallax.train.data import Source, TextDataConfig, TextSource, build_source
 
@@ -170,9 +172,11 @@ def plan_run(
     progress: Callable[[str], None],
     *,
     profile: ModelProfile | None = None,
+    verified: bool = False,
 ) -> Planned:
     """The plan of ``config``, on this machine or for its catalog cluster. A given ``profile`` is used instead of
-    measuring, or deriving, one. ``scratch`` is where swap files would go."""
+    measuring, or deriving, one. ``scratch`` is where swap files would go. ``verified``: it is to be trained, so the
+    chain is compared with its model, and rows that meet must not be cut (:mod:`parallax.run.verified`)."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
             stepped_by(profile or profile_run(config, progress), config.optimizer),
@@ -198,8 +202,9 @@ def plan_run(
     loss = build_loss(config)
     progress(doing(config, "fetching rows"))
     batch = first_batch(config, open_source(config, quiet=False))
+    verdict = verify_run(config, chain, loss, batch, progress) if verified else Verdict()
     progress("planning")
-    return plan_model(
+    planned = plan_model(
         chain,
         loss,
         batch,
@@ -214,6 +219,8 @@ def plan_run(
         scratch=scratch,
         progress=progress,
     )
+    check_rows(config, verdict, planned.plan)
+    return planned
 
 
 def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProfile:
@@ -224,6 +231,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     chain, loss = build_chain(config), build_loss(config)
     progress(doing(config, "fetching rows"))
     batch = first_batch(config, open_source(config, quiet=False))
+    verify_run(config, chain, loss, batch, progress)
     progress("profiling")
     return measure_model(
         chain,

@@ -52,7 +52,9 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
         with working(console, "planning again") as work:
             work.limit(run.config.trainer)
             found = correct(run.directory, run.config, run.plan, work)
-            planned = plan_run(run.config, run.directory / "swap", work, profile=found.profile)
+            planned = plan_run(
+                run.config, run.directory / "swap", work, profile=found.profile, verified=True
+            )
     except ParallaxError as error:
         console.print(f"going on with the old plan: {error}", highlight=False, markup=False)
         return run

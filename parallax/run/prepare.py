@@ -75,7 +75,7 @@ def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitSta
             console.print(
                 f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
             )
-        planned = plan_run(config, directory / "swap", work)
+        planned = plan_run(config, directory / "swap", work, verified=True)
     write_run(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))

@@ -100,7 +100,9 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
     """Differences that the checkpoint cannot follow: ``key: old -> new``."""
     for key, (old, new) in configuration.changes(stored, config).items():
         group = key.split(".")[0]
-        fixed = key in ("seed", "optimizer.name", "precision.parameters") or group == "model"
+        fixed = key in ("seed", "optimizer.name", "precision.parameters") or (
+            group == "model" and key != "model.verify"
+        )
         if fixed or (group == "data" and not _same_rows(config, checkpoint)):
             yield f"{key}: {old} -> {new}"
 

@@ -1,0 +1,67 @@
+"""When two tensors that were computed in two ways are the same.
+
+Both ways call the same kernels on the same numbers, so mostly they are equal to the last bit; sums in another order may
+change the last ones. A tolerance is a part of the largest number in a tensor. Gradients that are zero but for rounding
+(of a bias before a norm) are noise of the size of others, so a small part of the largest of all is allowed in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_FLOOR = 1e-2  # of the tolerance: what the largest number of all tensors excuses in each of them
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The part of a tensor's largest number by which two ways of computing in ``dtype`` may differ."""
+    return _TOLERANCES[dtype]
+
+
+def first_difference(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], part: float
+) -> tuple[str, str] | None:
+    """The first name whose tensors are not the same, and how they differ; None where all are."""
+    largest = max((_largest(tensor) for tensor in expected.values()), default=0.0)
+    for name, tensor in expected.items():
+        if name not in found:
+            return name, "it is missing"
+        how = _difference(tensor, found[name], part, _FLOOR * part * largest)
+        if how:
+            return name, how
+    return None
+
+
+def _difference(expected: Tensor, found: Tensor, part: float, floor: float) -> str:
+    if expected.shape != found.shape:
+        return f"its shape is {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    if not (expected.is_floating_point() or expected.is_complex()):
+        changed = int((expected != found).sum())
+        return f"{changed} of {expected.numel()} values differ" if changed else ""
+    a, b = _plain(expected), _plain(found)
+    finite = a.isfinite() & b.isfinite()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if not bool((finite | same).all()):
+        return "one is not finite where the other is"
+    apart = torch.where(finite, (a - b).abs(), 0.0)
+    most = float(apart.max()) if apart.numel() else 0.0
+    largest = float(torch.where(finite, a.abs(), 0.0).max()) if a.numel() else 0.0
+    if most <= part * largest + floor:
+        return ""
+    return f"by {most:.3g} where the largest number is {largest:.3g}"
+
+
+def _largest(tensor: Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return 0.0
+    plain = _plain(tensor)
+    return float(torch.where(plain.isfinite(), plain.abs(), 0.0).max())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return real.double()

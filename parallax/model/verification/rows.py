@@ -1,0 +1,150 @@
+"""Whether a batch may be cut into micro-batches: its loss and gradients against those made from its parts.
+
+A step's loss is the mean over all rows, or over all counted targets where the loss offers ``count``; parts are weighed
+by what they have of them. That gives another number where rows meet: in a contrastive loss, in statistics over the
+batch, in a mean over targets of which some are ignored. Dropouts are switched off meanwhile and BatchNorms, whose rows
+are the user's choice, use their running statistics; what a forward writes into buffers is undone between parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallax.model.block import tensors_in, transform
+from parallax.model.verification.differences import first_difference, tolerance
+from parallax.model.verification.draws import WithoutDraws
+from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gradients, loss_of
+
+logger = logging.getLogger("parallax")
+
+_BOUNDS = (0, 2, 5), (0, 2, 4), (0, 1, 2)
+"""Where the sample is cut; the next where the model cannot run on such parts."""
+_ROWS_OF_LOSS = 16
+_LARGEST_OUTPUTS = 2**26  # elements
+_LOOSER = 10.0  # than for equal rows: other shapes run other kernels
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """Loss and gradients of a step; ``drew``: whether random numbers were drawn."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    results: Any
+    drew: bool
+
+
+def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> str:
+    """How a batch that is cut differs from one that is not, in words; nothing where it does not."""
+    for bounds in _BOUNDS:
+        if bounds[-1] > len(batch):
+            continue
+        try:
+            return _Parts(blocks, loss, batch, bounds).find()
+        except Exception as error:  # whatever a model's own code raises on so few rows
+            logger.debug("rows were not cut at %s: %s", bounds, error)
+    return ""
+
+
+class _Parts:
+    def __init__(
+        self, blocks: BlocksInOrder, loss: Loss, batch: SampleRows, bounds: Sequence[int]
+    ) -> None:
+        self._blocks, self._loss, self._batch, self._bounds = blocks, loss, batch, bounds
+        self._part = _LOOSER * tolerance(blocks.chain.dtype)
+        self._count = getattr(loss, "count", None)
+
+    def find(self) -> str:
+        """See :func:`find_coupling`."""
+        whole = self._bounds[0], self._bounds[-1]
+        for training in (True, False):
+            at_once = self._run(whole, training)
+            if not at_once.drew:
+                found = self._compare(at_once, self._run(self._bounds, training))
+                return found or self._of_targets(at_once.results)
+        return self._of_targets(at_once.results)
+
+    def _compare(self, whole: _Summed, parts: _Summed) -> str:
+        if parts.drew:
+            return ""
+        sizes = self._sizes(self._bounds)
+        if first_difference({"": whole.loss}, {"": parts.loss}, self._part):
+            return _losses(whole.loss, parts.loss, sizes)
+        differing = first_difference(whole.gradients, parts.gradients, self._part)
+        if differing is not None:
+            return f"the gradient of {differing[0]} differs {differing[1]} when it is made from {sizes}"
+        return ""
+
+    def _of_targets(self, results: Any) -> str:
+        """Of the loss alone, with the targets of more rows than the model was run on."""
+        rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
+        tensors = list(tensors_in(results))
+        fits = sum(t.numel() for t in tensors) * rows <= _LARGEST_OUTPUTS * few
+        if rows <= few or not fits or any(t.dim() == 0 or len(t) != few for t in tensors):
+            return ""
+        bounds = (0, rows // 2, rows)
+        try:
+            whole, parts = self._loss_alone(results, (0, rows)), self._loss_alone(results, bounds)
+        except Exception as error:  # outputs of some rows beside targets of others need not fit
+            logger.debug("the loss was not compared on %d rows: %s", rows, error)
+            return ""
+        if whole is None or parts is None:
+            return ""
+        if first_difference({"": whole}, {"": parts}, self._part):
+            return _losses(whole, parts, self._sizes(bounds))
+        return ""
+
+    def _loss_alone(self, results: Any, cut: Sequence[int]) -> Tensor | None:
+        """The loss from the parts of ``cut``, each row with the outputs of one that the model was run on; None where it
+        draws random numbers."""
+        rows, few = cut[-1], self._bounds[-1]
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad(), WithoutDraws() as draws:
+            for low, high in itertools.pairwise(cut):
+                given = _picked(results, torch.arange(low, high) % few)
+                total += self._weighed(given, low, high, rows).double().reshape(())
+        return None if draws.drew() else total
+
+    def _run(self, bounds: Sequence[int], training: bool) -> _Summed:
+        blocks, rows = self._blocks, self._bounds[-1]
+        before = [buffer.detach().clone() for buffer in blocks.every_buffer()]
+        blocks.train(training)
+        total, results = torch.zeros((), dtype=torch.float64), None
+        with WithoutDraws() as draws:
+            for low, high in itertools.pairwise(bounds):
+                results = blocks.forward(self._batch.inputs(low, high))
+                share = self._weighed(results, low, high, rows)
+                total += share.detach().double().reshape(())
+                if share.requires_grad:
+                    share.backward()
+                with torch.no_grad():
+                    for buffer, value in zip(blocks.every_buffer(), before):
+                        buffer.copy_(value)
+        detached = transform(results, lambda p: p.detach() if isinstance(p, Tensor) else p)
+        return _Summed(total, gradients(blocks), detached, draws.drew())
+
+    def _weighed(self, results: Any, low: int, high: int, rows: int) -> Tensor:
+        """A part's share of the step's loss."""
+        value = loss_of(self._loss, results, self._batch.targets(low, high))
+        if self._count is not None:
+            return value / max(1.0, float(self._count(self._batch.targets(0, rows))))
+        return value * ((high - low) / rows)
+
+    def _sizes(self, bounds: Sequence[int]) -> str:
+        first, second = (high - low for low, high in itertools.pairwise(bounds))
+        return f"micro-batches of {first} and {second} rows"
+
+
+def _losses(whole: Tensor, parts: Tensor, sizes: str) -> str:
+    return f"the loss is {float(whole):.6g} of all rows at once and {float(parts):.6g} from {sizes}"
+
+
+def _picked(results: Any, rows: Tensor) -> Any:
+    return transform(results, lambda part: part[rows] if isinstance(part, Tensor) else part)

@@ -1,0 +1,158 @@
+"""The two that are compared, on the CPU and with the same values: the model as it is, and its blocks in order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+from parallax.model.block import transform
+from parallax.model.describe import Chain, as_tuple, parameter_names
+from parallax.model.materialise import materialise
+from parallax.model.recording.inputs import call_arguments
+
+Loss = Callable[[Any, Any], Tensor]
+AfterBlock = Callable[[int, tuple[Tensor, ...]], None]
+
+
+class SampleRows(Protocol):
+    """Rows to compare with: those of a real batch."""
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """Model inputs of rows [start, stop)."""
+
+    def targets(self, start: int, stop: int) -> Any:
+        """Loss targets of rows [start, stop)."""
+
+
+class BlockFails(Exception):
+    """Block ``index`` raises ``error``."""
+
+    def __init__(self, index: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.index, self.error = index, error
+
+
+class Way(Protocol):
+    """A model that can be run."""
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation."""
+
+    def forward(self, inputs: Any) -> Any:
+        """What the model returns."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the model."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that are saved, by their names in the model."""
+
+
+class BlocksInOrder:
+    """The chain: each block given what the one before it returned."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
+        self.after: AfterBlock = lambda index, tensors: None
+        for block in self.blocks:
+            _keep_to_this_process(block)
+        names = parameter_names(chain, range(len(self.blocks)))
+        states = [block.state_dict(keep_vars=True) for block in self.blocks]
+        self._held = {name: states[i][inner] for name, (i, inner) in names.items()}
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation."""
+        for block in self.blocks:
+            block.train(mode)
+
+    def forward(self, inputs: Any) -> Any:
+        """What the last block returns, as the model returns it. Raises :class:`BlockFails`."""
+        tensors = self.chain.arguments(_copies(inputs))
+        for index, block in enumerate(self.blocks):
+            try:
+                tensors = as_tuple(block(*tensors))
+            except Exception as error:  # whatever the model's own code raises
+                raise BlockFails(index, error) from error
+            self.after(index, tensors)
+        return self.chain.results(tensors)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the model."""
+        return {name: t for name, t in self._held.items() if isinstance(t, nn.Parameter)}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that are saved, by their names in the model."""
+        return {name: t for name, t in self._held.items() if not isinstance(t, nn.Parameter)}
+
+    def every_buffer(self) -> list[Tensor]:
+        """All buffers of all blocks."""
+        return [buffer for block in self.blocks for buffer in block.buffers()]
+
+
+class OwnForward:
+    """The model with the values of ``blocks``, called as its author calls it."""
+
+    def __init__(self, chain: Chain, blocks: BlocksInOrder) -> None:
+        parts = chain.construction.values().parts(chain.model, chain.dtype, {})
+        self.model = copy.deepcopy(chain.model, parts)
+        _keep_to_this_process(self.model)
+        with torch.no_grad():  # weights of a file
+            held = {**blocks.parameters(), **blocks.buffers()}
+            for name, tensor in {**self.parameters(), **self.buffers()}.items():
+                tensor.copy_(held[name])
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation."""
+        self.model.train(mode)
+
+    def forward(self, inputs: Any) -> Any:
+        """What its forward returns."""
+        args, kwargs = call_arguments(_copies(inputs))
+        return self.model(*args, **kwargs)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the model."""
+        return dict(self.model.named_parameters())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that are saved, by their names in the model."""
+        saved = self.model.state_dict(keep_vars=True)
+        return {name: t for name, t in self.model.named_buffers() if name in saved}
+
+
+def gradients(way: Way) -> dict[str, Tensor]:
+    """Of every parameter, and zeros where it has none; they are taken away from the parameters."""
+    found = {}
+    for name, parameter in way.parameters().items():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = None
+    return found
+
+
+def loss_of(loss: Loss, results: Any, targets: Any) -> Tensor:
+    """The loss, which must be one number."""
+    value = loss(results, targets)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise DescribeError(f"the loss of a micro-batch must be one number, and is {shape}")
+    return value
+
+
+def _copies(inputs: Any) -> Any:
+    """A forward may change what it is given."""
+    return transform(inputs, lambda part: part.clone() if isinstance(part, Tensor) else part)
+
+
+def _keep_to_this_process(module: nn.Module) -> None:
+    """The forward of SyncBatchNorm would wait for other ranks."""
+    for part in module.modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            vars(part)["forward"] = nn.BatchNorm2d.forward.__get__(part)

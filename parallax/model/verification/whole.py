@@ -1,0 +1,267 @@
+"""The chain against the model's own forward, on the same rows.
+
+Both are run several times, one number of rows after the other, without being put back between: what a forward leaves
+behind in buffers is seen by the next. In training, outputs, loss, gradients and buffers are compared; in evaluation
+outputs and loss.
+
+Where something differs, both run again and what the blocks hand on is looked for among all that the model's own forward
+makes: the first block that hands on what it never makes, or nothing new, is the one to blame. Of gradients it is the
+last block with a wrong one, for a backward goes from the last block to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError, printable
+from parallax.model.block import Field, flatten, leaves
+from parallax.model.describe import Chain, parameter_names
+from parallax.model.verification.differences import first_difference, tolerance
+from parallax.model.verification.draws import SameDraws, begin_draws
+from parallax.model.verification.runs import (
+    BlockFails,
+    BlocksInOrder,
+    Loss,
+    OwnForward,
+    SampleRows,
+    Way,
+    gradients,
+    loss_of,
+)
+
+WAYS_OUT = (
+    "give the model a method blocks() whose parts, called in order, are its forward, or make it one block "
+    "(model.blocks=['']); model.verify=false trains the chain as it is"
+)
+
+
+class CannotRun(Exception):
+    """The model's own forward, or its loss, cannot be run on the rows that it was given."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One run of both."""
+
+    rows: int
+    training: bool
+
+    def __str__(self) -> str:
+        return f"{'training' if self.training else 'evaluation'}, {self.rows} row(s)"
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a run gave."""
+
+    outputs: dict[str, Tensor]
+    loss: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class _Differs(Exception):
+    """``kind``: outputs, loss, gradient or buffer; ``name``: which one; ``how`` it differs."""
+
+    def __init__(self, where: _Pass, kind: str, name: str, how: str) -> None:
+        super().__init__(f"{kind} {name}: {how}")
+        self.where, self.kind, self.name, self.how = where, kind, name, how
+
+
+def has_own_forward(chain: Chain) -> bool:
+    """Whether there is anything to compare with."""
+    return type(chain.model).forward is not nn.Module.forward
+
+
+def check_whole(chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]) -> str:
+    """Compare for each number of rows in ``counts``. What could not be compared, in words, or nothing. Raises
+    :class:`DescribeError` where the chain computes something else, and :class:`CannotRun`."""
+    passes = [_Pass(rows, training) for training in (True, False) for rows in counts]
+    comparison = _Comparison(chain, loss, batch)
+    try:
+        comparison.run(passes)
+    except _Differs as difference:
+        if not difference.where.training or comparison.repeats(passes):
+            raise DescribeError(comparison.blame(passes, difference)) from None
+        comparison.run([each for each in passes if not each.training])
+        return "its forward draws other random numbers each time, so training could not be compared, evaluation could"
+    return ""
+
+
+class _Comparison:
+    def __init__(self, chain: Chain, loss: Loss, batch: SampleRows) -> None:
+        self._chain, self._loss, self._batch = chain, loss, batch
+        self._part = tolerance(chain.dtype)
+
+    def run(self, passes: Sequence[_Pass]) -> None:
+        """Both, from the beginning."""
+        blocks = BlocksInOrder(self._chain)
+        own = OwnForward(self._chain, blocks)
+        for each in passes:
+            self._compare(own, blocks, each)
+
+    def repeats(self, passes: Sequence[_Pass]) -> bool:
+        """Whether the model's own forward gives the same twice."""
+        blocks = BlocksInOrder(self._chain)
+        first, second = OwnForward(self._chain, blocks), OwnForward(self._chain, blocks)
+        try:
+            for each in (one for one in passes if one.training):
+                self._compare(first, second, each)
+        except _Differs:
+            return False
+        return True
+
+    def blame(self, passes: Sequence[_Pass], difference: _Differs) -> str:
+        """The refusal of a chain that differs."""
+        model, where = type(self._chain.model).__name__, difference.where
+        index = self._culprit(passes, difference)
+        block, count = (
+            printable(self._chain.blocks[index].name or "the model"),
+            len(self._chain.blocks),
+        )
+        return (
+            f"block {index + 1} of {count} ({block}) of {model} does not compute what the model's own forward does: "
+            f"{self._what(difference)}, {printable(difference.how)} ({where}); {WAYS_OUT}"
+        )
+
+    def _what(self, difference: _Differs) -> str:
+        if difference.kind == "block":
+            return "it fails"
+        return f"{difference.kind} {printable(difference.name)}".strip() + " differs"
+
+    def _culprit(self, passes: Sequence[_Pass], difference: _Differs) -> int:
+        last = len(self._chain.blocks) - 1
+        names = parameter_names(self._chain, range(last + 1))
+        if difference.kind == "gradient":
+            return self._last_wrong_gradient(passes, difference)
+        if difference.kind == "buffer":
+            return names[difference.name][0]
+        if difference.kind == "block":
+            return int(difference.name) - 1
+        return self._first_unknown(passes, difference.where)
+
+    def _last_wrong_gradient(self, passes: Sequence[_Pass], difference: _Differs) -> int:
+        blocks = BlocksInOrder(self._chain)
+        own = OwnForward(self._chain, blocks)
+        for each in passes:
+            expected, found = self._ran(own, each), self._ran(blocks, each)
+            if each == difference.where:
+                break
+        names = parameter_names(self._chain, range(len(self._chain.blocks)))
+        wrong = [
+            names[name][0]
+            for name in expected.gradients
+            if first_difference(
+                {name: expected.gradients[name]}, {name: found.gradients[name]}, self._part
+            )
+        ]
+        return max(wrong, default=names[difference.name][0])
+
+    def _first_unknown(self, passes: Sequence[_Pass], where: _Pass) -> int:
+        """The first block that hands on what the model's own forward does not make, or nothing new at all."""
+        blocks = BlocksInOrder(self._chain)
+        own = OwnForward(self._chain, blocks)
+        for each in passes:
+            if each == where:
+                break
+            self._ran(own, each)
+            self._ran(blocks, each)
+        made, handed = _Digests(self._part), list[list[Tensor]]()
+        made.add([*own.parameters().values(), *own.model.buffers()])
+        made.add(self._batch.inputs(0, where.rows))
+        blocks.after = lambda index, tensors: handed.append([t.detach().clone() for t in tensors])
+        self._ran(own, where, made.add)
+        self._ran(blocks, where)
+        entering = _Digests(self._part)
+        for index, given in enumerate(handed):
+            works = any(True for _ in self._chain.blocks[index].module.parameters())
+            idle = works and all(map(entering.has, given))
+            if idle or not all(map(made.has, given)):
+                return index
+            entering.add(given)
+        return len(handed) - 1
+
+    def _compare(self, own: Way, other: Way, each: _Pass) -> None:
+        try:
+            expected = self._ran(own, each)
+        except Exception as error:  # whatever the model's own code raises
+            if not each.training:
+                return  # without gradients some models cannot be evaluated
+            raise CannotRun(f"{type(error).__name__}: {_first_line(error)}") from error
+        try:
+            found = self._ran(other, each)
+        except BlockFails as failure:
+            if not each.training and isinstance(failure.error, DescribeError):
+                return  # a chain that says itself that it was recorded for training alone
+            how = f"{type(failure.error).__name__}: {_first_line(failure.error)}"
+            raise _Differs(each, "block", str(failure.index + 1), how) from failure
+        for kind in ("outputs", "loss", "gradients", "buffers"):
+            differing = first_difference(getattr(expected, kind), getattr(found, kind), self._part)
+            if differing is not None:
+                raise _Differs(each, kind.removesuffix("s"), *differing)
+
+    def _ran(
+        self, way: Way, each: _Pass, watch: Callable[[Any], None] = lambda found: None
+    ) -> _Ran:
+        inputs, targets = self._batch.inputs(0, each.rows), self._batch.targets(0, each.rows)
+        way.train(each.training)
+        begin_draws()
+        with SameDraws(watch), torch.set_grad_enabled(each.training):
+            results = way.forward(inputs)
+            outputs = {path: tensor.detach().clone() for path, tensor in _named(results)}
+            loss = self._loss_of(results, targets)
+            if each.training and loss.requires_grad:
+                loss.backward()
+        given = gradients(way) if each.training else {}
+        buffers = {name: buffer.detach().clone() for name, buffer in way.buffers().items()}
+        return _Ran(outputs, {"": loss.detach()}, given, buffers)
+
+    def _loss_of(self, results: Any, targets: Any) -> Tensor:
+        """Of a model's results, or, where blocks that the user named return no such nest, of its tensors."""
+        if self._chain.template is None:
+            results = self._chain.results(flatten(results)[0])
+        return loss_of(self._loss, results, targets)
+
+
+@dataclass
+class _Digests:
+    """Tensors that were seen, known by sums that do not depend on the order of dimensions."""
+
+    part: float
+    seen: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def add(self, found: Any) -> None:
+        """All tensors in a nest."""
+        for tensor in flatten(found)[0]:
+            if not tensor.is_meta:
+                self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether one like this was seen."""
+        total, size = _digest(tensor)
+        return any(
+            abs(total - a) <= self.part * size and abs(size - b) <= self.part * size
+            for a, b in self.seen.get(tensor.numel(), [])
+        )
+
+
+def _digest(tensor: Tensor) -> tuple[float, float]:
+    with torch.no_grad():
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        plain = real.detach().double().nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
+        return float(plain.sum()), float(plain.abs().sum())
+
+
+def _named(results: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, part in leaves(results):
+        if isinstance(part, Tensor):
+            yield ".".join(k.name if isinstance(k, Field) else str(k) for k in path), part
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

@@ -1,0 +1,89 @@
+"""A chain that is not its model, and rows that must not be cut, are refused in one line before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import one_line
+
+MODELS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallax import TensorRows
+
+
+class Model(nn.Module):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 8), nn.Linear(8, 3), scale
+
+    def blocks(self):
+        return [self.first, self.last]
+
+    def forward(self, x):
+        return self.last(self.first(x) * self.scale)
+
+
+class Contrastive(Model):
+    @staticmethod
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+class Source:
+    def batch(self, rows):
+        random = torch.Generator().manual_seed(rows)
+        return TensorRows(torch.randn(rows, 4, generator=random), torch.zeros(rows, dtype=torch.int64))
+
+    def validation(self, index, rows):
+        return self.batch(rows)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+"""
+OWN = ["model=custom", "data=custom", "data.target=checked:Source"]
+SMALL = ["trainer.global_batch=8", "trainer.steps=2", "cluster.devices=1", "plan.stages=1"]
+Called = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _models(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "checked.py").write_text(MODELS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here.parent / "cache"))
+
+
+def test_a_chain_that_is_not_its_model_is_one_line(called: Called) -> None:
+    model = "model.target=checked:Model"
+    code, _, err = called("train", *OWN, *SMALL, model, "model.kwargs.scale=2.0")
+    assert code == 2
+    assert "block 2 of 2 (last) of Model does not compute" in one_line(err)
+
+
+def test_rows_that_meet_are_one_line_where_the_plan_cuts_them(called: Called) -> None:
+    model = "model.target=checked:Contrastive"
+    code, _, err = called("train", *OWN, *SMALL, model, "trainer.microbatch=2")
+    assert code == 2
+    line = one_line(err)
+    assert "4 micro-batch(es) and 1 replica(s)" in line
+    assert "trainer.microbatch=8 plan.replicas=1" in line
+    code, _, err = called("train", *OWN, *SMALL, model, "trainer.microbatch=8")
+    assert code == 0, err
+    code, _, err = called(
+        "train", *OWN, *SMALL, model, "trainer.microbatch=2", "model.verify=false"
+    )
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("value", ["maybe", "1"])
+def test_other_values_are_one_line(called: Called, value: str) -> None:
+    code, _, err = called("train", f"model.verify={value}")
+    assert code == 2
+    assert one_line(err) == f"parallax: model.verify={value}: accepted are auto, true, false"
