@@ -188,20 +188,7 @@ def plan_run(
             microbatch=config.trainer.microbatch,
             progress=progress,
         )
-    config.replicas.check_asked(config.plan)
-    progress(doing(config, "building the model"))
-    chain = build_chain(config)
-    check_model(
-        chain,
-        config.trainer.global_batch,
-        cluster=config.cluster,
-        plan=config.plan,
-        swap=config.swap,
-        microbatch=config.trainer.microbatch,
-    )
-    loss = build_loss(config)
-    progress(doing(config, "fetching rows"))
-    batch = first_batch(config, open_source(config, quiet=False))
+    chain, loss, batch = _what_is_planned(config, progress)
     verdict = verify_run(config, chain, loss, batch, progress) if verified else Verdict()
     progress("planning")
     planned = plan_model(
@@ -221,6 +208,27 @@ def plan_run(
     )
     check_rows(config, verdict, planned.plan)
     return planned
+
+
+def _what_is_planned(
+    config: RunConfig, progress: Callable[[str], None]
+) -> tuple[Chain, Loss, Rows]:
+    """Model, loss and a batch of ``config``, which some plan on this machine may follow."""
+    config.replicas.check_asked(config.plan)
+    progress(doing(config, "building the model"))
+    chain = build_chain(config)
+    check_model(
+        chain,
+        config.trainer.global_batch,
+        cluster=local_cluster(config),
+        plan=config.plan,
+        swap=config.swap,
+        microbatch=config.trainer.microbatch,
+    )
+    loss = build_loss(config)
+    progress(doing(config, "fetching rows"))
+    batch = first_batch(config, open_source(config, quiet=False))
+    return chain, loss, batch
 
 
 def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProfile:

@@ -15,6 +15,9 @@ from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.materialise import materialise
 from parallax.model.recording.inputs import call_arguments
 
+_SEED = 30
+_SMALL = 0.02
+
 Loss = Callable[[Any, Any], Tensor]
 AfterBlock = Callable[[int, tuple[Tensor, ...]], None]
 
@@ -39,7 +42,7 @@ class BlockFails(Exception):
         self.index, self.error = index, error
 
 
-class Way(Protocol):
+class ComparedModel(Protocol):
     """A model that can be run."""
 
     def train(self, mode: bool) -> None:
@@ -56,7 +59,7 @@ class Way(Protocol):
 
 
 class BlocksInOrder:
-    """The chain: each block given what the one before it returned."""
+    """The chain, each block given what the one before it returned. Parameters that begin as zeros are others here."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -64,6 +67,7 @@ class BlocksInOrder:
         self.after: AfterBlock = lambda index, tensors: None
         for block in self.blocks:
             _keep_to_this_process(block)
+            _fill_zeros(block)
         names = parameter_names(chain, range(len(self.blocks)))
         states = [block.state_dict(keep_vars=True) for block in self.blocks]
         self._held = {name: states[i][inner] for name, (i, inner) in names.items()}
@@ -98,13 +102,13 @@ class BlocksInOrder:
 
 
 class OwnForward:
-    """The model with the values of ``blocks``, called as its author calls it."""
+    """The model with the parameters and buffers of ``blocks``, called as its author calls it."""
 
     def __init__(self, chain: Chain, blocks: BlocksInOrder) -> None:
         parts = chain.construction.values().parts(chain.model, chain.dtype, {})
         self.model = copy.deepcopy(chain.model, parts)
         _keep_to_this_process(self.model)
-        with torch.no_grad():  # weights of a file
+        with torch.no_grad():  # weights of a file, too
             held = {**blocks.parameters(), **blocks.buffers()}
             for name, tensor in {**self.parameters(), **self.buffers()}.items():
                 tensor.copy_(held[name])
@@ -128,7 +132,7 @@ class OwnForward:
         return {name: t for name, t in self.model.named_buffers() if name in saved}
 
 
-def gradients(way: Way) -> dict[str, Tensor]:
+def gradients(way: ComparedModel) -> dict[str, Tensor]:
     """Of every parameter, and zeros where it has none; they are taken away from the parameters."""
     found = {}
     for name, parameter in way.parameters().items():
@@ -149,6 +153,15 @@ def loss_of(loss: Loss, results: Any, targets: Any) -> Tensor:
 def _copies(inputs: Any) -> Any:
     """A forward may change what it is given."""
     return transform(inputs, lambda part: part.clone() if isinstance(part, Tensor) else part)
+
+
+def _fill_zeros(block: nn.Module) -> None:
+    """Behind a weight of zeros, as heads and gates often begin, nothing of what comes before it can be seen."""
+    random = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.normal_(std=_SMALL, generator=random)
 
 
 def _keep_to_this_process(module: nn.Module) -> None:

@@ -26,10 +26,10 @@ from parallax.model.verification.draws import SameDraws, begin_draws
 from parallax.model.verification.runs import (
     BlockFails,
     BlocksInOrder,
+    ComparedModel,
     Loss,
     OwnForward,
     SampleRows,
-    Way,
     gradients,
     loss_of,
 )
@@ -45,7 +45,7 @@ class CannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _Setting:
     """One run of both."""
 
     rows: int
@@ -68,7 +68,7 @@ class _Ran:
 class _Differs(Exception):
     """``kind``: outputs, loss, gradient or buffer; ``name``: which one; ``how`` it differs."""
 
-    def __init__(self, where: _Pass, kind: str, name: str, how: str) -> None:
+    def __init__(self, where: _Setting, kind: str, name: str, how: str) -> None:
         super().__init__(f"{kind} {name}: {how}")
         self.where, self.kind, self.name, self.how = where, kind, name, how
 
@@ -81,7 +81,7 @@ def has_own_forward(chain: Chain) -> bool:
 def check_whole(chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]) -> str:
     """Compare for each number of rows in ``counts``. What could not be compared, in words, or nothing. Raises
     :class:`DescribeError` where the chain computes something else, and :class:`CannotRun`."""
-    passes = [_Pass(rows, training) for training in (True, False) for rows in counts]
+    passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
     comparison = _Comparison(chain, loss, batch)
     try:
         comparison.run(passes)
@@ -98,14 +98,14 @@ class _Comparison:
         self._chain, self._loss, self._batch = chain, loss, batch
         self._part = tolerance(chain.dtype)
 
-    def run(self, passes: Sequence[_Pass]) -> None:
+    def run(self, passes: Sequence[_Setting]) -> None:
         """Both, from the beginning."""
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:
             self._compare(own, blocks, each)
 
-    def repeats(self, passes: Sequence[_Pass]) -> bool:
+    def repeats(self, passes: Sequence[_Setting]) -> bool:
         """Whether the model's own forward gives the same twice."""
         blocks = BlocksInOrder(self._chain)
         first, second = OwnForward(self._chain, blocks), OwnForward(self._chain, blocks)
@@ -116,7 +116,7 @@ class _Comparison:
             return False
         return True
 
-    def blame(self, passes: Sequence[_Pass], difference: _Differs) -> str:
+    def blame(self, passes: Sequence[_Setting], difference: _Differs) -> str:
         """The refusal of a chain that differs."""
         model, where = type(self._chain.model).__name__, difference.where
         index = self._culprit(passes, difference)
@@ -134,7 +134,7 @@ class _Comparison:
             return "it fails"
         return f"{difference.kind} {printable(difference.name)}".strip() + " differs"
 
-    def _culprit(self, passes: Sequence[_Pass], difference: _Differs) -> int:
+    def _culprit(self, passes: Sequence[_Setting], difference: _Differs) -> int:
         last = len(self._chain.blocks) - 1
         names = parameter_names(self._chain, range(last + 1))
         if difference.kind == "gradient":
@@ -145,7 +145,7 @@ class _Comparison:
             return int(difference.name) - 1
         return self._first_unknown(passes, difference.where)
 
-    def _last_wrong_gradient(self, passes: Sequence[_Pass], difference: _Differs) -> int:
+    def _last_wrong_gradient(self, passes: Sequence[_Setting], difference: _Differs) -> int:
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:
@@ -162,7 +162,7 @@ class _Comparison:
         ]
         return max(wrong, default=names[difference.name][0])
 
-    def _first_unknown(self, passes: Sequence[_Pass], where: _Pass) -> int:
+    def _first_unknown(self, passes: Sequence[_Setting], where: _Setting) -> int:
         """The first block that hands on what the model's own forward does not make, or nothing new at all."""
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
@@ -186,7 +186,7 @@ class _Comparison:
             entering.add(given)
         return len(handed) - 1
 
-    def _compare(self, own: Way, other: Way, each: _Pass) -> None:
+    def _compare(self, own: ComparedModel, other: ComparedModel, each: _Setting) -> None:
         try:
             expected = self._ran(own, each)
         except Exception as error:  # whatever the model's own code raises
@@ -206,7 +206,7 @@ class _Comparison:
                 raise _Differs(each, kind.removesuffix("s"), *differing)
 
     def _ran(
-        self, way: Way, each: _Pass, watch: Callable[[Any], None] = lambda found: None
+        self, way: ComparedModel, each: _Setting, watch: Callable[[Any], None] = lambda found: None
     ) -> _Ran:
         inputs, targets = self._batch.inputs(0, each.rows), self._batch.targets(0, each.rows)
         way.train(each.training)

@@ -211,6 +211,28 @@ def test_a_gradient_that_is_cut_off_is_refused() -> None:
         verify(chain_of(Detached), F.cross_entropy, batch())
 
 
+def test_nothing_hides_behind_a_head_of_zeros() -> None:
+    class Zeros(nn.Module):
+        def __init__(self, detached: bool) -> None:
+            super().__init__()
+            self.first, self.gate, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+            self.detached = detached
+            for linear in (self.gate, self.last):
+                nn.init.zeros_(linear.weight)
+                nn.init.zeros_(linear.bias)
+
+        def blocks(self) -> list[nn.Module]:
+            return [self.first, self.gate, self.last]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(self.gate(x.detach() if self.detached else x))
+
+    assert verify(chain_of(lambda: Zeros(False)), F.cross_entropy, batch()) == Verdict()
+    with pytest.raises(DescribeError, match=r"\(first\) of Zeros .* gradient first.weight differs"):
+        verify(chain_of(lambda: Zeros(True)), F.cross_entropy, batch(), key="detached")
+
+
 def test_what_does_not_fit_the_host_is_not_checked_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
