@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from parallax.config import compose, differences
+from parallax.plan.plan import Plan
+from parallax.run.prepare import prepare
+from parallax.run.resume import check_resumable
 from tests.faults.commands import one_line
 
 MODELS = """
@@ -55,9 +61,11 @@ Called = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _models(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _models(
+    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     (here / "checked.py").write_text(MODELS)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(here.parent / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "verified"))
 
 
 def test_a_chain_that_is_not_its_model_is_one_line(called: Called) -> None:
@@ -74,12 +82,30 @@ def test_rows_that_meet_are_one_line_where_the_plan_cuts_them(called: Called) ->
     line = one_line(err)
     assert "4 micro-batch(es) and 1 replica(s)" in line
     assert "trainer.microbatch=8 plan.replicas=1" in line
-    code, _, err = called("train", *OWN, *SMALL, model, "trainer.microbatch=8")
-    assert code == 0, err
-    code, _, err = called(
-        "train", *OWN, *SMALL, model, "trainer.microbatch=2", "model.verify=false"
-    )
-    assert code == 0, err
+
+
+def plan_of(*overrides: str) -> Plan:
+    """What would be trained."""
+    with contextlib.ExitStack() as held:
+        return prepare([*OWN, *SMALL, *overrides], Console(quiet=True), held).plan
+
+
+def test_the_ways_out_are_ways_out() -> None:
+    model = "model.target=checked:Contrastive"
+    whole = plan_of(model, "trainer.microbatch=8", "name=whole")
+    assert whole.micro_batches(8) == 1
+    cut = plan_of(model, "trainer.microbatch=2", "model.verify=false", "name=cut")
+    assert cut.micro_batches(8) == 4
+
+
+def test_a_run_may_go_on_with_another_model_verify(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    (saved / "checkpoint.json").touch()
+    before = compose([*OWN, "model.target=checked:Model"])
+    after = compose([*OWN, "model.target=checked:Model", "model.verify=true"])
+    assert differences(before, after) == ["model.verify: auto != true"]
+    check_resumable(tmp_path, before, after)
 
 
 @pytest.mark.parametrize("value", ["maybe", "1"])
