@@ -15,6 +15,7 @@
     ├── TransportError                a channel between stages broke its contract
     │   └── AbsentError               ranks that never came
     ├── DeadlockError                 action lists that can never finish
+    ├── HangError                     work before the first step shows no sign of life
     └── NonFiniteError                the loss, a gradient or a weight is NaN or infinite
 """
 
@@ -29,6 +30,10 @@ class ParallaxError(Exception):
 
     exit_code = 1
     common = False  # every rank raises the same: it does not matter which one says it
+
+
+class HangError(ParallaxError):
+    """Work shows no sign of life. It is raised in whatever runs then, which must let it pass."""
 
 
 class UserError(ParallaxError):

@@ -25,7 +25,7 @@ from types import FrameType
 from rich.console import Console
 
 from parallax.common.signals import Handler, Requests, exit_code, heeded, stopped_by, under_torchrun
-from parallax.errors import ParallaxError, printable
+from parallax.errors import HangError, ParallaxError, printable
 from parallax.runtime.failure.life import Life, waits_for_a_person, where
 from parallax.runtime.failure.report import remedy
 from parallax.train.loop import TrainerConfig
@@ -129,7 +129,7 @@ class _Onlooker:
             self._held.append(number)
             return
         if self._complaint:
-            raise ParallaxError(self._complaint)
+            raise HangError(self._complaint)
         self._handlers[number](number, frame)
 
     def _answer_held(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from parallax.errors import DescribeError
+from parallax.errors import DescribeError, HangError
 from parallax.model.block import in_dtype
 from parallax.model.construction.attributes import check_functions, plain_tensors
 from parallax.model.construction.caches import fill_kept, forgotten
@@ -74,7 +74,7 @@ def construct(factory: ModelFactory, seed: int) -> Construction:
     kept to. Raises :class:`DescribeError` where it builds no model, or one that has no shape yet."""
     try:
         return _record(factory, seed)
-    except DescribeError:
+    except (DescribeError, HangError):
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallax.errors import HangError
 from parallax.model.construction.generators import Generators
 from parallax.model.construction.log import Log, Operation, Unrecordable, View
 from parallax.model.construction.operators import Operator, operator
@@ -161,6 +162,8 @@ class OperatorRecorder(OperatorMode):
             if kind.shaped:
                 raise NotImplementedError
             results = function(*args, **kwargs)
+        except HangError:
+            raise
         except Exception:
             results = self._in_earnest(function, args, kwargs)
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallax.errors import HangError
 from parallax.model.block import tensors_in, transform
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import WithoutDraws
@@ -48,6 +49,8 @@ def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> str:
             continue
         try:
             return _Parts(blocks, loss, batch, bounds).find()
+        except HangError:
+            raise
         except Exception as error:  # whatever a model's own code raises on so few rows
             logger.debug("rows were not cut at %s: %s", bounds, error)
     return ""
@@ -92,6 +95,8 @@ class _Parts:
         bounds = (0, rows // 2, rows)
         try:
             whole, parts = self._loss_alone(results, (0, rows)), self._loss_alone(results, bounds)
+        except HangError:
+            raise
         except Exception as error:  # outputs of some rows beside targets of others need not fit
             logger.debug("the loss was not compared on %d rows: %s", rows, error)
             return ""

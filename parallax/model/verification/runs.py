@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError
+from parallax.errors import DescribeError, HangError
 from parallax.model.block import transform
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.materialise import materialise
@@ -83,6 +83,8 @@ class BlocksInOrder:
         for index, block in enumerate(self.blocks):
             try:
                 tensors = as_tuple(block(*tensors))
+            except HangError:
+                raise
             except Exception as error:  # whatever the model's own code raises
                 raise BlockFails(index, error) from error
             self.after(index, tensors)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError, printable
+from parallax.errors import DescribeError, HangError, printable
 from parallax.model.block import Field, flatten, leaves
 from parallax.model.describe import Chain, parameter_names
 from parallax.model.verification.differences import first_difference, tolerance
@@ -189,6 +189,8 @@ class _Comparison:
     def _compare(self, own: ComparedModel, other: ComparedModel, each: _Setting) -> None:
         try:
             expected = self._ran(own, each)
+        except HangError:
+            raise
         except Exception as error:  # whatever the model's own code raises
             if not each.training:
                 return  # without gradients some models cannot be evaluated
