@@ -157,12 +157,10 @@ def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
             if dtype == torch.float32:
                 raise _Ended(Result.CRASH, f"by itself: {_classify(error)[1]}") from error
             continue
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
         finite = bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients)
-        if (
-            not finite and dtype == torch.float64
-        ):  # such as two masks of the lowest number, added up
-            continue
+        if not finite and dtype == torch.float64:
+            continue  # such as two masks of the lowest number, added up
         return dtype, dtype == torch.float64 and not short
     raise AssertionError
 

@@ -17,7 +17,6 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
-from tests.results import gradients_by_name
 
 WIDTH, ROWS = 8, 5
 
@@ -104,7 +103,7 @@ def gradients(replicas: tuple[int, ...], cut: int) -> dict[str, Tensor]:
             scratch=Path(folder),
         )
         engine.gradients(make_batch())
-        found = {name: g.clone() for name, g in gradients_by_name(engine).items()}
+        found = {name: g.clone() for name, g in engine.gradients_by_name.items()}
         engine.close()
     return found
 

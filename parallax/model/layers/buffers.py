@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallax.model.private import OperatorMode
 
 logger = logging.getLogger("parallax")
 Owner = dict[str, Tensor | None]
@@ -153,7 +154,7 @@ class Found:
         self.complete = False
 
 
-class _CopyOnWrite(TorchDispatchMode):
+class _CopyOnWrite(OperatorMode):
     """Copies a tensor before an operator first writes to its memory; ``copies``, by its address."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

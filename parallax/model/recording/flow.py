@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -76,11 +76,18 @@ class AlikeModules:
 
 
 class DataFlow(OperatorMode):
-    """Knows of every storage whether what lies in it depends on the values of inputs."""
+    """Knows of every storage whether what lies in it depends on the values of inputs. ``stale`` are tensors that an
+    earlier run left behind, and ``read_stale`` whether one of them was used."""
 
-    def __init__(self) -> None:
+    def __init__(self, stale: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._depends: set[int] = set()
+        self._stale = {storage_of(tensor) for tensor in stale}
+        self.read_stale = False
+
+    def look(self, tensor: Tensor) -> None:
+        """A tensor is used."""
+        self.read_stale = self.read_stale or storage_of(tensor) in self._stale
 
     def depend(self, tensor: Tensor) -> None:
         """An input."""
@@ -97,9 +104,10 @@ class DataFlow(OperatorMode):
         del types
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        read = name not in _SHAPE_ONLY and any(
-            storage_of(tensor) in self._depends for tensor in tensors_of((args, kwargs))
-        )
+        given = list(tensors_of((args, kwargs))) if name not in _SHAPE_ONLY else []
+        read = any(storage_of(tensor) in self._depends for tensor in given)
+        for tensor in given:
+            self.look(tensor)
         value = func(*args, **kwargs)
         schema = func._schema
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

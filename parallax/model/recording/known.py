@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallax.errors import HangError
 from parallax.model.block import TensorSlot, leaves
-from parallax.model.recording.fakes import FakeModel, without_modes
+from parallax.model.recording.fakes import FakeModel, KeepsState, without_modes
 from parallax.model.recording.trace import (
     ForwardTrace,
     Instruction,
@@ -43,7 +44,7 @@ class WritesParameter(Exception):
     """The forward changes the parameter of that name."""
 
 
-OWN_ERRORS = StaysWhole, WritesParameter
+OWN_ERRORS = StaysWhole, WritesParameter, KeepsState, HangError
 
 
 def place(frames: Iterable[traceback.FrameSummary]) -> str:

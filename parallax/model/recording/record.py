@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallax.errors import DescribeError
-from parallax.model.block import Block, Cut, leaves
+from parallax.errors import DescribeError, HangError
+from parallax.model.block import Block, Cut, leaves, tensors_in
 from parallax.model.recording.cut import ProgramCutter
 from parallax.model.recording.fakes import (
     AttributeChange,
     FakeModel,
+    KeepsState,
     faked,
     is_plain_state,
     nothing_left_behind,
 )
+from parallax.model.recording.flow import storage_of
 from parallax.model.recording.inputs import (
     Sample,
     SampleShapes,
@@ -213,7 +215,7 @@ class _ForwardRuns:
         try:
             self._model.train(training)
             self._note_modes(training)
-            return self._record(inside, rows, change)
+            return self._record(ForwardRecorder(self._fakes, inside), rows, change)
         finally:
             before.undo()
 
@@ -229,40 +231,46 @@ class _ForwardRuns:
         try:
             self._model.train(True)
             self._note_modes(True)
-            trace = self._record(inside, ROWS[0][0])
+            recorder = ForwardRecorder(self._fakes, inside)
+            trace = self._record(recorder, ROWS[0][0])
             for path, name in before.replaced().items():
                 if path in inside:
                     raise StaysWhole(path, f"it puts another tensor in the place of its {name}")
-            after = AttributeChange(self._model)
-            if before.changed():
-                self._record_again(inside, after)
+            if changed := before.changed():
+                kept = {
+                    name: tensor
+                    for name, (value, _) in changed.items()
+                    for tensor in tensors_in(value)
+                    if recorder.flow.depends(storage_of(tensor))
+                }
+                self._record_again(ForwardRecorder(self._fakes, inside, kept.values()), list(kept))
             return trace
         finally:
             before.undo()
 
-    def _record_again(self, inside: frozenset[str], after: AttributeChange) -> None:
-        """Refuse what a second run changes again: numbers that are kept from one forward to the next."""
-        try:
-            self._record(inside, ROWS[0][0])
-        except StaysWhole:
-            return  # a cache of the first run, which every run that is recorded fills anew
-        for (path, name), value in after.changed().items():
-            if is_plain_state(value[0]):
-                full = f"{path}.{name}" if path else name
-                raise DescribeError(
-                    f"{full} is changed by every forward: with micro-batches, replicas or recomputation it would not "
-                    f"count what it counts in one process; keep it in a buffer that the loss or a callback updates, "
-                    f"or give it to the model as an input"
-                )
+    def _record_again(self, recorder: ForwardRecorder, kept: list[tuple[str, str]]) -> None:
+        """Refuse what is kept from one forward to the next: a number that a second run changes again, or a tensor among
+        ``kept`` that it uses."""
+        after = AttributeChange(self._model)
+        with contextlib.suppress(
+            StaysWhole
+        ):  # a cache of the first run; those that count fill it anew
+            self._record(recorder, ROWS[0][0])
+        found = [name for name, (value, _) in after.changed().items() if is_plain_state(value)]
+        if recorder.flow.read_stale:
+            found += kept
+        for path, name in found:
+            raise _keeps(KeepsState(path, name))
 
     def _record(
-        self, inside: frozenset[str], rows: int, change: dict[int, int] | None = None
+        self, recorder: ForwardRecorder, rows: int, change: dict[int, int] | None = None
     ) -> ForwardTrace:
-        recorder = ForwardRecorder(self._fakes, inside)
         try:
             return recorder.run(*self._inputs(rows, change))
-        except StaysWhole:
+        except (StaysWhole, HangError):
             raise
+        except KeepsState as kept:
+            raise _keeps(kept) from kept
         except WritesParameter as written:
             raise DescribeError(
                 f"{written} is a parameter that the forward itself changes: with micro-batches, replicas or "
@@ -287,6 +295,14 @@ def _without_caches(model: nn.Module) -> None:
 
 def _say_whole(model: nn.Module, why: str) -> None:
     logger.warning("%s is one block: %s", type(model).__name__, why)
+
+
+def _keeps(state: KeepsState) -> DescribeError:
+    return DescribeError(
+        f"{state} is kept from one forward to the next: with micro-batches, replicas or recomputation it would not be "
+        "what it is in one process; keep it in a buffer that the loss or a callback updates, or give it to the model "
+        "as an input"
+    )
 
 
 def _refused(model: nn.Module, why: str) -> DescribeError:
@@ -327,12 +343,17 @@ class WorkShares:
 def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
     """Floating-point operations of every module for these inputs; of parameters alone where it does not run."""
     flops: dict[str, int] = {}
-    with contextlib.suppress(Exception), fakes.mode, FlopCounterMode(display=False) as counter:
-        fakes.model(*args, **kwargs)
-        root = type(fakes.model).__name__
-        for name, counts in counter.get_flop_counts().items():
-            path = "" if name in ("Global", root) else name.removeprefix(f"{root}.")
-            flops[path] = max(flops.get(path, 0), sum(counts.values()))
+    try:
+        with fakes.mode, FlopCounterMode(display=False) as counter:
+            fakes.model(*args, **kwargs)
+    except HangError:
+        raise
+    except Exception:  # the recorder says why
+        return WorkShares(fakes.model, flops)
+    root = type(fakes.model).__name__
+    for name, counts in counter.get_flop_counts().items():
+        path = "" if name in ("Global", root) else name.removeprefix(f"{root}.")
+        flops[path] = max(flops.get(path, 0), sum(counts.values()))
     return WorkShares(fakes.model, flops)
 
 

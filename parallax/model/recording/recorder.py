@@ -12,7 +12,7 @@ import contextlib
 import random
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -44,6 +44,7 @@ from parallax.model.recording.known import (
     WritesParameter,
     place,
 )
+from parallax.model.recording.segment import HOOKS
 from parallax.model.recording.trace import (
     AutocastRegion,
     Context,
@@ -55,15 +56,14 @@ from parallax.model.recording.trace import (
     change,
 )
 
-_EFFECTS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
-"""Calls that give no tensor and change what backward does."""
-
 
 class ForwardRecorder(TorchFunctionMode):
     """Records one run of ``fakes.model``; ``inside`` are the paths of modules that are looked into, all others are one
-    instruction each."""
+    instruction each. ``stale``: tensors that an earlier run left in attributes."""
 
-    def __init__(self, fakes: FakeModel, inside: frozenset[str]) -> None:
+    def __init__(
+        self, fakes: FakeModel, inside: frozenset[str], stale: Iterable[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.trace = ForwardTrace()
         self._fakes, self._looked_into = fakes, inside
@@ -77,17 +77,17 @@ class ForwardRecorder(TorchFunctionMode):
         self._inside: list[str] = [""]
         self._quiet = 0
         self._autocast: list[AutocastRegion] = []
-        self._flow = DataFlow()
-        self._alike = AlikeModules(self._flow)
+        self.flow = DataFlow(stale)
+        self._alike = AlikeModules(self.flow)
         self._known = KnownValues(self._fakes, self.trace, self._numbers)
 
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
         """The trace of one call of the model. Raises :class:`StaysWhole`, and whatever the model raises."""
         for path, tensor in leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
-                self._flow.depend(tensor)
+                self.flow.depend(tensor)
                 self._know(tensor, Origin.INPUT, ".".join(map(str, path[1:])))
-        with self._patched(), self._flow, self._fakes.mode, self, self._nothing_drawn():
+        with self._patched(), self.flow, self._fakes.mode, self, self._nothing_drawn():
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
             self.trace.returned = self._returned(returned)
@@ -167,7 +167,7 @@ class ForwardRecorder(TorchFunctionMode):
             except (RuntimeError, NotImplementedError):
                 found = run_on_values(self._fakes, module, args, kwargs)
                 for tensor in tensors_in(found):
-                    self._flow.depend(tensor)
+                    self.flow.depend(tensor)
                 return found
 
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -246,7 +246,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._quiet -= 1
         written = [tensor for tensor, was in zip(given, before) if state(tensor) != was]
         results = [(path, t) for path, t in leaves(value) if isinstance(t, Tensor)]
-        if results or written or name in _EFFECTS or isinstance(target, ModulePath):
+        if results or written or name in HOOKS or isinstance(target, ModulePath):
             made = Instruction(target, self._slots(args), self._slots(kwargs), context, self.owner)
             made.results = tuple((path, self._number(tensor)) for path, tensor in results)
             made.writes = tuple(self._numbers[id(tensor)] for tensor in written)
@@ -291,6 +291,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._known.hold(len(self.trace.tensors), tensor)
             return self._know(tensor, Origin.MODEL, name)
         if is_fake(tensor):
+            self.flow.look(tensor)
             raise StaysWhole(
                 self.owner, "it uses a tensor whose origin is not known: register it as a buffer"
             )
@@ -316,7 +317,7 @@ class ForwardRecorder(TorchFunctionMode):
                 tuple(tensor.shape),
                 tensor.dtype,
                 storage,
-                self._flow.depends(storage),
+                self.flow.depends(storage),
                 name,
                 value,
             )

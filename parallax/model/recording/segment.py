@@ -6,6 +6,7 @@ import contextlib
 import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from parallax.model.recording.program import (
 from parallax.model.recording.sizes import Sizes, expression
 from parallax.model.recording.trace import Context, ModulePath, Origin, Path
 
+HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
+"""Calls that give no tensor and change what backward does, where there is one."""
+
 _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
@@ -35,13 +39,13 @@ class RecordedSegment(nn.Module):
         code: str,
         run: Any,
         members: Mapping[str, Any],
-        other_mode: Mapping[bool, tuple[str, ...]],
         *,
+        other_mode: Mapping[bool, tuple[str, ...]] = MappingProxyType({}),
         evaluates: bool,
     ) -> None:
         super().__init__()
         self._code, self._run, self._evaluates = code, run, evaluates
-        self._other_mode = other_mode
+        self._other_mode = dict(other_mode)
         for name, (member, persistent) in members.items():
             if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
                 self.register_buffer(name, member, persistent=persistent)
@@ -132,7 +136,9 @@ class SegmentWriter:
             code,
             self._globals["forward"],
             self._members,
-            {mode: tuple(self._inside(paths)) for mode, paths in self._program.other_mode.items()},
+            other_mode={
+                mode: tuple(self._inside(paths)) for mode, paths in self._program.other_mode.items()
+            },
             evaluates=self._program.evaluates,
         )
 
@@ -154,7 +160,8 @@ class SegmentWriter:
             self._measure(whole[0])
             return
         if not fresh:
-            self._line(step.context, call)
+            guard = f"if {self._use(step.uses[0])}.requires_grad: " if step.name in HOOKS else ""
+            self._line(step.context, guard + call)
             return
         self._line(step.context, f"r{step.position} = {call}")
         for path, index in fresh:

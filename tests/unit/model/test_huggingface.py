@@ -19,7 +19,7 @@ from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.count import count
 from parallax.run.job import build_chain
-from tests.unit.model.test_trace import both, check_same
+from tests.unit.model.test_recorded import both, check_same
 from tests.zoo import FAMILIES, Entry, llama, logits_loss, padded_batch, t5, t5_batch, tokens_batch
 
 pytest.importorskip(

@@ -195,7 +195,7 @@ class Tied(nn.Module):
 
 
 def test_what_another_stage_steps_below_is_counted_here() -> None:
-    chain = describe(Tied)
+    chain = describe(Tied, blocks=["first", "middle", "last"])
     plan = make_plan(chain, replicas=(1, 1), cuts=[1])
     halves = (replace(plan.stages[0], optimizer_offload=1.0), plan.stages[1])
     first, second = with_room_below(costs(chain), halves, 2)

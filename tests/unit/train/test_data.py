@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from parallax.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.batch import Rows, TensorRows, to_device
+from parallax.model.block import to_device
+from parallax.runtime.batch import Rows, TensorRows
 from parallax.train.data import (
     CustomDataConfig,
     TextDataConfig,
