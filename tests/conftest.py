@@ -28,6 +28,13 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A command that plans in this process sets how many threads compute; sums of the next test would be others."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     workers = Pool()
