@@ -9,9 +9,10 @@ log so far, so a constructor may decide by them.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from parallax.model.construction.log import Log, Operation, Unrecordable, View
 from parallax.model.construction.operators import Operator, operator
 from parallax.model.construction.replay import Replay, change, flat, plainly
 from parallax.model.private import OperatorMode, without_function_modes, without_operator_modes
+
+logger = logging.getLogger("parallax")
+
+T = TypeVar("T")
 
 _REMEMBERED_BYTES = 1 << 20  # a value this small is remembered until its memory is written again
 _SET_STORAGE = (
@@ -71,7 +76,7 @@ class OperatorRecorder(OperatorMode):
             return self._call(function, operator(function), args, kwargs or {})
 
     def _call(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(_all(Tensor, (args, kwargs)))
         absent = [tensor for tensor in tensors if tensor.is_meta and self.log.find(tensor) is None]
         device = kwargs.get("device")
         if self.to_meta and device is not None and torch.device(device).type == "meta":
@@ -102,7 +107,7 @@ class OperatorRecorder(OperatorMode):
     ) -> Any:
         """An operator on a tensor that the constructor put on the meta device itself, where plain ones end, too."""
         given = {**dict(zip(kind.names, args)), **kwargs}
-        written = [t for name in kind.written for t in _tensors(given.get(name))]
+        written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
         if kwargs.get("device") is not None or (
             not kind.looks and any(self.log.find(t) or not t.is_meta for t in written)
         ):
@@ -111,7 +116,7 @@ class OperatorRecorder(OperatorMode):
 
     def _log(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(kind.names, args)), **kwargs}
-        written = [t for name in kind.written for t in _tensors(given.get(name))]
+        written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
         bare = {id(t): self.log.adopt(t) for t in written if not t.is_meta}
         originals = {id(bare[id(t)]): t for t in written if id(t) in bare}
 
@@ -143,10 +148,12 @@ class OperatorRecorder(OperatorMode):
             return None if isinstance(part, torch.Generator) else part
 
         operation = Operation(function, change(args, view), change(kwargs, view))
-        if "device" in kwargs or (kind.placed and not any(True for _ in _tensors((args, kwargs)))):
+        if "device" in kwargs or (
+            kind.placed and not any(True for _ in _all(Tensor, (args, kwargs)))
+        ):
             operation.kwargs["device"] = torch.device("cpu")
         operation.kwargs.pop("pin_memory", None)
-        views = list(_views((operation.args, operation.kwargs)))
+        views = list(_all(View, (operation.args, operation.kwargs)))
         into = [self.log.view(tensor) for tensor in written]
         overwritten = {v.cell for v in into if kind.overwrites and v.covers}
         overwritten -= {v.cell for v in Counter(views) - Counter(into)}  # read, too
@@ -158,13 +165,15 @@ class OperatorRecorder(OperatorMode):
     def _shapes(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
         """What it returns, without bytes. Where the sizes depend on values, or there is no rule for them, it is carried
         out on real tensors; what it raises then is what a plain constructor gets."""
-        try:
-            if kind.shaped:
-                raise NotImplementedError
-            results = function(*args, **kwargs)
-        except HangError:
-            raise
-        except Exception:
+        results = NotImplemented
+        if not kind.shaped:
+            try:
+                results = function(*args, **kwargs)
+            except HangError:
+                raise
+            except Exception:  # whatever it is, the real tensors raise it again
+                logger.debug("%s has no rule for its sizes", function)
+        if results is NotImplemented:
             results = self._in_earnest(function, args, kwargs)
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
@@ -219,21 +228,12 @@ class OperatorRecorder(OperatorMode):
         self.log.operations.append(operation)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def _all(kind: type[T], value: Any) -> Iterator[T]:
+    """Every ``kind`` in nested lists, tuples and dicts."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from _all(kind, part)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _views(value: Any) -> Iterator[View]:
-    if isinstance(value, View):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _views(part)
-    elif isinstance(value, dict):
-        yield from _views(list(value.values()))
+        yield from _all(kind, list(value.values()))
