@@ -25,11 +25,10 @@ from parallax.errors import DescribeError
 from parallax.model.block import Block, Cut, TensorSlot
 from parallax.model.recording.program import ForwardProgram, ForwardStep, ForwardTensor
 from parallax.model.recording.segment import RecordedSegment, SegmentWriter, UnknownSize
-from parallax.model.recording.trace import Context, ModulePath, Origin, change, parts
+from parallax.model.recording.trace import Context, ModulePath, Origin, change, draws, parts
 
 logger = logging.getLogger("parallax")
 
-_RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "uniform")
 
 _DERIVATIVES = "grad", "backward"
 """Calls that walk the graph between the tensors that they are given, which must lie in one block."""
@@ -185,8 +184,8 @@ class ProgramCutter:
         return found
 
     def _is_light(self, step: ForwardStep) -> bool:
-        random = any(word in step.name for word in _RANDOM)
-        return step.module is None and not step.heavy and not step.writes and not random
+        changes = step.heavy or step.writes or draws(step.name)
+        return step.module is None and not changes
 
     def _written_storages(self) -> set[int]:
         return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}

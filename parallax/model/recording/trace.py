@@ -105,6 +105,14 @@ class ForwardTrace:
     dropped: tuple[str, ...] = ()
 
 
+_DRAWS = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "uniform")
+
+
+def draws(name: str) -> bool:
+    """Whether a function of torch that is called ``name`` draws random numbers."""
+    return any(word in name for word in _DRAWS)
+
+
 def change(value: Any, replace: Callable[[Any], Any]) -> Any:
     """:func:`transform` that looks into slices and sizes, too."""
 
