@@ -8,6 +8,7 @@ one whose runs differ in more than sizes. The model itself cannot stay whole: th
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -285,12 +286,19 @@ class _ForwardRuns:
 
 
 def _without_caches(model: nn.Module) -> None:
-    """Tell a model of transformers to return no cache of keys and values: this is training."""
+    """Tell a model of transformers to return no cache of keys and values: this is training. Its modules get copies of
+    their configurations, for those may be the user's own."""
+    copies: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)].use_cache = False
             logger.info("%s: use_cache is off in training", type(module).__name__)
-            config.use_cache = False
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def _say_whole(model: nn.Module, why: str) -> None:
