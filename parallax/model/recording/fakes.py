@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -28,8 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from parallax.model.block import in_dtype, tensors_in, transform
 
-AskedForValues = DataDependentOutputException
-"""Raised where Python asks a fake tensor for its values."""
+ASKED_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
+"""Raised where Python, or the shape of a result, asks a fake tensor for its values."""
 
 without_modes = _disable_current_modes
 """The context in which tensors are real again."""
@@ -105,15 +106,25 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def run_on_values(fakes: FakeModel, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What ``module`` returns, without values, where it decides by values: it is run on small random ones."""
+def run_on_values(
+    fakes: FakeModel,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    value_of: Callable[[Tensor], Tensor | None],
+) -> Any:
+    """What ``module`` returns, without values, where it decides by values: it is run on those that ``value_of``
+    knows, and small random ones for the others."""
     memo: dict[int, Any] = {}
 
     def real(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
         if id(part) not in memo:
-            if id(part) in fakes.bare and not isinstance(part, nn.Parameter):
+            value = value_of(part)
+            if value is not None:
+                made = value
+            elif id(part) in fakes.bare and not isinstance(part, nn.Parameter):
                 made = fakes.value(part)
             elif part.is_floating_point() or part.is_complex():
                 made = 0.02 * torch.randn(part.shape, dtype=part.dtype)

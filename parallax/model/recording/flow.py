@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallax.model.block import leaves, tensors_in, transform
 from parallax.model.private import OperatorMode
 
-_SHAPE_ONLY = (
+SHAPE_ONLY = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
 )
@@ -104,7 +104,7 @@ class DataFlow(OperatorMode):
         del types
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = list(tensors_of((args, kwargs))) if name not in _SHAPE_ONLY else []
+        given = list(tensors_of((args, kwargs))) if name not in SHAPE_ONLY else []
         read = any(storage_of(tensor) in self._depends for tensor in given)
         for tensor in given:
             self.look(tensor)
@@ -115,9 +115,8 @@ class DataFlow(OperatorMode):
             storage = storage_of(tensor)
             if read:
                 self._depends.add(storage)
-            elif (
-                not views and not schema.is_mutable
-            ):  # a new one, perhaps in the place of an old one
+            elif not views and not schema.is_mutable:
+                # A new one, perhaps in the place of an old one.
                 self._depends.discard(storage)
         return value
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
-from parallax.model.block import in_dtype, transform
+from parallax.model.block import in_dtype, leaves, transform
 
 Sample = Callable[[int], Any]
 """Inputs of that many rows: a tensor, a tuple of nests of tensors, or nests by name."""
@@ -71,6 +72,44 @@ class SampleShapes:
             return fake(tuple(sizes), dtype)
 
         return transform(self.nest, new)
+
+
+class SampleValues:
+    """The values of a sample's tensors, for as many rows as a run has; a sample of fewer is gone through again."""
+
+    def __init__(self, sample: Sample, shapes: SampleShapes, rows: int) -> None:
+        self._sample, self._shapes, self._rows = sample, shapes, rows
+
+    def named(self, rows: int, change: Mapping[int, int] | None = None) -> Mapping[str, Tensor]:
+        """The input of each name, cut where sizes in ``change`` are smaller. Other numbers of rows are other rows, so
+        that what only some of them have in common is not taken for what all have."""
+        order = iter(self._given)
+
+        def cut(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            tensor, dimension = next(order)
+            if dimension is not None:
+                places = (torch.arange(rows) + rows) % tensor.shape[dimension]
+                tensor = tensor.index_select(dimension, places)
+            for d, size in enumerate(shape):
+                tensor = tensor.narrow(d, 0, min(size, tensor.shape[d]))
+            return tensor.to(dtype)
+
+        args, kwargs = call_arguments(self._shapes.make(cut, rows, change))
+        return {
+            input_name(path): part
+            for path, part in leaves((args, kwargs))
+            if isinstance(part, Tensor) and not part.is_meta
+        }
+
+    @cached_property
+    def _given(self) -> list[tuple[Tensor, int | None]]:
+        dimensions = [rows for _, _, rows in self._shapes.shapes]
+        return list(zip(_tensors(self._sample(self._rows)), dimensions, strict=True))
+
+
+def input_name(path: tuple[Any, ...]) -> str:
+    """What an input is called, by where it lies in positional and named arguments."""
+    return ".".join(map(str, path[1:]))
 
 
 def sample_shapes(sample: Sample) -> SampleShapes:

@@ -1,8 +1,12 @@
-"""Values that a forward asks for and that follow from sizes, constants and buffers alone, such as whether a mask is
-causal: what is recorded so far is carried out on real tensors.
+"""Values that a forward asks for while it is recorded: what is recorded so far is carried out on real tensors.
 
-Where torch's random numbers are among it, the question is answered only if the answer does not depend on what is drawn:
-a layer that is dropped with probability 0 is never dropped.
+What follows from sizes, constants and buffers (whether a mask is causal) is simply known. What follows from whole
+numbers of the inputs is what it is for the sample. Of activations and parameters nothing is known: they are filled in
+several ways, and only an answer that is the same for all of them counts, such as that none is NaN. An answer of the
+last two kinds is taken for granted, and has to be checked with every batch (:mod:`.expected`).
+
+Random numbers between 0 and 1 are filled with the least and the most that they may be: a layer that is dropped with
+probability 0 is never dropped.
 """
 
 from __future__ import annotations
@@ -10,26 +14,42 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallax.errors import HangError
-from parallax.model.block import TensorSlot, leaves
+from parallax.model.block import TensorSlot, leaves, tensors_in, transform
 from parallax.model.recording.fakes import FakeModel, KeepsState, without_modes
+from parallax.model.recording.flow import SHAPE_ONLY
 from parallax.model.recording.trace import (
     ForwardTrace,
     Instruction,
     ModulePath,
     Origin,
     change,
+    draws,
+    parts,
 )
 
-_DRAWS = "rand", "rand_like"
-_OTHER_DRAWS = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "uniform")
-_EXTREMES = 0.0, 1 - 2**-24
-"""The least and the most that a number in [0, 1) may be, of which answers must not depend."""
+_UNIFORM = "rand", "rand_like"
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """What stands for numbers in [0, 1) that are drawn, and for activations and parameters."""
+
+    drawn: float
+    fill: Callable[[Tensor], Tensor]
+
+
+_FILLINGS = (
+    _Filling(0.0, lambda bare: bare.zero_()),
+    _Filling(1 - 2**-24, lambda bare: bare.fill_(1)),
+    _Filling(0.5, lambda bare: bare.normal_(generator=torch.Generator().manual_seed(1))),
+)
 
 
 class StaysWhole(Exception):
@@ -38,6 +58,10 @@ class StaysWhole(Exception):
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(why)
         self.owner = owner
+
+
+class ChangedByCaller(StaysWhole):
+    """The forward of ``owner`` sets an attribute of a part, which that part's next forward uses."""
 
 
 class WritesParameter(Exception):
@@ -53,70 +77,204 @@ def place(frames: Iterable[traceback.FrameSummary]) -> str:
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-class KnownValues:
-    """Answers what a run asks of its fake tensors; ``numbers`` are theirs in ``trace``."""
+@dataclass(frozen=True)
+class Answer:
+    """What a question gives. ``assumed``: another batch might give another answer."""
 
-    def __init__(self, fakes: FakeModel, trace: ForwardTrace, numbers: Mapping[int, int]) -> None:
-        self._fakes, self._trace, self._numbers = fakes, trace, numbers
+    value: Any
+    assumed: bool
+
+
+class KnownValues:
+    """Answers what a run asks of its fake tensors; ``numbers`` are theirs in ``trace``, and ``given(name)`` is the
+    sample's value of the input of that name. It raises ``KeyError`` where the sample has none."""
+
+    def __init__(
+        self,
+        fakes: FakeModel,
+        trace: ForwardTrace,
+        numbers: Mapping[int, int],
+        given: Callable[[str], Tensor],
+    ) -> None:
+        self._fakes, self._trace, self._numbers, self._given = fakes, trace, numbers, given
         self._held: dict[int, Tensor] = {}
 
     def hold(self, number: int, tensor: Tensor) -> None:
         """Tensor ``number`` of the trace is one of the model's own."""
         self._held[number] = tensor
 
-    def answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Any:
+    def answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
         """What ``ask`` gives with the values that its tensors have. Raises :class:`StaysWhole` for ``owner`` where
         those are not known, or not the same whatever is drawn."""
+        asked = [self._numbers[id(tensor)] for tensor in tensors_in((args, kwargs))]
+        replay = _Replay(self, asked)
         try:
-            answers = [self._answer(ask, args, kwargs, drawn) for drawn in _EXTREMES]
+            found = [replay.ask(filling, ask, args, kwargs) for filling in _FILLINGS]
         except KeyError:
-            answers = []
-        if not answers or repr(answers[0]) != repr(answers[1]):
-            what = "random numbers" if answers else "the values of tensors"
+            found = []
+        if not found or len({repr(transform(value, _look)) for value in found}) > 1:
+            what = "random numbers" if found and replay.drawn else "the values of tensors"
             raise StaysWhole(owner, f"it decides by {what}{place(traceback.extract_stack())}")
-        return answers[0]
+        return Answer(found[0], replay.assumed)
 
-    def _answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, drawn: float) -> Any:
-        values: dict[int, Any] = {}
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The value of one tensor; None: it is not known."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            return None
+        replay = _Replay(self, [number])
+        if number in replay.unknown:
+            return None
+        with contextlib.suppress(KeyError):
+            found = [replay.ask(filling, lambda t: t, (tensor,), {}) for filling in _FILLINGS]
+            if all(torch.equal(found[0], other) for other in found):
+                return found[0]
+        return None
+
+    def number(self, tensor: Tensor) -> int:
+        """That of ``tensor`` in the trace."""
+        return self._numbers[id(tensor)]
+
+    @property
+    def trace(self) -> ForwardTrace:
+        """What is recorded so far."""
+        return self._trace
+
+    def is_unknown(self, number: int) -> bool:
+        """Whether a tensor that no instruction makes is a parameter, or an input of numbers that are measured rather
+        than chosen."""
+        traced = self._trace.tensors[number]
+        if traced.origin is Origin.INPUT:
+            with without_modes():
+                return _floats(traced.dtype) and not _is_mask(self._given_or_none(number))
+        return isinstance(self._held.get(number), nn.Parameter)
+
+    def source(self, number: int) -> Tensor:
+        """The value of a tensor that no instruction makes."""
+        traced = self._trace.tensors[number]
+        if traced.origin is Origin.INPUT:
+            return self._given(traced.name).clone()
+        if traced.origin is Origin.OUTSIDE and traced.value is not None:
+            return traced.value
+        return self._fakes.value(self._held[number])
+
+    def _given_or_none(self, number: int) -> Tensor | None:
+        with contextlib.suppress(KeyError):
+            return self._given(self._trace.tensors[number].name)
+        return None
+
+
+class _Replay:
+    """The part of a trace that some tensors depend on, carried out with fillings for what is unknown.
+
+    ``unknown`` are floating tensors that follow from parameters or activations: they are filled and not computed.
+    ``assumed`` says whether the inputs, or a filling, were used; ``drawn`` whether random numbers were.
+    """
+
+    def __init__(self, known: KnownValues, asked: list[int]) -> None:
+        self._known, self._tensors = known, known.trace.tensors
+        self.assumed = self.drawn = False
+        self.unknown: set[int] = set()
+        made = {n for each in known.trace.instructions for _, n in each.results}
+        self.unknown |= {
+            n for n in range(len(self._tensors)) if n not in made and known.is_unknown(n)
+        }
+        for each in known.trace.instructions:
+            self._note_unknown(each)
+        self._steps = self._needed(asked)
+
+    def ask(self, filling: _Filling, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``ask`` gives. Raises ``KeyError`` where a value is not to be had."""
+        values: dict[int, Tensor] = {}
         with without_modes():
-            for instruction in self._trace.instructions:
-                self._carry_out(instruction, values, drawn)
+            for instruction in self._steps:
+                self._carry_out(instruction, values, filling)
 
             def real(part: Any) -> Any:
                 if not isinstance(part, Tensor):
                     return part
-                number = self._numbers[id(part)]
-                return values[number] if number in values else self._given(number)
+                return self._value(self._known.number(part), values, filling)
 
             return ask(*change(args, real), **change(kwargs, real))
 
-    def _carry_out(self, instruction: Instruction, values: dict[int, Any], drawn: float) -> None:
+    def _note_unknown(self, instruction: Instruction) -> None:
+        tainted = (
+            isinstance(instruction.target, ModulePath)
+            or (draws(instruction.name) and instruction.name not in _UNIFORM)
+            or any(n in self.unknown for n in _uses(instruction))
+        )
+        if tainted and instruction.name not in SHAPE_ONLY:
+            for _, n in instruction.results:
+                if _floats(self._tensors[n].dtype):
+                    self.unknown.add(n)
+
+    def _needed(self, asked: list[int]) -> list[Instruction]:
+        """The instructions that make the tensors ``asked``, or write into them, in order."""
+        wanted = {self._tensors[n].storage for n in asked if n not in self.unknown}
+        found = []
+        for each in reversed(self._known.trace.instructions):
+            gives = [n for _, n in each.results if n not in self.unknown]
+            if any(self._tensors[n].storage in wanted for n in [*gives, *each.writes]):
+                found.append(each)
+                wanted |= {self._tensors[n].storage for n in _uses(each) if n not in self.unknown}
+        return found[::-1]
+
+    def _carry_out(
+        self, instruction: Instruction, values: dict[int, Tensor], filling: _Filling
+    ) -> None:
         """Run an instruction on real tensors, if all that it uses are there."""
 
         def real(part: Any) -> Any:
-            if not isinstance(part, TensorSlot):
-                return part
-            return values[part.index] if part.index in values else self._given(part.index)
+            return (
+                self._value(part.index, values, filling) if isinstance(part, TensorSlot) else part
+            )
 
         if isinstance(instruction.target, ModulePath):
             return
-        with contextlib.suppress(KeyError):
-            args, kwargs = change(instruction.args, real), change(instruction.kwargs, real)
-            if instruction.name in _DRAWS:
-                found: Any = torch.full_like(instruction.target(*args, **kwargs), drawn)
-            elif any(word in instruction.name for word in _OTHER_DRAWS):
+        uniform = instruction.name in _UNIFORM
+        if draws(instruction.name):
+            self.drawn = True
+            if not uniform:
                 return
-            else:
-                found = instruction.target(*args, **kwargs)
+        # Some operators do not take what is filled in; what they would give is not known then.
+        with contextlib.suppress(KeyError, IndexError, ValueError, RuntimeError):
+            args, kwargs = change(instruction.args, real), change(instruction.kwargs, real)
+            found = instruction.target(*args, **kwargs)
+            if uniform:
+                found = torch.full_like(found, filling.drawn)
             at = {path: part for path, part in leaves(found) if isinstance(part, Tensor)}
-            values |= {number: at[path] for path, number in instruction.results}
+            values |= {n: at[path] for path, n in instruction.results}
 
-    def _given(self, number: int) -> Tensor:
-        """A tensor that no instruction makes. Raises ``KeyError`` for inputs and parameters."""
-        traced = self._trace.tensors[number]
-        if traced.origin is Origin.OUTSIDE and traced.value is not None:
-            return traced.value
-        held = self._held[number]
-        if isinstance(held, nn.Parameter):
-            raise KeyError(number)
-        return self._fakes.value(held)
+    def _value(self, number: int, values: dict[int, Tensor], filling: _Filling) -> Tensor:
+        if number in values:
+            return values[number]
+        traced = self._tensors[number]
+        if number in self.unknown:
+            self.assumed = True
+            values[number] = filling.fill(torch.empty(traced.shape, dtype=traced.dtype))
+        else:
+            self.assumed |= traced.origin is Origin.INPUT
+            values[number] = self._known.source(number)
+        return values[number]
+
+
+def _uses(instruction: Instruction) -> list[int]:
+    found = parts((instruction.args, instruction.kwargs))
+    return [part.index for part in found if isinstance(part, TensorSlot)]
+
+
+def _look(part: Any) -> Any:
+    """What is compared of a tensor, whose values may differ: its shape."""
+    return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
+
+
+def _is_mask(tensor: Tensor | None) -> bool:
+    """Whether a tensor of floats has zeros and ones, and nothing else; of one alone it may be filled by accident."""
+    if tensor is None:
+        return False
+    ones = tensor == 1
+    return bool((ones | (tensor == 0)).all() and ones.any() and not ones.all())
+
+
+def _floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from parallax.errors import DescribeError, HangError
 from parallax.model.block import Block, Cut, leaves, tensors_in
 from parallax.model.recording.cut import ProgramCutter
+from parallax.model.recording.expected import EXPECTATIONS
 from parallax.model.recording.fakes import (
     AttributeChange,
     FakeModel,
@@ -27,16 +30,19 @@ from parallax.model.recording.fakes import (
     faked,
     is_plain_state,
     nothing_left_behind,
+    without_modes,
 )
 from parallax.model.recording.flow import storage_of
 from parallax.model.recording.inputs import (
     Sample,
     SampleShapes,
+    SampleValues,
     call_arguments,
     input_names,
     sample_shapes,
 )
-from parallax.model.recording.known import StaysWhole, WritesParameter
+from parallax.model.recording.known import ChangedByCaller, StaysWhole, WritesParameter
+from parallax.model.recording.lists import join_lists
 from parallax.model.recording.program import ForwardProgram, ForwardStep, agree
 from parallax.model.recording.recorder import ForwardRecorder
 from parallax.model.recording.segment import UnknownSize
@@ -49,6 +55,9 @@ ROWS = (4, 6, 9), (4, 6, 10)
 
 PARTS = 16
 """No piece is more than one part of so many, where it can be divided: four stages are then even within a quarter."""
+
+LARGE_PARTS = 4
+"""A module that decides by values stays whole, unless it is more than one part of so many."""
 
 SPLIT_LINES = """
     class Model(nn.Module):
@@ -85,7 +94,8 @@ def cut_recorded(
 
     def record(given: SampleShapes, *, vary: bool = True) -> Cut:
         with nothing_left_behind(), faked(model, dtype, value_of) as fakes:
-            runs = _ForwardRuns(fakes, given, vary=vary)
+            values = SampleValues(sample, given, ROWS[-1][-1])
+            runs = _ForwardRuns(fakes, given, values, vary=vary)
             program = runs.program()
         return _cut(model, program, runs, given)
 
@@ -117,6 +127,12 @@ def _cut(model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: S
             type(model).__name__,
             kind,
         )
+    for where in sorted({str(s.args[-1]) for s in program.steps if s.target in EXPECTATIONS}):
+        logger.info(
+            "%s decides by values%s: as for the sample, and a batch that decides otherwise ends the run",
+            type(model).__name__,
+            where,
+        )
     program.other_mode = runs.other_mode
     cutter = ProgramCutter(model, program, runs.shares.of_step, 1 / (8 * PARTS))
     found = cutter.cut()
@@ -130,8 +146,10 @@ def _cut(model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: S
 class _ForwardRuns:
     """Runs a model until its program is known."""
 
-    def __init__(self, fakes: FakeModel, shapes: SampleShapes, *, vary: bool) -> None:
-        self._fakes, self._model, self._shapes = fakes, fakes.model, shapes
+    def __init__(
+        self, fakes: FakeModel, shapes: SampleShapes, values: SampleValues, *, vary: bool
+    ) -> None:
+        self._fakes, self._model, self._shapes, self._values = fakes, fakes.model, shapes, values
         self._whole: set[str] = set()
         self._evaluates = True
         self.other_mode: dict[bool, frozenset[str]] = {}
@@ -139,6 +157,11 @@ class _ForwardRuns:
         before = AttributeChange(self._model)
         self.shares: WorkShares = measure_shares(fakes, *self._inputs(ROWS[0][0]))
         before.undo()
+        self._divided = frozenset(
+            path
+            for path, _ in self._model.named_modules()
+            if self.shares.of(path) > 1 / LARGE_PARTS
+        )
 
     def program(self) -> ForwardProgram:
         """The program, with as many modules whole as need be."""
@@ -156,11 +179,8 @@ class _ForwardRuns:
     def _agree(self, inside: frozenset[str]) -> ForwardProgram:
         """One program of all runs."""
         first = self._first(inside)
-        evaluation = self._run(inside, ROWS[0][0], training=False) if self._evaluates else None
-        try:
-            runs, rows = self._rows(inside, first)
-        except StaysWhole:
-            raise
+        evaluation = self._evaluation(inside)
+        runs, rows = self._rows(inside, first)
         for change in self._changes():
             size = next(iter(change))
             if size in self.fixed:
@@ -178,11 +198,20 @@ class _ForwardRuns:
         except StaysWhole as error:
             if error.owner or evaluation is None:
                 raise
-            logger.warning(
-                "%s is recorded for training alone (%s)", type(self._model).__name__, error
-            )
-            self._evaluates = False
+            self._leave_evaluation(error)
             return agree(self._model, runs, rows, None)
+
+    def _evaluation(self, inside: frozenset[str]) -> ForwardTrace | None:
+        """The run of evaluation; None: it does what no chain can do."""
+        try:
+            return self._run(inside, ROWS[0][0], training=False) if self._evaluates else None
+        except DescribeError as error:
+            self._leave_evaluation(error)
+            return None
+
+    def _leave_evaluation(self, why: Exception) -> None:
+        logger.warning("%s is recorded for training alone (%s)", type(self._model).__name__, why)
+        self._evaluates = False
 
     def _rows(
         self, inside: frozenset[str], first: ForwardTrace
@@ -216,7 +245,7 @@ class _ForwardRuns:
         try:
             self._model.train(training)
             self._note_modes(training)
-            return self._record(ForwardRecorder(self._fakes, inside), rows, change)
+            return self._record(self._recorder(inside, rows, change), rows, change)
         finally:
             before.undo()
 
@@ -232,7 +261,7 @@ class _ForwardRuns:
         try:
             self._model.train(True)
             self._note_modes(True)
-            recorder = ForwardRecorder(self._fakes, inside)
+            recorder = self._recorder(inside, ROWS[0][0])
             trace = self._record(recorder, ROWS[0][0])
             for path, name in before.replaced().items():
                 if path in inside:
@@ -244,30 +273,47 @@ class _ForwardRuns:
                     for tensor in tensors_in(value)
                     if recorder.flow.depends(storage_of(tensor))
                 }
-                self._record_again(ForwardRecorder(self._fakes, inside, kept.values()), list(kept))
+                self._record_again(inside, kept)
             return trace
         finally:
             before.undo()
 
-    def _record_again(self, recorder: ForwardRecorder, kept: list[tuple[str, str]]) -> None:
+    def _record_again(self, inside: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
         """Refuse what is kept from one forward to the next: a number that a second run changes again, or a tensor among
         ``kept`` that it uses."""
         after = AttributeChange(self._model)
-        with contextlib.suppress(
-            StaysWhole
-        ):  # a cache of the first run; those that count fill it anew
+        recorder = self._recorder(inside, ROWS[0][0], kept=kept)
+        try:
             self._record(recorder, ROWS[0][0])
+        except ChangedByCaller:
+            raise
+        except StaysWhole as error:
+            logger.debug("a cache of the first run: %s; the runs that count fill it anew", error)
         found = [name for name, (value, _) in after.changed().items() if is_plain_state(value)]
-        if recorder.flow.read_stale:
-            found += kept
-        for path, name in found:
+        for path, name in [*found, *(kept if recorder.flow.read_stale else ())]:
             raise _keeps(KeepsState(path, name))
+
+    def _recorder(
+        self,
+        inside: frozenset[str],
+        rows: int,
+        change: dict[int, int] | None = None,
+        kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
+    ) -> ForwardRecorder:
+        @functools.cache
+        def given() -> Mapping[str, Tensor]:
+            with without_modes():
+                return self._values.named(rows, change)
+
+        return ForwardRecorder(self._fakes, inside, self._divided, lambda name: given()[name], kept)
 
     def _record(
         self, recorder: ForwardRecorder, rows: int, change: dict[int, int] | None = None
     ) -> ForwardTrace:
         try:
-            return recorder.run(*self._inputs(rows, change))
+            trace = recorder.run(*self._inputs(rows, change))
+            join_lists(trace)
+            return trace
         except (StaysWhole, HangError):
             raise
         except KeepsState as kept:

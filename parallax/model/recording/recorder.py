@@ -12,7 +12,8 @@ import contextlib
 import random
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from parallax.model.block import TensorSlot, leaves, tensors_in
+from parallax.model.block import TensorSlot, has_gradient, leaves, tensors_in, transform
+from parallax.model.recording.expected import expect_answer, expect_sizes
 from parallax.model.recording.fakes import (
-    AskedForValues,
+    ASKED_FOR_VALUES,
     FakeModel,
     is_fake,
     is_transforming,
@@ -37,8 +39,11 @@ from parallax.model.recording.flow import (
     storage_of,
     tensors_of,
 )
+from parallax.model.recording.inputs import input_name
 from parallax.model.recording.known import (
     OWN_ERRORS,
+    Answer,
+    ChangedByCaller,
     KnownValues,
     StaysWhole,
     WritesParameter,
@@ -59,34 +64,42 @@ from parallax.model.recording.trace import (
 
 class ForwardRecorder(TorchFunctionMode):
     """Records one run of ``fakes.model``; ``inside`` are the paths of modules that are looked into, all others are one
-    instruction each. ``stale``: tensors that an earlier run left in attributes."""
+    instruction each. ``divided``: those in which what the sample's values say is taken for granted, since they are too
+    large to stay whole. ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``:
+    the sample's value of an input."""
 
     def __init__(
-        self, fakes: FakeModel, inside: frozenset[str], stale: Iterable[Tensor] = ()
+        self,
+        fakes: FakeModel,
+        inside: frozenset[str],
+        divided: frozenset[str],
+        given: Callable[[str], Tensor],
+        kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.trace = ForwardTrace()
-        self._fakes, self._looked_into = fakes, inside
+        self._fakes, self._looked_into, self._divided = fakes, inside, divided
         self._paths: dict[int, str] = {}
         self._configs: set[int] = set()
         for path, module in fakes.model.named_modules():
             self._paths[id(module)] = path
             self._configs |= {id(value) for value in vars(module).values()}
         self._numbers: dict[int, int] = {}
+        self._left = kept
         self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
         self._inside: list[str] = [""]
         self._quiet = 0
         self._autocast: list[AutocastRegion] = []
-        self.flow = DataFlow(stale)
+        self.flow = DataFlow(kept.values())
         self._alike = AlikeModules(self.flow)
-        self._known = KnownValues(self._fakes, self.trace, self._numbers)
+        self._known = KnownValues(self._fakes, self.trace, self._numbers, given)
 
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
         """The trace of one call of the model. Raises :class:`StaysWhole`, and whatever the model raises."""
         for path, tensor in leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self.flow.depend(tensor)
-                self._know(tensor, Origin.INPUT, ".".join(map(str, path[1:])))
+                self._know(tensor, Origin.INPUT, input_name(path))
         with self._patched(), self.flow, self._fakes.mode, self, self._nothing_drawn():
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
@@ -126,6 +139,7 @@ class ForwardRecorder(TorchFunctionMode):
         if self._quiet or path is None:
             return original(module, *args, **kwargs)
         if path not in self._looked_into and self._has_its_own(module, path):
+            self._check_left(path)
             return self._call(self._whole(original, module), ModulePath(path), args, kwargs)
         self._inside.append(path)
         try:
@@ -148,6 +162,15 @@ class ForwardRecorder(TorchFunctionMode):
                 self.owner, "it draws random numbers of Python or numpy; draw them with torch"
             )
 
+    def _check_left(self, path: str) -> None:
+        """A part that stays whole finds what its last forward left in it: code around it, which sets its attributes, is
+        in no record."""
+        for (owner, name), tensor in self._left.items():
+            if owner == path or owner.startswith(f"{path}."):
+                held = vars(self._fakes.model.get_submodule(owner))
+                if held.get(name) is not tensor:
+                    raise ChangedByCaller(self.owner, f"it sets {name} of its part {owner}")
+
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
         """Whether a module has the tensors that belong to it, and is not called with others in their place."""
         prefix = f"{path}."
@@ -165,7 +188,7 @@ class ForwardRecorder(TorchFunctionMode):
             try:
                 return original(module, *args, **kwargs)
             except (RuntimeError, NotImplementedError):
-                found = run_on_values(self._fakes, module, args, kwargs)
+                found = run_on_values(self._fakes, module, args, kwargs, self._known.value)
                 for tensor in tensors_in(found):
                     self.flow.depend(tensor)
                 return found
@@ -227,35 +250,82 @@ class ForwardRecorder(TorchFunctionMode):
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call, and write it down where it gives tensors or changes any."""
-        name = str(getattr(target, "__name__", ""))
         given = list(tensors_of((args, kwargs)))
         before = list(map(state, given))
         context = Context(torch.is_grad_enabled(), tuple(self._autocast))
-        self._quiet += 1
-        try:
-            value = run(*args, **kwargs)
-        except AskedForValues:
-            if isinstance(target, ModulePath):
-                raise
-            return self._known.answer(run, args, kwargs, self.owner)
-        except Exception as error:
-            if isinstance(error, OWN_ERRORS) or not isinstance(target, ModulePath):
-                raise
-            raise StaysWhole(target.path, self.describe_error(error)) from error
-        finally:
-            self._quiet -= 1
+        value, answer = self._run(run, target, args, kwargs)
         written = [tensor for tensor, was in zip(given, before) if state(tensor) != was]
+        if any(isinstance(t, nn.Parameter) and id(t) in self._fakes.names for t in written):
+            raise WritesParameter(next(self._fakes.names[id(t)] for t in written))
         results = [(path, t) for path, t in leaves(value) if isinstance(t, Tensor)]
+        name = str(getattr(target, "__name__", ""))
         if results or written or name in HOOKS or isinstance(target, ModulePath):
             made = Instruction(target, self._slots(args), self._slots(kwargs), context, self.owner)
             made.results = tuple((path, self._number(tensor)) for path, tensor in results)
             made.writes = tuple(self._numbers[id(tensor)] for tensor in written)
-            for tensor in written:
-                if isinstance(tensor, nn.Parameter) and id(tensor) in self._fakes.names:
-                    raise WritesParameter(self._fakes.names[id(tensor)])
             self.trace.instructions.append(made)
             self._kept.append(value)
+        if answer is not None and answer.assumed:
+            self._expect(target, args, kwargs, value, context)
         return value
+
+    def _run(
+        self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, Answer | None]:
+        """What a call gives, and, where that follows from values, what is known of them."""
+        self._quiet += 1
+        try:
+            return run(*args, **kwargs), None
+        except ASKED_FOR_VALUES:
+            if isinstance(target, ModulePath):
+                raise
+            answer = self._known.answer(run, args, kwargs, self.owner)
+            return self._bare(answer.value, args, kwargs), answer
+        except Exception as error:
+            if isinstance(error, OWN_ERRORS) or not isinstance(target, ModulePath):
+                raise
+            # Perhaps it was not given what it would be given: then it is run with what is around it.
+            raise StaysWhole(self.owner, self.describe_error(error)) from error
+        finally:
+            self._quiet -= 1
+
+    def _bare(self, answer: Any, args: Any, kwargs: Any) -> Any:
+        """An answer with its tensors without values."""
+        given = list(tensors_of((args, kwargs)))
+        follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+        def bare(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            made = self._fakes.fake(tuple(part.shape), part.dtype)
+            for tensor in given:
+                if self.flow.depends(storage_of(tensor)):
+                    self.flow.depend(made)
+            return made.requires_grad_().clone() if follows and has_gradient(made) else made
+
+        return transform(answer, bare)
+
+    def _expect(
+        self, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, context: Context
+    ) -> None:
+        """Write down that other batches have to give the same. What is only put into words decides nothing."""
+        where = place(traceback.extract_stack())
+        tensors = list(tensors_in(value))
+        plain = [part for _, part in leaves(value)]
+        if self.owner not in self._divided or any(isinstance(part, float) for part in plain):
+            raise StaysWhole(self.owner, f"it decides by the values of tensors{where}")
+        if tensors:
+            found: list[tuple[Any, tuple[Any, ...]]] = [
+                (expect_sizes, (tensor, tuple(tensor.shape), where)) for tensor in tensors
+            ]
+        elif any(isinstance(part, str) for part in plain):
+            return
+        else:
+            found = [(expect_answer, (target, args, kwargs, value, where))]
+        for expectation, given in found:
+            self.trace.instructions.append(
+                Instruction(expectation, self._slots(given), {}, context, self.owner)
+            )
 
     # ---- arguments and results
 
