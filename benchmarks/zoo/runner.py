@@ -34,6 +34,7 @@ from benchmarks.zoo.verdict import Result, Verdict
 from parallax import ParallaxError, describe
 from parallax.errors import NonFiniteError
 from parallax.model.describe import Chain
+from parallax.model.verification.verify import verify
 
 FORK: Any = multiprocessing.get_context("fork")
 LIMIT_SECONDS = 60.0
@@ -121,6 +122,7 @@ def _judge(job: Job, folder: Path, verdict: Verdict) -> None:
     sizes = training.block_sizes(chain)
     verdict.blocks, verdict.largest = len(sizes), max(sizes) / max(1, sum(sizes))
     verdict.means = _means(chain)
+    verify(chain, entry.loss, EntryRows(entry, training.ROWS, 0, dtype), when=True)
     found = _in_ranks(job, chain, folder)
     weights = found[entry.optimizers[0]].before
     verdict.initial = judging.initial(entry.build, weights, dtype)
