@@ -195,7 +195,9 @@ def stage_seconds(model: Repeated, chain: Chain, plan: Plan, sizes: Sizes) -> li
         gradients: tuple[Tensor | None, ...] = (torch.ones(()),)
         for number in reversed(range(len(stages))):
             entering, outputs = passed.pop()
-            pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None]
+            pairs = [
+                (o, g) for o, g in zip(outputs, gradients) if g is not None and o.requires_grad
+            ]
             start = time.perf_counter()
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             seconds[number] += time.perf_counter() - start
