@@ -22,19 +22,18 @@ import faulthandler
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from parallax.common.signals import Requests, exit_code, heeded, stopped_by
+from parallax.common.signals import Requests, exit_code, stopped_by
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
-from parallax.runtime.failure.life import Life, waits_for_others, where
+from parallax.runtime.failure.life import where
 from parallax.runtime.failure.links import Meeting, meet
+from parallax.runtime.failure.own_status import OwnStatus, Watched
 from parallax.runtime.failure.report import (
     FailureKind,
     FailureReport,
@@ -43,10 +42,10 @@ from parallax.runtime.failure.report import (
     name,
     root_cause,
 )
+from parallax.runtime.failure.waking import WakeUp
 
 PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
 _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
-_EXAMINE_SECONDS = 1.0  # between two looks for signs of life
 _LOOK_SECONDS = 0.1  # between two looks at the engine
 _HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
 # Without a look: this process itself was stopped, and knows nothing of the others.
@@ -55,12 +54,22 @@ _PAUSE_SECONDS = 5.0
 _FOLLOW_SECONDS = 0.2
 
 
-class Watched(Protocol):
-    """The engine: what it executes, in which step, since when; None between steps."""
+@dataclass(frozen=True)
+class HangLimits:
+    """More than ``seconds`` in one action, without an answer, or outside of steps without a sign of life are a hang,
+    and so are more than ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps, which
+    compile, take as long as a phase. The stacks of a rank that hangs are left in ``directory``."""
 
-    @property
-    def current(self) -> tuple[Action, int, float] | None:
-        """One object for as long as an action lasts."""
+    seconds: float = 0.0
+    phase_seconds: float = 0.0
+    patient_steps: int = 0
+    directory: Path | None = None
+
+    def after(self, steps: int) -> float:
+        """The limit of an action when so many steps have begun."""
+        if 0 < steps <= self.patient_steps:
+            return max(self.seconds, self.phase_seconds or float("inf"))
+        return self.seconds
 
 
 class Watch:
@@ -72,14 +81,7 @@ class Watch:
         size = len(met.pids)
         # Slower where there are many.
         self._pace = max(1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS)
-        self._attended: tuple[Watched, Plan] | None = None
-        self._directory: Path | None = None
-        self._limit_seconds = self._phase_seconds = 0.0
-        self._patient_steps, self._steps = 0, set[int]()
-        self._phase: tuple[str] = ("",)  # a new object for each, however often it comes
-        self._life = Life()
-        self._examined = time.monotonic()
-        self._current: object = None
+        self._limits, self._own = HangLimits(), OwnStatus()
         self._seen = [RankStatus()] * size
         self._looked = self._told = time.monotonic()
         self._heard = [self._looked] * size
@@ -91,14 +93,11 @@ class Watch:
         self._judged = threading.Event()
         self._speaking = threading.Lock()
         self._closing = False
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
+        self._waking = WakeUp()
         self._selector = selectors.DefaultSelector()
         for peer, link in self._links.items():
             self._selector.register(link.socket, selectors.EVENT_READ, peer)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+        self._selector.register(self._waking.socket, selectors.EVENT_READ)
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._run, name="parallax-watch", daemon=True)
 
@@ -111,27 +110,19 @@ class Watch:
         return watch
 
     def limit(self, seconds: float, phase_seconds: float, directory: Path | None = None) -> None:
-        """More than ``seconds`` in one action, without an answer, or outside of steps without a sign of life are a
-        hang, and so are more than ``phase_seconds`` in one phase; 0 sets no limit. The stacks of a rank that hangs are
-        left in ``directory``."""
-        self._limit_seconds, self._phase_seconds, self._directory = (
-            seconds,
-            phase_seconds,
-            directory,
+        """Set what :class:`HangLimits` says."""
+        self._limits = replace(
+            self._limits, seconds=seconds, phase_seconds=phase_seconds, directory=directory
         )
 
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
         """Look at ``engine`` from now on. Its first ``patient_steps`` steps, which compile, take as long as a phase."""
-        self._attended, self._patient_steps = (engine, plan), patient_steps
+        self._own.attend(engine, plan)
+        self._limits = replace(self._limits, patient_steps=patient_steps)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """What this rank does outside of steps, to go on after "has been"."""
-        before, self._phase = self._phase, (name,)
-        try:
-            yield
-        finally:
-            self._phase = before
+        return self._own.phase(name)
 
     def serve(self) -> None:
         """From now on requests to end are the caller's to serve, who asks for them with :meth:`asked`. Before that,
@@ -144,7 +135,7 @@ class Watch:
 
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
         """The report on this rank, by what it is in the middle of."""
-        current = self._attended[0].current if self._attended else None
+        current = self._own.current
         where = f" in {RankStatus(current[0], current[1])}" if current else ""
         who = self._name(self.rank, current[0] if current else None)
         return FailureReport(self.rank, how, who, f"failed{where}: {cause}", code=code)
@@ -153,7 +144,7 @@ class Watch:
         """Tell the others, without waiting, that this rank has failed. What is claimed later follows from it."""
         if self._claim is None:
             self._claim = report
-            self._rouse()
+            self._waking.rouse()
 
     def wait(self) -> None:
         """Wait until it is this rank's turn to speak; where another one failed first, the process ends meanwhile."""
@@ -167,10 +158,10 @@ class Watch:
     def close(self) -> None:
         """Say goodbye and stop watching."""
         self._closing = True
-        self._rouse()
+        self._waking.rouse()
         self._thread.join()
-        self._restore_signals(self._wakeup)
-        self._close_sockets()
+        self._waking.close()
+        self._close_links()
 
     # ---- the thread
 
@@ -182,7 +173,7 @@ class Watch:
                     self._hear(peer)
             # Last: why peers end comes before the signal that torchrun sends then.
             if None in ready:
-                self._heed(self._woken.recv(64))
+                self._heed(self._waking.read())
             self._look()
         for link in self._links.values():
             link.send({"bye": True})
@@ -216,16 +207,11 @@ class Watch:
         self._selector.unregister(link.socket)
         link.close()
 
-    def _heed(self, signals: bytes) -> None:
+    def _heed(self, signals: Sequence[int]) -> None:
         """What the main thread wants to be looked at, and signals, which it cannot heed while it waits in a call."""
-        for number in self._handlers:
-            if number in signals:
-                self._requests.add(number)
-            if (
-                number in signals
-                and self._claim is None
-                and (self._requests.impatient or not self._serving)
-            ):
+        for number in signals:
+            self._requests.add(number)
+            if self._claim is None and (self._requests.impatient or not self._serving):
                 doing = str(self._seen[self.rank])
                 self._claim = FailureReport(
                     self.rank,
@@ -252,57 +238,30 @@ class Watch:
             self._heard = [now] * len(self._heard)
             gap = 0.0
         before = self._seen[self.rank]
-        current = self._attended[0].current if self._attended else None
-        doing = current or self._phase
-        same, self._current = doing is self._current, doing
-        seconds = before.seconds + gap if same else 0.0
-        if current is not None:
-            seen = RankStatus(current[0], current[1], seconds)
-            self._steps.add(current[1])
-        else:
-            idle, waits = self._examine(before, gap if same else 0.0)
-            seen = RankStatus(
-                None, before.step, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
-            )
-        action, step, self._seen[self.rank] = seen.action, seen.step, seen
-        news = self.rank != 0 and (before.action, before.step) != (action, step)
+        seen = self._seen[self.rank] = self._own.look(before, now, gap)
+        news = self.rank != 0 and (before.action, before.step) != (seen.action, seen.step)
         if now - self._told >= (_LOOK_SECONDS if news else _BEAT_SECONDS) * self._pace:
             self._told = now
             for link in self._links.values():
-                link.send({"seen": self._seen[self.rank].to_list()})
+                link.send({"seen": seen.to_list()})
         if now > self._leaving and self._claim is not None:
             os._exit(self._claim.code)
-        if self._limit_seconds and self._report is None:
+        if self._limits.seconds and self._report is None:
             self._judge(now)
-
-    def _examine(self, before: RankStatus, gap: float) -> tuple[float, bool]:
-        """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""
-        idle = before.idle_seconds + gap if gap else 0.0
-        if min(self._looked - self._examined, before.seconds) < _EXAMINE_SECONDS:
-            return idle, before.waits and gap > 0
-        self._examined = self._looked
-        alive, waits = self._life.shows(), waits_for_others()
-        return (idle if waits or not alive else 0.0), waits
 
     def _judge(self, now: float) -> None:
         """Rank 0 judges all, the others rank 0, and that only if it does not answer."""
         heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
-        patient = len(self._steps) <= self._patient_steps
-        given = (
-            max(self._limit_seconds, self._phase_seconds or float("inf"))
-            if patient
-            else self._limit_seconds
-        )
-        limit = max(given if self._steps else self._limit_seconds, 4 * _BEAT_SECONDS * self._pace)
+        limit = max(self._limits.after(len(self._own.steps)), 4 * _BEAT_SECONDS * self._pace)
         seen = [
             replace(each, silent_seconds=now - heard.get(rank, now))
             for rank, each in enumerate(self._seen)
         ]
-        found = root_cause(seen, limit, self._phase_seconds)
+        found = root_cause(seen, limit, self._limits.phase_seconds)
         if found is None or (self.rank != 0 and found != (0, FailureKind.SILENT)):
             return
         rank, how = found
-        what, remark = complaint(seen, rank, how, self._limit_seconds, self._phase_seconds)
+        what, remark = complaint(seen, rank, how, self._limits.seconds, self._limits.phase_seconds)
         self._decide(FailureReport(rank, how, self._name(rank, seen[rank].action), what, remark))
 
     def _decide(self, report: FailureReport) -> None:
@@ -343,36 +302,24 @@ class Watch:
     def _with_stacks(self, report: FailureReport) -> FailureReport:
         """Say where this rank hangs, and leave the stacks of its threads."""
         report = replace(report, remark=f"{report.remark}; it is in {where()}")
-        if self._directory is None:
+        if self._limits.directory is None:
             return report
-        path = self._directory / f"stacks-rank{self.rank}.txt"
+        path = self._limits.directory / f"stacks-rank{self.rank}.txt"
         with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
             return replace(report, remark=f"{report.remark}; its stacks: {path}")
         return report
 
     def _name(self, rank: int, action: Action | None) -> str:
-        return name(rank, self._attended[1].locate(rank) if self._attended else None, action)
-
-    def _rouse(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            self._wake.send(b"\0")
+        return name(rank, self._own.place(rank), action)
 
     def _forget(self) -> None:
         """A forked child is no rank: it holds no connection that should end with its parent, and minds its signals."""
-        if self._closing:
-            return
-        self._restore_signals(-1)
-        self._close_sockets()
+        if not self._closing:
+            self._waking.forget()
+            self._close_links()
 
-    def _restore_signals(self, wakeup: int) -> None:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def _close_sockets(self) -> None:
+    def _close_links(self) -> None:
         for link in self._links.values():
             link.close()
-        for end in (self._woken, self._wake):
-            end.close()
         self._selector.close()

@@ -1,0 +1,82 @@
+"""What this rank is doing now, as its watch sees it from a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from parallax.plan.plan import Plan
+from parallax.plan.schedule import Action
+from parallax.runtime.failure.life import Life, waits_for_others
+from parallax.runtime.failure.report import RankStatus
+
+_EXAMINE_SECONDS = 1.0  # between two looks for signs of life
+
+
+class Watched(Protocol):
+    """The engine: what it executes, in which step, since when; None between steps."""
+
+    @property
+    def current(self) -> tuple[Action, int, float] | None:
+        """One object for as long as an action lasts."""
+
+
+class OwnStatus:
+    """What the main thread executes, or, outside of steps, which phase it is in and whether it shows signs of life.
+    ``steps``: those that were seen."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+        self._attended: tuple[Watched, Plan] | None = None
+        self._phase: tuple[str] = ("",)  # a new object for each, however often it comes
+        self._life = Life()
+        self._examined = time.monotonic()
+        self._doing: object = None
+
+    def attend(self, engine: Watched, plan: Plan) -> None:
+        """Look at ``engine`` from now on."""
+        self._attended = engine, plan
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this rank does outside of steps, to go on after "has been"."""
+        before, self._phase = self._phase, (name,)
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    @property
+    def current(self) -> tuple[Action, int, float] | None:
+        """The action that is executed."""
+        return self._attended[0].current if self._attended else None
+
+    def place(self, rank: int) -> tuple[int, int] | None:
+        """Stage and replica of ``rank``, once there is a plan."""
+        return self._attended[1].locate(rank) if self._attended else None
+
+    def look(self, before: RankStatus, now: float, gap: float) -> RankStatus:
+        """The status ``gap`` seconds after it was ``before``."""
+        current = self.current
+        doing = current or self._phase
+        gap = gap if doing is self._doing else 0.0
+        seconds = before.seconds + gap if doing is self._doing else 0.0
+        self._doing = doing
+        if current is not None:
+            self.steps.add(current[1])
+            return RankStatus(current[0], current[1], seconds)
+        idle, waits = self._examine(before, now, gap)
+        return RankStatus(
+            None, before.step, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
+        )
+
+    def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
+        """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""
+        idle = before.idle_seconds + gap if gap else 0.0
+        if min(now - self._examined, before.seconds) < _EXAMINE_SECONDS:
+            return idle, before.waits and gap > 0
+        self._examined = now
+        alive, waits = self._life.shows(), waits_for_others()
+        return (idle if waits or not alive else 0.0), waits
