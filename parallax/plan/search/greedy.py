@@ -22,7 +22,13 @@ from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
 from parallax.plan.search.cuts import even_cuts, furthest
 from parallax.plan.search.exact_stage import StageChoice, judge_stage
-from parallax.plan.search.greedy_stage import BlockChain, GreedyStage, GreedyStages, Part
+from parallax.plan.search.greedy_stage import (
+    BlockChain,
+    GreedyStage,
+    GreedyStages,
+    Part,
+    PositionKind,
+)
 from parallax.plan.search.request import Candidate, Request, Shape
 
 MOST_MEMORY = 2**60  # no device will have as much
@@ -349,26 +355,26 @@ class GreedySearch:
         )
 
     def _lanes_of(self, shape: Shape, first: int, replicas: int, way: Way) -> GreedyStages:
-        device, rows = (
-            self.request.device(first, first + replicas),
-            -(-shape.microbatch // replicas),
+        device = self.request.device(first, first + replicas)
+        link = self.request.link(first, first + replicas)
+        kind = PositionKind(
+            device,
+            link,
+            rows=-(-shape.microbatch // replicas),
+            replicas=replicas,
+            micro_batches=self.request.count(shape),
+            split=shape.split,
+            small=self.request.small,
         )
-        link, micro_batches = self.request.link(first, first + replicas), self.request.count(shape)
-        key = device, link, rows, replicas, micro_batches, shape.interleave > 1, shape.split, way
+        key = kind, shape.interleave > 1, way
         if key not in self._lanes:
             below = self._states_below(shape, way)
             self._lanes[key] = GreedyStages(
                 self.request.profile,
                 self._chain,
-                device,
-                rows,
+                kind,
                 allowed=way.allowed,
                 host_states=below,
-                replicas=replicas,
-                link=link,
-                micro_batches=micro_batches,
-                split=shape.split,
-                small=self.request.small,
                 stated=self._stated.setdefault((device, link, replicas, below), {}),
             )
         return self._lanes[key]

@@ -131,76 +131,85 @@ class BlockChain:
         )
 
 
+@dataclass(frozen=True)
+class PositionKind:
+    """What positions have in common: ``replicas`` on such a ``device`` with ``link`` between them, ``rows`` for each
+    rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards. ``small``: the question is
+    one that the exact search answers, too."""
+
+    device: Device
+    link: Link
+    rows: int
+    replicas: int
+    micro_batches: int
+    split: bool
+    small: bool
+
+
+class _Columns:
+    """What each block costs under each directive: seconds, bytes per micro-batch, and bytes of a running pass."""
+
+    def __init__(self, chain: BlockChain, kind: PositionKind) -> None:
+        loads = {
+            directive: [
+                load_block(cost, directive, kind.rows, speed=kind.device.speed, split=kind.split)
+                for cost in chain.costs
+            ]
+            for directive in OFFERED
+        }
+
+        def column(directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
+            costs = np.array([of(load) for load in loads[directive]], dtype=np.float64)
+            return costs[chain.kinds]
+
+        def both(load: BlockLoad) -> float:
+            return load.forward_seconds + load.backward_seconds
+
+        self.seconds = column(Directive.KEEP, both)
+        self.least_sums = [0.0, *(np.cumsum(self.seconds) * ROUNDING).tolist()]
+        self.again = column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
+        self.slower = column(Directive.OFFLOAD, both) - self.seconds
+        self.moved = column(Directive.OFFLOAD, lambda load: load.moved_bytes)
+        self.kept = {d: column(d, lambda load: load.held_bytes) for d in OFFERED}
+        self.work = {
+            d: column(d, lambda load: max(load.forward_work, load.backward_work)) for d in OFFERED
+        }
+        inputs = [cost.input.at(kind.rows) for cost in chain.costs]
+        leaving = [math.ceil(2 * cost.output.at(kind.rows)) for cost in chain.costs]
+        self.inputs = np.array(inputs)[chain.kinds]
+        self.entering = np.ceil(2 * self.inputs).astype(np.int64)
+        self.leaving = np.array(leaving)[chain.kinds]
+
+
 class GreedyStages:
-    """All positions of one kind of device with so many ``replicas`` and ``link`` between them, whose ranks have
-    ``rows`` rows of each of ``micro_batches``, under schedules that do or do not ``split`` backwards.
-    ``stated`` remembers what does not depend on rows."""
+    """All positions of one ``kind``, whose blocks may have the ``allowed`` directives and whose states may lie below in
+    one of the shares ``host_states``. ``stated`` remembers what does not depend on rows."""
 
     def __init__(
         self,
         profile: ModelProfile,
         chain: BlockChain,
-        device: Device,
-        rows: int,
+        kind: PositionKind,
         *,
         allowed: Sequence[Directive],
         host_states: Sequence[OffloadFractions],
-        replicas: int,
-        link: Link,
-        micro_batches: int,
-        split: bool,
-        small: bool,
         stated: dict[Sizes, list[_States]],
     ) -> None:
-        self._profile, self._device, self._rows, self._replicas = profile, device, rows, replicas
-        self._link, self._micro_batches, self._stated = link, micro_batches, stated
-        self._small = small
+        self._profile, self._chain, self._kind = profile, chain, kind
+        self._device, self._stated = kind.device, stated
         self._allowed = [d for d in OFFERED if d in allowed]
-        self._host_states = [b for b in host_states if replicas > 1 or not b.sharded] or list(
+        self._host_states = [b for b in host_states if kind.replicas > 1 or not b.sharded] or list(
             host_states
         )
-        self._kinds = chain.kinds
-        self._loads = {
-            directive: [
-                load_block(cost, directive, rows, speed=device.speed, split=split)
-                for cost in chain.costs
-            ]
-            for directive in OFFERED
-        }
-        self._take_columns(chain, rows)
-        self._block_parameters, self._largest_parameters = chain.block_bytes, chain.largest_bytes
-        self._parameters, self._buffers = chain.parameter_sums, chain.buffer_sums
+        self._columns = _Columns(chain, kind)
         self._known: dict[Content, GreedyStage | None] = {}
         self._found: dict[tuple[Part, ...], GreedyStage | None] = {}
         self._least: dict[Content, float] = {}
 
-    def _take_columns(self, chain: BlockChain, rows: int) -> None:
-        """What each block costs under each directive, as columns."""
-        self.seconds = self._column(
-            Directive.KEEP, lambda load: load.forward_seconds + load.backward_seconds
-        )
-        self._least_sums = [0.0, *(np.cumsum(self.seconds) * ROUNDING).tolist()]
-        self._again = self._column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
-        offloading = self._column(
-            Directive.OFFLOAD, lambda load: load.forward_seconds + load.backward_seconds
-        )
-        self._slower = offloading - self.seconds
-        self._moved = self._column(Directive.OFFLOAD, lambda load: load.moved_bytes)
-        self._kept = {d: self._column(d, lambda load: load.held_bytes) for d in OFFERED}
-        self._work = {
-            d: self._column(d, lambda load: max(load.forward_work, load.backward_work))
-            for d in OFFERED
-        }
-        inputs = [cost.input.at(rows) for cost in chain.costs]
-        leaving = [math.ceil(2 * cost.output.at(rows)) for cost in chain.costs]
-        self._inputs = np.array(inputs)[self._kinds]
-        self._entering = np.ceil(2 * self._inputs).astype(np.int64)
-        self._leaving = np.array(leaving)[self._kinds]
-
-    def _column(self, directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
-        return np.array([of(load) for load in self._loads[directive]], dtype=np.float64)[
-            self._kinds
-        ]
+    @property
+    def seconds(self) -> Floats:
+        """Forward and backward of each block that is kept."""
+        return self._columns.seconds
 
     def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
         """The fastest answer for a position that holds ``parts``; None where nothing fits."""
@@ -213,7 +222,7 @@ class GreedyStages:
 
     def least_seconds(self, start: int, stop: int) -> float:
         """No answer for blocks ``start`` to ``stop`` costs less."""
-        return self._least_sums[stop] - self._least_sums[start]
+        return self._columns.least_sums[stop] - self._columns.least_sums[start]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
         """The smallest memory in which a position that holds ``parts`` runs at all; infinite where the tier has too
@@ -225,8 +234,10 @@ class GreedyStages:
 
     def _content(self, parts: tuple[Part, ...]) -> Content:
         """Equal for parts that cost the same."""
-        blocks = tuple((self._kinds[start:stop].tobytes(), flight) for start, stop, flight in parts)
-        ends = tuple((start == 0, stop == len(self._kinds)) for start, stop, _ in parts)
+        blocks = tuple(
+            (self._chain.kinds[start:stop].tobytes(), flight) for start, stop, flight in parts
+        )
+        ends = tuple((start == 0, stop == len(self._chain.kinds)) for start, stop, _ in parts)
         return blocks, ends, self._sizes(parts), self._buffer_bytes(parts)
 
     def _fastest(self, parts: tuple[Part, ...]) -> GreedyStage | None:
@@ -235,7 +246,7 @@ class GreedyStages:
         only where more activations then stay, as in the exact search."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for below, states, after in self._states(parts):
-            tail = after / self._micro_batches
+            tail = after / self._kind.micro_batches
             if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
                 continue
             free = self._device.memory_bytes - states.device_bytes - rest
@@ -254,7 +265,7 @@ class GreedyStages:
             ):
                 break  # more of the states below would not pay either
             if found is None or (
-                self._small and best is not None and below.sharded and found[0] >= best.seconds
+                self._kind.small and best is not None and below.sharded and found[0] >= best.seconds
             ):
                 continue
             if best is None or found[0] + tail < best.cost:
@@ -290,9 +301,9 @@ class GreedyStages:
         return self._stated[sizes]
 
     def _load(self, sizes: Sizes, below: OffloadFractions) -> _States:
-        states = load_states(self._profile, sizes, self._device, below, self._replicas)
+        states = load_states(self._profile, sizes, self._device, below, self._kind.replicas)
         sent = (
-            broadcast_seconds(sizes.parameters, self._replicas, self._link)
+            broadcast_seconds(sizes.parameters, self._kind.replicas, self._kind.link)
             if below.sharded
             else 0.0
         )
@@ -301,12 +312,13 @@ class GreedyStages:
     def _rest(self, parts: tuple[Part, ...]) -> int:
         """All other bytes that do not depend on directives."""
         gaps = gap_bytes(
-            self._device, max(float(self._inputs[start:stop].max()) for start, stop, _ in parts)
+            self._device,
+            max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
         )
         return self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
-        largest = (self._block_parameters, self._largest_parameters)
+        largest = (self._chain.block_bytes, self._chain.largest_bytes)
         return Sizes(
             self._parameter_bytes(parts),
             *(max(int(of[a:b].max()) for a, b, _ in parts) for of in largest),
@@ -315,18 +327,23 @@ class GreedyStages:
     def _parameter_bytes(self, parts: tuple[Part, ...]) -> int:
         total = 0
         for start, stop, _ in parts:
-            total += int(self._parameters[stop] - self._parameters[start])
+            total += int(self._chain.parameter_sums[stop] - self._chain.parameter_sums[start])
             for size, users in self._profile.ties:
                 total -= size * max(0, sum(start <= user < stop for user in users) - 1)
         return total
 
     def _buffer_bytes(self, parts: tuple[Part, ...]) -> int:
-        return sum(int(self._buffers[stop] - self._buffers[start]) for start, stop, _ in parts)
+        return sum(
+            int(self._chain.buffer_sums[stop] - self._chain.buffer_sums[start])
+            for start, stop, _ in parts
+        )
 
     def _boundary(self, parts: tuple[Part, ...]) -> int:
-        entering = sum(int(self._entering[start]) for start, _, _ in parts if start > 0)
+        entering = sum(int(self._columns.entering[start]) for start, _, _ in parts if start > 0)
         return entering + sum(
-            int(self._leaving[stop - 1]) for _, stop, _ in parts if stop < len(self._kinds)
+            int(self._columns.leaving[stop - 1])
+            for _, stop, _ in parts
+            if stop < len(self._chain.kinds)
         )
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
@@ -336,16 +353,18 @@ class GreedyStages:
             [np.full(stop - start, flight, dtype=np.float64) for start, stop, flight in parts]
         )
         keep, again, moved = (
-            self._kept[Directive.KEEP][blocks],
-            self._again[blocks],
-            self._moved[blocks],
+            self._columns.kept[Directive.KEEP][blocks],
+            self._columns.again[blocks],
+            self._columns.moved[blocks],
         )
-        freed = np.maximum(0.0, flights * (keep - self._kept[Directive.RECOMPUTE][blocks]))
+        freed = np.maximum(0.0, flights * (keep - self._columns.kept[Directive.RECOMPUTE][blocks]))
         # Of equal blocks the first are offloaded: their backward comes last, which leaves most time to read them.
         order = np.lexsort((-np.arange(len(blocks)), again / np.maximum(freed, 1e-9)))
         offloaded = np.arange(len(blocks) + 1)
         gone = _prefixes((flights * moved)[order][::-1])
-        work = {directive: float(self._work[directive][blocks].max()) for directive in OFFERED}
+        work = {
+            directive: float(self._columns.work[directive][blocks].max()) for directive in OFFERED
+        }
         offloading = max(work[Directive.KEEP], work[Directive.OFFLOAD])
         plain = np.where(offloaded > 0, offloading, work[Directive.KEEP])
         moving, largest = _prefixes(moved[order][::-1]), np.where(offloaded > 0, moved.max(), 0.0)
@@ -353,10 +372,10 @@ class GreedyStages:
             flight=max(flight for _, _, flight in parts),
             order=order,
             offloaded=offloaded,
-            compute=float(self.seconds[blocks].sum()),
+            compute=float(self._columns.seconds[blocks].sum()),
             recompute_freed=_prefixes(freed[order]),
             recompute_seconds=_prefixes(again[order]),
-            offload_seconds=_prefixes(self._slower[blocks][order][::-1]),
+            offload_seconds=_prefixes(self._columns.slower[blocks][order][::-1]),
             moved=moving,
             gone=gone,
             largest=largest,
