@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallax.errors import DescribeError, HangError
 from parallax.model.block import Block, Cut, leaves, tensors_in
-from parallax.model.recording.cut import ProgramCutter
+from parallax.model.recording.cutting.cut import ProgramCutter
+from parallax.model.recording.cutting.segment import UnknownSize
 from parallax.model.recording.expected import EXPECTATIONS
 from parallax.model.recording.fakes import (
     AttributeChange,
@@ -45,7 +46,6 @@ from parallax.model.recording.known import ChangedByCaller, StaysWhole, WritesPa
 from parallax.model.recording.lists import join_lists
 from parallax.model.recording.program import ForwardProgram, ForwardStep, agree
 from parallax.model.recording.recorder import ForwardRecorder
-from parallax.model.recording.segment import UnknownSize
 from parallax.model.recording.trace import ForwardTrace
 
 logger = logging.getLogger("parallax")

@@ -49,8 +49,8 @@ from parallax.model.recording.known import (
     WritesParameter,
     place,
 )
-from parallax.model.recording.segment import HOOKS
 from parallax.model.recording.trace import (
+    HOOKS,
     AutocastRegion,
     Context,
     ForwardTrace,

@@ -105,6 +105,9 @@ class ForwardTrace:
     dropped: tuple[str, ...] = ()
 
 
+HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
+"""Calls that give no tensor and change what backward does, where there is one."""
+
 _DRAWS = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "uniform")
 
 

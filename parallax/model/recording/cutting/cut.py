@@ -23,8 +23,8 @@ from torch import nn
 
 from parallax.errors import DescribeError
 from parallax.model.block import Block, Cut, TensorSlot
+from parallax.model.recording.cutting.segment import RecordedSegment, SegmentWriter, UnknownSize
 from parallax.model.recording.program import ForwardProgram, ForwardStep, ForwardTensor
-from parallax.model.recording.segment import RecordedSegment, SegmentWriter, UnknownSize
 from parallax.model.recording.trace import Context, ModulePath, Origin, change, draws, parts
 
 logger = logging.getLogger("parallax")

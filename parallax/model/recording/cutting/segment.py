@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.block import Field, Slot, TensorSlot, rebuild, transform
+from parallax.model.recording.cutting.sizes import Sizes, expression
 from parallax.model.recording.program import (
     ForwardProgram,
     ForwardStep,
@@ -21,11 +22,7 @@ from parallax.model.recording.program import (
     Number,
     Switch,
 )
-from parallax.model.recording.sizes import Sizes, expression
-from parallax.model.recording.trace import Context, ModulePath, Origin, Path
-
-HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
-"""Calls that give no tensor and change what backward does, where there is one."""
+from parallax.model.recording.trace import HOOKS, Context, ModulePath, Origin, Path
 
 _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
