@@ -2,7 +2,8 @@
 
 Hydra composes files and overrides well and reports mistakes badly: it accepts ``+modle.layers=3`` in silence,
 and answers other slips with a page. So Hydra only merges here. Every key and value of the result is then read
-into the component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``.
+into the component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read
+that alone, so Hydra is imported where it is used.
 """
 
 from __future__ import annotations
@@ -15,20 +16,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobRuntime
-from hydra.errors import HydraException
-from hydra.version import VersionBase
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from parallax.common.documents import (
     leaf_values,
@@ -52,6 +42,10 @@ from parallax.train.data import CustomDataConfig, TextDataConfig
 from parallax.train.debug import DebugConfig
 from parallax.train.loop import TrainerConfig
 from parallax.train.monitor import LoggerConfig
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +166,9 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
 
 def _parse(text: str) -> Override:
     """One override, or the reason why it is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     key, groups = text.lstrip("+~").partition("=")[0], _options()
     root = re.split(r"[./@:\[]", key)[0]
     roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
@@ -267,6 +264,13 @@ def _hydra() -> Iterator[None]:
     where a group has several. They are plain nodes: OmegaConf's typed ones know neither frozen classes nor
     ``int | str | list[int]``, and report in their own words.
     """
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.singleton import Singleton
+    from hydra.core.utils import JobRuntime
+    from hydra.version import VersionBase
+
     store = ConfigStore.instance()
     store.store(group="parallax", name="run", node=defaults(RunConfig))
     for group in typing.get_type_hints(RunConfig):
@@ -289,6 +293,11 @@ def _hydra() -> Iterator[None]:
 
 def _merge(overrides: list[str]) -> dict[str, Any]:
     """The merged files and overrides as plain data, interpolations resolved."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         with _hydra():
             merged = hydra.compose("config", overrides)
@@ -334,6 +343,8 @@ def _onto(
 
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
     """Name the key whose ``${…}`` has no value."""
+    from omegaconf import OmegaConf
+
     raw = leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
     key = str(
         getattr(error, "full_key", None) or next((k for k, v in raw.items() if "${" in v), "")
