@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,8 +16,25 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 operation_number = _get_sequence_nr
 """How many operators this thread has recorded for backward: two tensors that one of them saves see the same number."""
 
-OperatorMode = TorchDispatchMode
-"""A context that sees every operator, which is documented under this private name alone."""
+
+class OperatorMode(TorchDispatchMode):
+    """A context that sees every operator, which is documented under this private name alone.
+
+    Torch keeps its compiler away from what such a context does, and loads it in order to, which takes a second of
+    computing. Where nobody has loaded it there is nothing to keep away.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The context's own ``__torch_dispatch__``, called as it is or as torch has wrapped it."""
+        plain = cls.__torch_dispatch__
+        super().__init_subclass__(**kwargs)
+        wrapped = cls.__torch_dispatch__
+
+        def dispatch(self: OperatorMode, *call: Any) -> Any:
+            return (wrapped if "torch._dynamo" in sys.modules else plain)(self, *call)
+
+        cls.__torch_dispatch__ = dispatch  # type: ignore[assignment, method-assign]
+
 
 without_operator_modes = torch._C._DisableTorchDispatch
 """The context in which no such context sees anything."""

@@ -434,7 +434,7 @@ def _touch_libraries(precision: PrecisionConfig) -> None:
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype
         )
-        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        optimizer = OptimizerConfig().build(layer.parameters(), torch.device("cpu"))
         for _ in range(2):
             halves = WeightGradStore()
             with precision.autocast("cpu"), halves.splitting():

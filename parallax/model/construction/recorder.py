@@ -168,7 +168,11 @@ class OperatorRecorder(OperatorMode):
         results = NotImplemented
         if not kind.shaped:
             try:
-                results = function(*args, **kwargs)
+                if _fills(kind, args, kwargs):
+                    function(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
+                    results = args[0]
+                else:
+                    results = function(*args, **kwargs)
             except HangError:
                 raise
             except Exception:  # whatever it is, the real tensors raise it again
@@ -226,6 +230,17 @@ class OperatorRecorder(OperatorMode):
         for cell in dict.fromkeys((*operation.writes, *new)):
             cell.writes.append(place)
         self.log.operations.append(operation)
+
+
+def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it draws into its first argument, by numbers alone, so that all it returns is that. On the meta device
+    torch does this in Python, and loads its compiler for it; on no elements it only looks at the numbers."""
+    return (
+        kind.draws
+        and kind.overwrites
+        and [id(tensor) for tensor in _all(Tensor, (args, kwargs))] == [id(args[0])]
+        and 0 not in args[0].stride()  # memory that overlaps itself is refused
+    )
 
 
 def _all(kind: type[T], value: Any) -> Iterator[T]:

@@ -15,6 +15,7 @@ from parallax.machine.device import CopyEngine
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.resident import DeviceOptimizer
 from parallax.runtime.optim.scaling import GradientCorrection
+from parallax.runtime.optim.uncompiled import SGD, AdamW, Uncompiled
 from parallax.runtime.stage import Stream, first_below
 from parallax.swap.optimizer.host import ALONE, Exchange, HostOptimizer, NothingBelow
 from parallax.swap.statistics import SwapStatistics
@@ -26,7 +27,7 @@ Deal = Callable[[Sequence[nn.Parameter]], Exchange]
 OpenStore = Callable[[int, int], Store | None]
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(Uncompiled):
     """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one
     state per parameter, steps of one size in every direction."""
 
@@ -63,7 +64,7 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-class Momentum(torch.optim.SGD):
+class Momentum(SGD):
     """SGD with momentum, whose parameters may have their first gradients at different steps: torch's fused kernel asks
     of one parameter whether it is the first step of all. Zeros as the velocity before the first step are the same."""
 
@@ -144,11 +145,11 @@ class OptimizerConfig:
         )  # there are no such kernels
         match self.name:
             case "sgd":
-                kind = Momentum if self.momentum else torch.optim.SGD
+                kind = Momentum if self.momentum else SGD
                 return kind(groups, lr=self.lr, momentum=self.momentum, fused=fused)
             case "lion":
                 return Lion(groups, lr=self.lr, betas=self.betas)
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        return AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
 
 
 class StageOptimizer:
