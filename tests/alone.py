@@ -18,8 +18,13 @@ from tests.leaks import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
+_FAMILIES = ("bert", "gpt2", "llama", "t5", "vit")  # of tests.zoo, where transformers is installed
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "parallax", "parallax.runtime.engine", "tests.plans", "tests.zoo"]
+    [
+        *("torch.distributed", "torch._dynamo", "torch._subclasses.fake_tensor"),
+        *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
+        *("parallax", "parallax.runtime.engine", "tests.plans", "tests.zoo"),
+    ]
 )
 _END_SECONDS = 10.0
 
