@@ -46,7 +46,8 @@ def trained(case: Case) -> tuple[Outcome, int]:
 
 BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 PLANS: list[Any] = [
-    {"replicas": (1,), "directive": "keep"},
+    # As with zb-h1 below, but whole.
+    pytest.param({"replicas": (1,), "directive": "keep"}, marks=pytest.mark.thorough),
     {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
     # As with_dropout and with_norm below.
     pytest.param(

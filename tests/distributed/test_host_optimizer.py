@@ -47,7 +47,6 @@ FACTORIES = {"gpt": gpt(), "of_many_buckets": of_many_buckets, "half_frozen": ha
 TELLING = [
     ("gpt", (1,)),
     ("gpt", (2,)),
-    ("gpt", (3,)),
     ("of_many_buckets", (1, 2)),
 ]
 OTHERS = [

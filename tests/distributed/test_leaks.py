@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from parallax.model.describe import describe
@@ -90,7 +91,7 @@ def census(engines: list[Engine]) -> dict[str, int]:
     }
 
 
-def training() -> list[dict[str, int]]:
+def training(measured: tuple[int, ...]) -> list[dict[str, int]]:
     chain = describe(MODEL.build, seed=3)
     with tempfile.TemporaryDirectory() as folder:
         engines = [
@@ -104,22 +105,35 @@ def training() -> list[dict[str, int]]:
             for number, options in enumerate(PLANS)
         ]
         found = []
-        for step in range(MEASURED[-1]):
+        for step in range(measured[-1]):
             engines[step % len(engines)].step(make_batch(step // len(engines)))
-            if step + 1 in MEASURED:
+            if step + 1 in measured:
                 found.append(census(engines))
         for engine in engines:
             engine.close()
     return found
 
 
-def test_steps_leave_nothing_behind(pool: Pool) -> None:
+def grown(counted: list[dict[str, int]]) -> dict[str, int]:
     """A leak grows from each census to the next; a table that fills up, or becomes larger at once, does not."""
-    for counted in pool.run(training, 2):
-        first, last = counted[0], counted[-1]
-        more = {
-            name: min(b[name] - a[name] for a, b in itertools.pairwise(counted)) for name in first
-        }
+    return {
+        name: min(b[name] - a[name] for a, b in itertools.pairwise(counted)) for name in counted[0]
+    }
+
+
+def test_steps_leave_no_file_thread_ring_or_tensor(pool: Pool) -> None:
+    for counted in pool.run(training, 2, (PERIOD, 2 * PERIOD, 3 * PERIOD)):
+        more = grown(counted)
+        assert more["files"] <= 0, counted
+        assert more["threads"] <= 0, counted
+        assert more["rings"] <= 0, counted
+        assert more["tensors"] < PERIOD / 2, counted
+
+
+@pytest.mark.thorough  # what is counted one by one is counted above
+def test_steps_leave_nothing_behind(pool: Pool) -> None:
+    for counted in pool.run(training, 2, MEASURED):
+        first, last, more = counted[0], counted[-1], grown(counted)
         steps = MEASURED[1] - MEASURED[0]
         assert last["files"] <= first["files"], counted
         assert last["threads"] <= first["threads"], counted

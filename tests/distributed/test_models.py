@@ -66,9 +66,9 @@ class Case:
 
 
 def cases() -> list[Any]:
-    """Each model under each schedule; replicas and directives take turns, so that each meets each. Two cases of three
-    are for the thorough tests: what is left has each model under one or two of the schedules, and each schedule with a
-    third of the models; in two-byte numbers every second model."""
+    """Each model under each schedule; replicas and directives take turns, so that each meets each. Five cases of six
+    are for the thorough tests: what is left has each model under one of the schedules, and each schedule with a sixth
+    of the models; in two-byte numbers every fourth model."""
     turns = itertools.cycle(itertools.product(REPLICAS, DIRECTIVES))
     pairs = itertools.cycle(replicas for replicas in REPLICAS if len(replicas) == 2)
     found: list[Any] = []
@@ -78,7 +78,7 @@ def cases() -> list[Any]:
             replicas = next(pairs)
         found.append(Case(model, schedule, replicas, directive))
     schedules = len(SCHEDULES)
-    skipped = [(i // schedules + i % schedules) % 3 > 0 for i in range(len(found))]
+    skipped = [(i // schedules + i % schedules) % schedules > 0 for i in range(len(found))]
     found = [
         pytest.param(case, marks=pytest.mark.thorough) if skip else case
         for case, skip in zip(found, skipped)
@@ -87,8 +87,10 @@ def cases() -> list[Any]:
         Case(model, schedule, (2, 1), "keep", "bf16")
         for model, schedule in zip(MODELS, itertools.cycle(SCHEDULES))
     ]
-    thorough = [pytest.param(case, marks=pytest.mark.thorough) for case in short[1::2]]
-    return found + short[::2] + thorough
+    thorough = [
+        pytest.param(case, marks=pytest.mark.thorough) for i, case in enumerate(short) if i % 4
+    ]
+    return found + short[::4] + thorough
 
 
 def every_case() -> list[Case]:

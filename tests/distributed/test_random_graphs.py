@@ -26,7 +26,7 @@ from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
-EXAMPLES = 25
+EXAMPLES = 12  # of these; the zoo of benchmarks/ has more, and thorough tests train all of it
 REPLICAS = [
     (1,),
     (3,),

@@ -14,6 +14,7 @@ from parallax.runtime.engine import Engine
 from tests.distributed import test_order as order
 from tests.distributed import test_transparency as transparency
 from tests.distributed.pool import Pool
+from tests.distributed.test_varying import in_turn
 from tests.plans import make_plan
 
 ROWS = transparency.ROWS
@@ -89,8 +90,7 @@ def test_a_plan_may_be_read_before_its_schedule_is_registered() -> None:
 
 
 @pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
-@pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("schedule", OWN)
+@pytest.mark.parametrize(("schedule", "replicas"), in_turn(OWN, [(1, 1, 1), (1, 2)]), ids=str)
 def test_own_schedules_train_alike(
     pool: Pool, registered: None, schedule: str, replicas: tuple[int, ...], directive: str
 ) -> None:

@@ -109,18 +109,24 @@ def one_step(schedule: str, directive: str, where: str, faulty: int) -> Failed:
     return Failed(kind, text, notes, loss_after)
 
 
-@pytest.mark.parametrize("faulty", [0, 1, 2])
+FAULTS = [
+    ("1f1b", "offload", "forward"),
+    ("1f1b", "keep", "backward"),
+    ("gpipe", "offload", "forward"),
+    ("zb-h1", "offload", "forward"),
+    ("zb-h1", "recompute", "backward"),
+    ("zb-h1", "keep", "backward_weight"),
+    ("zb-h2", "keep", "backward_weight"),
+]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "directive", "where"),
+    ("schedule", "directive", "where", "faulty"),
     [
-        ("1f1b", "offload", "forward"),
-        ("1f1b", "keep", "backward"),
-        ("gpipe", "offload", "forward"),
-        ("zb-h1", "offload", "forward"),
-        ("zb-h1", "recompute", "backward"),
-        ("zb-h1", "keep", "backward_weight"),
-        ("zb-h2", "keep", "backward_weight"),
-    ],
+        pytest.param(*fault, rank, marks=[pytest.mark.thorough] if (i + rank) % RANKS else [])
+        for i, fault in enumerate(FAULTS)
+        for rank in range(RANKS)
+    ],  # each on one rank, the next one on another
 )
 def test_error_is_told_where_it_is_and_the_others_lose_their_peer(
     pool: Pool, schedule: str, directive: str, where: str, faulty: int
@@ -153,7 +159,7 @@ def counts() -> tuple[int, int, int]:
 def many_steps(where: str) -> list[tuple[int, int, int]]:
     """What is there after each of some failed steps."""
     found = []
-    for _ in range(4):
+    for _ in range(3):
         one_step("zb-h1", "keep", where, 1)
         found.append(counts())
     return found

@@ -151,6 +151,11 @@ def piped(case: Case) -> list[tuple[float, Gradients]]:
     return found
 
 
+THOROUGH = [pytest.mark.thorough]
+TOLD = [("1f1b", (2, 1)), ("interleaved", (2, 1)), ("zb-v", (1, 1))]
+"""A position with one stage, with several, and with a backward in two halves: each evaluates in its own way."""
+
+
 def in_turn(schedules: Iterable[str], layouts: list[tuple[int, ...]]) -> list[Any]:
     """Each schedule with every second of the layouts, the next one with the others; the rest is thorough."""
     return [
@@ -243,9 +248,14 @@ def training_and_evaluating(case: Case) -> tuple[list[float], list[float], Gradi
 
 
 @pytest.mark.parametrize(
-    "replicas", [pytest.param((1, 1), marks=pytest.mark.thorough), (2, 1)], ids=str
+    ("schedule", "replicas"),
+    [
+        pytest.param(schedule, replicas, marks=[] if (schedule, replicas) in TOLD else THOROUGH)
+        for schedule in SCHEDULES
+        for replicas in ((1, 1), (2, 1))
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_between_steps_changes_nothing(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:
