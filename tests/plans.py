@@ -33,6 +33,7 @@ def make_plan(
     parameter_offload: float = 0.0,
     interleave: int = 1,
     shard: bool = False,
+    gather_loss: bool = False,
 ) -> Plan:
     """Blocks spread evenly over stages, ``interleave`` for each of ``replicas`` (or cut at ``cuts``), one directive for
     all of them."""
@@ -70,5 +71,6 @@ def make_plan(
         tier=tier,
         placement=placement,
         interleave=interleave,
+        gather_loss=gather_loss,
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

@@ -140,6 +140,9 @@ class Plan:
     """Stages in order of data. A pipeline has ``len(stages) / interleave`` positions, each with ``interleave`` stages
     of equal replica counts; the ``schedule``, which may be given by its name, says which.
 
+    With ``gather_loss`` the outputs of all micro-batches and replicas meet on the last stage, and the loss is computed
+    once, of the whole batch; otherwise each micro-batch of each replica has a loss of its own.
+
     ``placement`` lists the ranks position by position, replica by replica; empty means in order. ``tier`` is where
     offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
     compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take less than
@@ -159,6 +162,7 @@ class Plan:
     bound_seconds: float = 0.0
     interleave: int = 1
     placement: tuple[int, ...] = ()
+    gather_loss: bool = False
     alternatives: tuple[Alternative, ...] = ()
     version: int = VERSION
 
@@ -173,6 +177,9 @@ class Plan:
         _check_numbers(self, float, "bound_seconds")
         if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):
             raise PlanError("a plan names its model, the model's fingerprint and the tier in words")
+        if not isinstance(self.gather_loss, bool):
+            found = printable(str(self.gather_loss))
+            raise PlanError(f"plan: gather_loss={found}: accepted are true and false")
         if self.global_batch < 1 or self.microbatch < 1 or not self.stages:
             raise PlanError("a plan needs rows, micro-batches of 1 row or more, and a stage")
         self._check_stages()
@@ -338,6 +345,7 @@ class Plan:
             "stages",
             "interleave",
             "placement",
+            "gather_loss",
             "tier",
         )
         return {name: value for name, value in self.to_dict().items() if name in names}
@@ -369,9 +377,10 @@ class Plan:
     def _explain_shape(self) -> str:
         micro = self.micro_batches(self.global_batch)
         each = f", {self.interleave} stages to a position" if self.interleave > 1 else ""
+        once = "the loss is computed once, of all rows; " if self.gather_loss else ""
         return (
             f"{self.global_batch} rows run as {micro} micro-batches of up to {self.microbatch} rows through "
-            f"{len(self.stages)} stage(s) under {self.schedule}{each}; "
+            f"{len(self.stages)} stage(s) under {self.schedule}{each}; {once}"
             f"{self.prediction.bubble:.0%} of the time is bubble."
         )
 

@@ -35,11 +35,12 @@ from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
-from parallax.runtime.executor import CurrentAction, Executor, Keep, Loss, RankProgram, StepContext
+from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
+from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm
 from parallax.runtime.optim.tiers import Tiers
-from parallax.runtime.plan_check import accepted, shared_between_ranks
+from parallax.runtime.plan_check import accepted, check_gathering, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import SharedStates, sync_for
 from parallax.runtime.saving import Saving
@@ -103,11 +104,12 @@ class Engine:
         self._later = {n for n, positions in self._shared.items() if mesh.stage in positions[1:]}
         self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, self._later)
         self._scale = LossScale(configs.precision)
+        evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
         self._executor = Executor(
             chain,
             self._stage,
             mesh,
-            loss,
+            GatheredLoss(evaluation, chain, mesh) if plan.gather_loss else LossOfParts(evaluation),
             configs.precision,
             self._sync,
             self._channels,
@@ -342,7 +344,7 @@ class Engine:
             batch=batch,
             micro_batches=micro_batches,
             denominator=1.0 if keep is not None else self._denominator(batch),
-            program=self._program(micro_batches, training=training),
+            program=self._program(len(batch), training=training),
             training=training,
             update=update,
             scale=scale,
@@ -357,11 +359,13 @@ class Engine:
         finally:
             self._executor.abandon()
 
-    def _program(self, micro_batches: int, *, training: bool) -> RankProgram:
+    def _program(self, rows: int, *, training: bool) -> RankProgram:
         plan, position = self.plan, self.mesh.stage
+        micro_batches = plan.micro_batches(rows)
         if (training, micro_batches) not in self._programs:
             arguments = (plan.schedule, plan.positions, position, micro_batches)
             if training:
+                check_gathering(plan, rows)
                 offload = any(plan.stages[stage].offloads for stage in self.mesh.stages)
                 listed = actions(*arguments, interleave=plan.interleave, offload=offload)
             else:

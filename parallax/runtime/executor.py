@@ -14,95 +14,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from parallax.common.events import Span
-from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
-from parallax.model.block import apart, has_gradient, to_device
+from parallax.model.block import apart, to_device
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.schedule import Action, Kind
+from parallax.plan.schedule.action import COMPUTE
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
+from parallax.runtime.entry import Entry
+from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage, private_random_state
 from parallax.swap.activations.manager import SwapManager
 
-Loss = Callable[[Any, Any], Tensor]
 Keep = Callable[[int, Any], None]
 Key = tuple[int, int]  # stage, micro-batch
 CurrentAction = tuple[Action, int, float]  # what is done, in which step, and since when
-
-
-class _Entrance(torch.autograd.Function):
-    """The inputs themselves, from now on in the graph; the backward drops their gradients into a list, None for one
-    that nothing depends on."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, arrived: list[Tensor | None], *tensors: Tensor
-    ) -> Tensors:
-        del anchor  # requires a gradient, and so the result does
-        ctx.arrived = arrived
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors)  # no views: a block may change its input in place
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.arrived.extend(gradients)
-        return (None,) * (2 + len(gradients))
-
-
-class _Entry:
-    """Where a micro-batch's inputs enter the graph, and their gradients leave it. Autograd must not keep the inputs for
-    that: they live only as long as a block has saved them.
-
-    What a channel lends has to be copied anyway. The copy is in the graph, and what it was made of is a leaf without
-    memory, for the gradient: no Python runs in the backward. What has memory of its own takes :class:`_Entrance`.
-    """
-
-    __slots__ = ("_anchor", "_arrived", "_count", "_leaves")
-
-    def __init__(self, anchor: Tensor) -> None:
-        self._anchor = anchor
-        self._leaves: list[Tensor] = []
-        self._arrived: list[Tensor | None] = []
-        self._count = 0
-
-    def copy(self, lent: Tensor) -> Tensor:
-        """The caller's own tensor; in the graph, where it can be."""
-        if not has_gradient(lent):
-            return lent.clone()
-        leaf = lent.detach().requires_grad_()
-        copied = leaf.clone()
-        leaf.data = lent.new_empty(()).expand(lent.shape)
-        self._leaves.append(leaf)
-        return copied
-
-    def enter(self, inputs: Tensors, floating: Sequence[Tensor]) -> Tensors:
-        """The ``inputs``, those that are ``floating`` in the graph."""
-        if self._leaves or not floating:
-            return inputs
-        self._count = len(floating)
-        entered: Tensors = _Entrance.apply(self._anchor, self._arrived, *floating)
-        if len(floating) == len(inputs):
-            return entered
-        entering = iter(entered)
-        return tuple(next(entering) if has_gradient(tensor) else tensor for tensor in inputs)
-
-    def take_gradients(self) -> Gradients:
-        """Of the floating inputs, once; None where nothing depends on them."""
-        leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
-        if leaves:
-            return tuple([leaf.grad for leaf in leaves])
-        return tuple(arrived) or (None,) * self._count
 
 
 @dataclass(slots=True)
@@ -110,22 +45,20 @@ class _Flight:
     """What a micro-batch leaves on a stage between its forward and its backward: the roots of its graph, where its
     inputs entered it, and what its weights are owed."""
 
-    roots: Sequence[Tensor | GradientEdge | None] = ()
-    entry: _Entry | None = None
+    roots: Roots = ()
+    entry: Entry | None = None
     halves: WeightGradStore | None = None
 
 
 class RankProgram:
     """An action list with what can be said of it before it runs. A receive is posted one message ahead per channel:
     ``first`` are those to begin with, ``following[n]`` what the n-th action is followed by. ``last`` holds each stage's
-    last backward, and last weight half."""
+    last forward, last backward, and last weight half."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
         self.splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
-        ends = {
-            (a.stage, a.kind): a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        }
+        ends = {(a.stage, a.kind): a for a in actions if a.kind in COMPUTE}
         self.last = set(ends.values())
         self.first: list[Action] = []
         self.following: list[list[Action]] = [[] for _ in actions]
@@ -164,7 +97,7 @@ class Executor:
         chain: Chain,
         stage: Stage,
         mesh: Mesh,
-        loss: Loss,
+        loss: StepLoss,
         precision: PrecisionConfig,
         sync: GradientSync,
         channels: Channels,
@@ -172,13 +105,7 @@ class Executor:
         stall_seconds: Callable[[], float],
     ) -> None:
         self.current: CurrentAction | None = None
-        self._chain, self._stage, self._mesh, self._loss, self._precision = (
-            chain,
-            stage,
-            mesh,
-            loss,
-            precision,
-        )
+        self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
         self._crossings = StageIO(chain, mesh, channels)
@@ -186,9 +113,7 @@ class Executor:
         self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
         self._handed = {stage for stage in mesh.stages[:-1] if mesh.plan.hands_over(stage)}
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
-        self._counts = hasattr(loss, "count")
-        self._loss_share = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        self._received: dict[Key, tuple[Tensors, _Entry | None]] = {}
+        self._received: dict[Key, tuple[Tensors, Entry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
         self._gradients: dict[Key, Gradients] = {}
         self._outgoing_gradients: dict[Key, Gradients] = {}
@@ -199,7 +124,7 @@ class Executor:
         spans: list[Span] = []
         rank, index, clock = self._mesh.rank, step.index, time.perf_counter
         post, ahead = self._crossings.post, self._crossings.posts
-        self._loss_share.zero_()
+        self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             for receive in step.program.first:
@@ -227,7 +152,7 @@ class Executor:
     @property
     def loss_share(self) -> float:
         """This rank's part of the last run's loss; the sum over all ranks is the loss."""
-        return self._loss_share.item()
+        return self._loss.share
 
     def abandon(self) -> None:
         """Forget micro-batches in flight, so that their graphs and swapped data are released."""
@@ -239,6 +164,7 @@ class Executor:
             self._flights,
         ):
             held.clear()
+        self._loss.abandon()
         self._sync.disarm()
 
     # ---- actions; each gives the seconds it only waited
@@ -251,7 +177,7 @@ class Executor:
             if gradients is not None:
                 self._gradients[key] = gradients
             return time.perf_counter() - start
-        entry = _Entry(self._anchor) if step.training else None
+        entry = Entry(self._anchor) if step.training else None
         inputs = self._crossings.receive(action, entry.copy if entry is not None else torch.clone)
         if inputs is not None:
             self._received[key] = inputs, entry
@@ -277,12 +203,18 @@ class Executor:
         return 0.0
 
     def _forward(self, action: Action, step: StepContext) -> float:
-        stage, micro = action.stage, action.micro
-        first, rows = self._crossings.rows(micro)
-        before = self._stall_seconds()
-        if rows == 0:
+        before, waited = self._stall_seconds(), 0.0
+        first, rows = self._crossings.rows(action.micro)
+        if rows:
+            self._run_forward(action, step, first, rows)
+        else:
             self._stage.skip()
-            return self._stall_seconds() - before
+        if action.stage == self._last_stage and action in step.program.last and step.keep is None:
+            waited = self._loss.complete(step)
+        return self._stall_seconds() - before + waited
+
+    def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
+        stage, micro = action.stage, action.micro
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         if stage == 0:
             inputs = self._chain.arguments(
@@ -306,14 +238,9 @@ class Executor:
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            value, seed = self._add_loss(
-                step, outputs, step.batch.targets(first, first + rows), rows
-            )
-            if step.training:
-                flight.roots, self._gradients[stage, micro] = (value,), (seed,)
+            flight.roots = self._loss.add(step, micro, first, first + rows, outputs)
         if step.training:
             self._flights[stage, micro] = flight
-        return self._stall_seconds() - before
 
     def _backward(self, action: Action, step: StepContext) -> float:
         key = action.stage, action.micro
@@ -326,7 +253,11 @@ class Executor:
             del self._flights[key]
         if announced:
             self._sync.arm(action.stage)
-        gradients = self._gradients.pop(key, ())
+        gradients = (
+            self._loss.gradients(action.micro)
+            if action.stage == self._last_stage
+            else self._gradients.pop(key, ())
+        )
         pairs = [
             (root, gradient)
             for root, gradient in zip(flight.roots, gradients)
@@ -402,28 +333,9 @@ class Executor:
     def _hand_over(self, stage: int, micro: int, left: Tensors, *, training: bool) -> None:
         """Give a stage on this rank what the one before it has left, as a channel would: a copy of its own, for the
         graph of the one before may have saved these, and a block may change its input in place."""
-        entry = _Entry(self._anchor) if training else None
+        entry = Entry(self._anchor) if training else None
         inputs = left if entry is None else tuple(map(entry.copy, left))
         self._received[stage, micro] = inputs, entry
-
-    def _add_loss(
-        self, step: StepContext, outputs: Tensors, targets: Any, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch, now counted among the batch's, and the gradient that its backward begins with."""
-        with self._precision.autocast(self._device.type):
-            value = self._loss(
-                self._chain.results(outputs), apart(to_device(targets, self._device))
-            )
-        if value.numel() != 1:
-            raise ParallaxError(
-                f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}"
-            )
-        if value.dtype.itemsize < 4:
-            value = value.float()
-        weight = (1.0 if self._counts else rows) / step.denominator
-        self._loss_share.add_(value.detach().reshape(()), alpha=weight)
-        # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
-        return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
 
 _DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {

@@ -19,6 +19,7 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
             f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
             f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
         )
+    check_gathering(plan, plan.global_batch)
     beyond = []
     if plan.interleave > 1 and plan.positions == 1:
         beyond.append("several stages on the only rank of a pipeline")
@@ -40,6 +41,18 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
             "plan.schedule=1f1b and plan.parameters=device"
         )
     return plan
+
+
+def check_gathering(plan: Plan, rows: int) -> None:
+    """Raise :class:`PlanError` where a batch of ``rows`` rows would go backward before its loss can be computed."""
+    count = plan.micro_batches(rows)
+    if plan.gather_loss and not plan.schedule.forwards_first(
+        plan.positions, count, plan.interleave
+    ):
+        raise PlanError(
+            f"the plan computes the loss of all rows at once, and {plan.schedule} goes backward before all {count} "
+            f"micro-batches of {rows} rows have gone forward: plan with trainer.gather_loss=true plan.schedule=gpipe"
+        )
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:

@@ -119,6 +119,11 @@ class Schedule:
         """The forwards and backwards of one position, as actions."""
         return self.order(positions, position, micro_batches, interleave=interleave).actions()
 
+    def forwards_first(self, positions: int, micro_batches: int, interleave: int = 1) -> bool:
+        """Whether the last stage runs every forward before its first backward, so that one loss can see the outputs of
+        all micro-batches."""
+        return micro_batches == 1 or _forwards_first(self, positions, micro_batches, interleave)
+
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
         """The most micro-batches of a stage that have gone forward at one time, but not wholly backward.
 
@@ -132,6 +137,17 @@ class Schedule:
         if self.holds_all or self.flights is None:
             return np.full(positions, float(micro_batches if self.holds_all else 1))
         return np.minimum(float(micro_batches), self.flights(positions, np.arange(positions)))
+
+
+@lru_cache(maxsize=4096)
+def _forwards_first(
+    schedule: Schedule, positions: int, micro_batches: int, interleave: int
+) -> bool:
+    last = positions * interleave - 1
+    position = schedule.position_of(last, positions)
+    found = schedule.order(positions, position, micro_batches, interleave=interleave)
+    kinds = found.kinds[found.stages == last]
+    return bool((kinds[:micro_batches] == FORWARD).all())
 
 
 @lru_cache(maxsize=4096)

@@ -32,13 +32,14 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_stable_and_notices_every_field() -> None:
-    assert plan().hash() == plan().hash() == "bea0afcd203239c6"
+    assert plan().hash() == plan().hash() == "c7cb1a0de3fb1ac0"
     changed = [
         plan(schedule="gpipe"),
         plan(global_batch=9),
         plan(microbatch=3),
         plan(fingerprint="g"),
         plan(tier="host"),
+        plan(gather_loss=True),
         plan(stages=tuple(stages([0, 1, 3], [1, 2], "offload"))),
         plan(stages=tuple(stages([0, 2, 3], [2, 1], "offload"))),
         plan(stages=tuple(stages([0, 2, 3], [1, 2], "keep"))),

@@ -440,3 +440,12 @@ def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert forecast.spans
     with pytest.raises(ConfigError, match="module own_schedule has no quartered"):
         PlanConfig(schedule="own_schedule:quartered").load_schedule()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("positions", [1, 2, 3])
+def test_which_schedules_let_one_loss_see_all_micro_batches(name: str, positions: int) -> None:
+    schedule = SCHEDULES[name]
+    each = schedule.interleaves[0]
+    assert schedule.forwards_first(positions, 1, each)
+    assert schedule.forwards_first(positions, 6, each) is (name == "gpipe")

@@ -1,0 +1,396 @@
+"""The loss on the last stage: what becomes of the outputs of a step's micro-batches.
+
+The usual loss is a mean over rows, so each micro-batch of each replica has one of its own (:class:`LossOfParts`). A
+loss in which rows meet, such as a contrastive one, is another when it is made from parts. For it the outputs of all
+micro-batches and replicas are gathered first (:class:`GatheredLoss`), and it is computed once, of the whole batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parallax.common.seeds import block_seed
+from parallax.errors import DataError, ParallaxError
+from parallax.mesh import Mesh
+from parallax.model.block import apart, to_device
+from parallax.model.describe import Chain
+from parallax.model.precision import PrecisionConfig
+from parallax.runtime.batch import Rows
+from parallax.runtime.channels.message import Gradients, Tensors
+from parallax.runtime.entry import Entry
+from parallax.runtime.stage import seed_block
+
+Loss = Callable[[Any, Any], Tensor]
+Roots = Sequence[Tensor | GradientEdge | None]
+
+
+class LossStep(Protocol):
+    """What a loss is told of the step; see :class:`~parallax.runtime.executor.StepContext`."""
+
+    @property
+    def index(self) -> int:
+        """Steps before it."""
+
+    @property
+    def batch(self) -> Rows:
+        """The rows of the step."""
+
+    @property
+    def denominator(self) -> float:
+        """What losses are divided by."""
+
+    @property
+    def training(self) -> bool:
+        """Whether backwards follow."""
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by."""
+
+
+class StepLoss(Protocol):
+    """How outputs of the last stage become the step's loss, and the gradients that backwards begin with."""
+
+    @property
+    def share(self) -> float:
+        """This rank's part of the last step's loss; the sum over all ranks is the loss."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
+        """Take the outputs of rows ``low`` to ``high`` of the batch; what their backward begins from."""
+
+    def complete(self, step: LossStep) -> float:
+        """All forwards of this rank have run; the seconds that were waited for others."""
+
+    def gradients(self, micro: int) -> Gradients:
+        """Of the roots that :meth:`add` gave for a micro-batch, once."""
+
+    def abandon(self) -> None:
+        """Forget micro-batches in flight."""
+
+
+class Evaluation:
+    """Calls the loss, and adds up this rank's ``share`` of the step's."""
+
+    def __init__(
+        self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
+    ) -> None:
+        self._loss, self._chain, self._precision, self._device = loss, chain, precision, device
+        self._counts = hasattr(loss, "count")
+        self._share = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def share(self) -> float:
+        """What was added since :meth:`begin`."""
+        return self._share.item()
+
+    def begin(self) -> None:
+        """Start from nothing."""
+        self._share.zero_()
+
+    def of(
+        self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of rows ``low`` to ``high``, added to the share where it is ``counted``, and the gradient that its
+        backward begins with."""
+        targets = apart(to_device(step.batch.targets(low, high), self._device))
+        with self._precision.autocast(self._device.type):
+            value = self._loss(self._chain.results(outputs), targets)
+        if value.numel() != 1:
+            raise ParallaxError(
+                f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}"
+            )
+        if value.dtype.itemsize < 4:
+            value = value.float()
+        weight = (1.0 if self._counts else high - low) / step.denominator
+        if counted:
+            self._share.add_(value.detach().reshape(()), alpha=weight)
+        # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
+        return value, torch.full_like(value, weight * step.scale, requires_grad=False)
+
+
+class LossOfParts:
+    """Each micro-batch has a loss, whose share of the step's is that of its rows, or of its counted targets."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._seeds: dict[int, Gradients] = {}
+
+    @property
+    def share(self) -> float:
+        """Of all its micro-batches."""
+        return self._evaluation.share
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._evaluation.begin()
+
+    def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
+        """The loss itself."""
+        value, seed = self._evaluation.of(step, outputs, low, high)
+        if step.training:
+            self._seeds[micro] = (seed,)
+        return (value,)
+
+    def complete(self, step: LossStep) -> float:
+        """Nothing is left to do."""
+        del step
+        return 0.0
+
+    def gradients(self, micro: int) -> Gradients:
+        """Of the loss."""
+        return self._seeds.pop(micro, ())
+
+    def abandon(self) -> None:
+        """Forget them."""
+        self._seeds.clear()
+
+
+class _Kind(NamedTuple):
+    """One output of a micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _Part(NamedTuple):
+    """Rows ``low`` to ``high`` of the batch, which are a micro-batch of one replica, and its outputs."""
+
+    micro: int
+    low: int
+    high: int
+    outputs: tuple[_Kind, ...]
+
+    def looks_like_rows(self, index: int) -> bool:
+        """Whether one of the outputs has as many rows as the part."""
+        return self.outputs[index].shape[:1] == (self.high - self.low,)
+
+
+class _Whole(NamedTuple):
+    """One output of the whole batch; ``has_rows``: in its first dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    has_rows: bool
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One output while micro-batches come in: their ``rows`` in their places, zeros where others have theirs. Of what
+    has no rows the first value, ``single``, and whether another was not the same (``differ``)."""
+
+    rows: Tensor | None = None
+    single: Tensor | None = None
+    differ: bool = False
+
+    def add(self, output: Tensor, low: int, high: int, batch: int) -> None:
+        """Copy the outputs of some rows."""
+        if output.dim() == 0 or len(output) != high - low:
+            self.add_single(output)
+            return
+        if self.rows is None:
+            self.rows = output.new_zeros((batch, *output.shape[1:]))
+        if (
+            self.rows.shape[1:] == output.shape[1:]
+        ):  # otherwise they do not fit together, as all will see
+            self.rows[low:high].copy_(output)
+
+    def add_single(self, value: Tensor) -> None:
+        """Keep a value that has no rows."""
+        if self.single is None:
+            self.single = value.clone(memory_format=torch.contiguous_format)
+        self.differ |= not _same(self.single, value)
+
+    def settle(self, parts: Sequence[_Part]) -> None:
+        """It has no rows after all: what was taken for some are values, too."""
+        for part in parts if self.rows is not None else ():
+            self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
+
+
+class GatheredLoss:
+    """The loss of all rows at once.
+
+    A micro-batch leaves the edges of its graph, and copies of its outputs in buffers for the whole batch. When the last
+    has gone forward, the replicas of the last stage sum their buffers as bytes: each row is there once, beside zeros,
+    so the sum is exact for every type. Each replica computes the same loss from the same numbers, and begins the
+    backward of each of its micro-batches with the gradients of its rows.
+
+    An output without rows, such as a learnt temperature, must be the same in all micro-batches. The loss gets it once,
+    and the micro-batch with the batch's first row gets its gradient.
+    """
+
+    def __init__(self, evaluation: Evaluation, chain: Chain, mesh: Mesh) -> None:
+        self._evaluation, self._mesh = evaluation, mesh
+        self._seed, self._place = chain.seed, len(chain.blocks)
+        self._rowless = chain.blocks[-1].unbatched
+        self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
+        self._parts: list[_Part] = []
+        self._buffers: list[_Buffer] = []
+        self._gradients: dict[int, Gradients] = {}
+
+    @property
+    def share(self) -> float:
+        """The whole loss on the first replica, nothing on others."""
+        return self._evaluation.share
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._evaluation.begin()
+
+    def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
+        """The edges of the outputs."""
+        if not self._buffers:
+            self._buffers = [_Buffer() for _ in outputs]
+        for index, (buffer, output) in enumerate(zip(self._buffers, outputs)):
+            _check_plain(index, output)
+            if index in self._rowless:
+                buffer.add_single(output.detach())
+            else:
+                buffer.add(output.detach(), low, high, len(step.batch))
+        kinds = [_Kind(tuple(o.shape), o.dtype, o.requires_grad) for o in outputs]
+        self._parts.append(_Part(micro, low, high, tuple(kinds)))
+        return [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
+
+    def complete(self, step: LossStep) -> float:
+        """Gather, compute the loss, and cut its gradients into those of micro-batches."""
+        start, rows = time.perf_counter(), len(step.batch)
+        whole = _agreed(self._parts_of_all(), rows, self._rowless)
+        gathered = tuple([self._gathered(*each) for each in enumerate(whole)])
+        self._buffers = []
+        waited = time.perf_counter() - start
+        # Where the loss draws random numbers, all replicas draw the same.
+        seed_block(self._mesh.device, block_seed(self._seed, step.index, self._place))
+        gradients = self._run(step, gathered, [each.requires_grad for each in whole])
+        del gathered
+        for part in self._parts if step.training else ():
+            self._gradients[part.micro] = tuple(
+                [_cut(gradient, each, part) for gradient, each in zip(gradients, whole)]
+            )
+        self._parts = []
+        return waited
+
+    def gradients(self, micro: int) -> Gradients:
+        """Of the outputs of a micro-batch."""
+        return self._gradients.pop(micro, ())
+
+    def abandon(self) -> None:
+        """Forget outputs and gradients."""
+        self._parts, self._buffers = [], []
+        self._gradients.clear()
+
+    def _parts_of_all(self) -> list[_Part]:
+        """The micro-batches of all replicas."""
+        if self._mesh.statistics is None:
+            return self._parts
+        found: list[Any] = [None] * self._mesh.replica_count
+        dist.all_gather_object(found, self._parts, group=self._mesh.statistics)
+        return [part for parts in found for part in parts]
+
+    def _gathered(self, index: int, whole: _Whole) -> Tensor:
+        """One output of the whole batch, the same on every replica."""
+        buffer = self._buffers[index] if self._parts else _Buffer()
+        if whole.has_rows:
+            return self._summed(self._zeros(whole) if buffer.rows is None else buffer.rows)
+        buffer.settle([part for part in self._parts if part.looks_like_rows(index)])
+        first = any(part.low == 0 for part in self._parts)
+        mine = buffer.single if first else None
+        value = self._summed(self._zeros(whole) if mine is None else mine.clone())
+        if buffer.differ or (buffer.single is not None and not _same(buffer.single, value)):
+            raise DataError(
+                f"output {index} of the model has no rows and differs between micro-batches, so the whole batch has no "
+                "such output, and trainer.gather_loss=true needs it: return a value for each row instead, or use "
+                "trainer.gather_loss=false"
+            )
+        return value
+
+    def _zeros(self, whole: _Whole) -> Tensor:
+        return torch.zeros(whole.shape, dtype=whole.dtype, device=self._mesh.device)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """The sum over the replicas, of which one at most has anything at each place."""
+        if self._mesh.statistics is not None and tensor.numel():
+            dist.all_reduce(tensor.view(-1).view(torch.uint8), group=self._mesh.statistics)
+        return tensor
+
+    def _run(self, step: LossStep, outputs: Tensors, needed: Sequence[bool]) -> Gradients:
+        """The loss of ``outputs``, and the gradients of those that are ``needed``, in the places of all."""
+        entry = Entry(self._anchor)
+        if step.training:
+            training = tuple([output for output, each in zip(outputs, needed) if each])
+            entered = iter(entry.enter(training, training))
+            outputs = tuple([next(entered) if n else output for output, n in zip(outputs, needed)])
+            del training, entered
+        value, seed = self._evaluation.of(
+            step, outputs, 0, len(step.batch), counted=self._mesh.replica == 0
+        )
+        if not step.training:
+            return ()
+        torch.autograd.backward(value, seed)
+        arrived = iter(entry.take_gradients())
+        return tuple([next(arrived) if each else None for each in needed])
+
+
+def _agreed(parts: Sequence[_Part], rows: int, rowless: Collection[int]) -> list[_Whole]:
+    """The outputs of the whole batch, from those of all its micro-batches. Raises :class:`DataError` where they do not
+    fit together."""
+    counts = sorted({len(part.outputs) for part in parts})
+    if len(counts) > 1:
+        raise DataError(
+            f"the model returns {counts[0]} tensors for some micro-batches and {counts[-1]} for others, and "
+            "trainer.gather_loss=true lays their rows one after the other: return as many for all"
+        )
+    return [_whole(index, parts, rows, index in rowless) for index in range(counts[0])]
+
+
+def _whole(index: int, parts: Sequence[_Part], rows: int, rowless: bool) -> _Whole:
+    kinds = [part.outputs[index] for part in parts]
+    has_rows = not rowless and all(part.looks_like_rows(index) for part in parts)
+    shapes = sorted({kind.shape[1:] if has_rows else kind.shape for kind in kinds})
+    types = sorted({str(kind.dtype).removeprefix("torch.") for kind in kinds})
+    if len(shapes) > 1 or len(types) > 1:
+        first, other = (f"{types[end]} {shapes[end]}" for end in (0, -1))
+        raise DataError(
+            f"output {index} of the model is {first} for {'a row' if has_rows else 'some rows'} and {other} for "
+            f"{'another' if has_rows else 'others'}, and trainer.gather_loss=true lays rows one after the other: pad "
+            "the rows of a batch to one size, or use trainer.gather_loss=false"
+        )
+    shape = (rows, *shapes[0]) if has_rows else shapes[0]
+    return _Whole(shape, kinds[0].dtype, any(kind.requires_grad for kind in kinds), has_rows)
+
+
+def _cut(gradient: Tensor | None, whole: _Whole, part: _Part) -> Tensor | None:
+    """What of an output's gradient a micro-batch begins its backward with."""
+    if gradient is None or whole.has_rows:
+        return None if gradient is None else gradient[part.low : part.high]
+    return gradient if part.low == 0 else None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN included."""
+    return one.shape == other.shape and bool(torch.equal(_bytes(one), _bytes(other)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _check_plain(index: int, output: Tensor) -> None:
+    if output.layout is torch.strided and not output.is_nested:
+        return
+    kind = "nested" if output.is_nested else str(output.layout).removeprefix("torch.")
+    raise DataError(
+        f"output {index} of the model is a {kind} tensor, and trainer.gather_loss=true lays rows one after the other: "
+        "return a plain tensor, or use trainer.gather_loss=false"
+    )
