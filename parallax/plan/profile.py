@@ -57,6 +57,8 @@ class BlockCost:
     ``input``   bytes of the tensors that enter the block; ``output`` of those that leave it
     ``forward_work`` and ``backward_work``: bytes that live only while the block runs, beyond its input, output,
     saved activations and (backward) parameter gradients
+    ``gathered_bytes`` of the last block, where the loss is computed once, of all rows: bytes of its outputs for the
+    whole batch; ``gathered_work`` those that the loss needs besides, ``gathered_seconds`` what it takes
     ``deferred`` bytes that are held from the input half of a backward to its weight half, in place of the saved
     activations; ``split_work`` is ``backward_work`` of the larger of the halves
     """
@@ -80,6 +82,9 @@ class BlockCost:
     backward_work: Affine = NOTHING
     deferred: Affine = NOTHING
     split_work: Affine = NOTHING
+    gathered_bytes: int = 0
+    gathered_work: int = 0
+    gathered_seconds: float = 0.0
 
     @property
     def largest_parameter_bytes(self) -> int:
@@ -96,8 +101,9 @@ class ModelProfile:
 
     ``ties`` lists, per shared parameter, its bytes and the blocks that use it. ``optimizer_bytes`` is what the
     optimizer keeps for each byte of parameters (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take
-    (0.0 where the parameters are in full precision themselves). ``optimizer_seconds`` is for one byte. ``source`` says
-    whether the figures were measured or derived from shapes.
+    (0.0 where the parameters are in full precision themselves). ``optimizer_seconds`` is for one byte. The loss is
+    that of ``gathered_rows`` rows, once in a step (0: it is part of the last block). ``source`` says whether the
+    figures were measured or derived from shapes.
     """
 
     model: str
@@ -110,6 +116,7 @@ class ModelProfile:
     optimizer_seconds: float = 0.0
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0
+    gathered_rows: int = 0
     source: str = "measured"
 
     def __post_init__(self) -> None:
@@ -129,8 +136,8 @@ class ModelProfile:
                     raise PlanError(
                         f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"
                     )
-        scalars = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
-        for name in scalars:
+        ratios = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
+        for name in (*ratios, "gathered_rows"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(
                     f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"

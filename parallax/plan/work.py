@@ -24,7 +24,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
-    """One block. The bytes have the meaning they have in :class:`~parallax.plan.profile.BlockCost`."""
+    """One block. The bytes have the meaning they have in :class:`~parallax.plan.profile.BlockCost`; ``gathered`` is the
+    loss of all rows, where it is computed once."""
 
     name: str
     parameters: int
@@ -42,6 +43,9 @@ class BlockWork:
     forward_work: Affine = NOTHING
     backward_work: Affine = NOTHING
     deferred: Affine = NOTHING
+    gathered_bytes: int = 0
+    gathered_work: int = 0
+    gathered: Work = Work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +62,4 @@ class ModelWork:
     optimizer_bytes: float = 2.0
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0
+    gathered_rows: int = 0

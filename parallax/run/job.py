@@ -186,6 +186,7 @@ def plan_run(
             swap=config.swap,
             global_batch=config.trainer.global_batch,
             microbatch=config.trainer.microbatch,
+            gather_loss=config.trainer.gather_loss,
             progress=progress,
         )
     chain, loss, batch = _what_is_planned(config, progress)
@@ -201,6 +202,7 @@ def plan_run(
         precision=config.precision,
         optimizer=config.optimizer,
         microbatch=config.trainer.microbatch,
+        gather_loss=config.trainer.gather_loss,
         name=config.model.name,
         profile=profile,
         scratch=scratch,
@@ -224,6 +226,7 @@ def _what_is_planned(
         plan=config.plan,
         swap=config.swap,
         microbatch=config.trainer.microbatch,
+        gather_loss=config.trainer.gather_loss,
     )
     loss = build_loss(config)
     progress(doing(config, "fetching rows"))
@@ -248,6 +251,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
         settled(config.cluster, config.plan),
         precision=config.precision,
         swap=config.swap,
+        gather_loss=config.trainer.gather_loss,
         name=config.model.name,
         progress=progress,
     )
@@ -263,12 +267,18 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
         settled(local_cluster(config), config.plan),
         precision=config.precision,
         swap=config.swap,
+        gather_loss=config.trainer.gather_loss,
     )
 
 
 def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text: None) -> ModelWork:
     """What ``config``'s model asks of any device; nothing is computed and no weight is made."""
     if isinstance(config.model, TransformerConfig):
+        if config.trainer.gather_loss:
+            raise ConfigError(
+                "trainer.gather_loss=true: model=transformer has the mean over its tokens for a loss, of which each "
+                "micro-batch gives a part; use trainer.gather_loss=false"
+            )
         return config.model.work(str(config.precision))
     progress(doing(config, "building the model"))
     chain = build_chain(config)
@@ -278,6 +288,7 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
         _shapes(config, chain),
         precision=config.precision,
         minimum_bytes=config.swap.minimum_bytes,
+        gathered=config.trainer.global_batch if config.trainer.gather_loss else 0,
         name=config.model.name,
         progress=progress,
     )

@@ -90,6 +90,7 @@ def plan_model(
     precision: PrecisionConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     microbatch: int | str = "auto",
+    gather_loss: bool = False,
     name: str = "model",
     profile: ModelProfile | None = None,
     scratch: Path | None = None,
@@ -97,12 +98,21 @@ def plan_model(
 ) -> Planned:
     """Measure ``chain`` on this machine and search the plan for global batches like ``batch``.
 
+    With ``gather_loss`` the loss is computed once, of all rows of a batch, for losses in which rows meet.
     ``profile`` is used instead of measuring. ``scratch`` is where swap files would go. Raises
     :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     choice = settled(cluster, plan)
-    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, microbatch=microbatch)
+    check_model(
+        chain,
+        len(batch),
+        cluster=cluster,
+        plan=plan,
+        swap=swap,
+        microbatch=microbatch,
+        gather_loss=gather_loss,
+    )
     profile = profile or measure_model(
         chain,
         loss,
@@ -110,6 +120,7 @@ def plan_model(
         choice,
         precision=precision,
         swap=swap,
+        gather_loss=gather_loss,
         name=name,
         scratch=scratch,
         progress=progress,
@@ -125,6 +136,7 @@ def plan_model(
         global_batch=len(batch),
         microbatch=microbatch,
         swap=swap.offloads,
+        gather_loss=gather_loss,
         progress=progress,
     )
     return Planned(best, forecast, profile, found)
@@ -153,6 +165,7 @@ def check_model(
     plan: PlanConfig,
     swap: SwapConfig,
     microbatch: int | str,
+    gather_loss: bool,
 ) -> None:
     """Refuse settings that no plan of ``chain`` for batches of ``rows`` rows can follow, before anything is measured;
     see :func:`~parallax.plan.search.contradiction.check_question`."""
@@ -167,6 +180,7 @@ def check_model(
             chosen=cluster.devices != AUTO,
             model=type(chain.model).__name__,
             tied=bool(chain.ties),
+            gather_loss=gather_loss,
         )
     )
 
@@ -192,13 +206,14 @@ def measure_model(
     *,
     precision: PrecisionConfig | None = None,
     swap: SwapConfig | None = None,
+    gather_loss: bool = False,
     name: str = "model",
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``. ``scratch`` is where
-    swap files would go."""
-    conditions = _conditions(chain, batch, choice, precision, swap, scratch)
+    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``; with ``gather_loss``
+    the loss on all of them. ``scratch`` is where swap files would go."""
+    conditions = _conditions(chain, batch, choice, precision, swap, gather_loss, scratch)
     return measure(chain, loss, **conditions, name=name, progress=progress)
 
 
@@ -211,9 +226,12 @@ def remember_profile(
     *,
     precision: PrecisionConfig,
     swap: SwapConfig,
+    gather_loss: bool,
 ) -> Path:
     """Put ``profile`` where :func:`measure_model`, asked the same, will find it instead of measuring; the file."""
-    path = profile_path(chain, loss, **_conditions(chain, batch, choice, precision, swap))
+    path = profile_path(
+        chain, loss, **_conditions(chain, batch, choice, precision, swap, gather_loss)
+    )
     remember(profile, path)
     return path
 
@@ -224,6 +242,7 @@ def _conditions(
     choice: DeviceChoice,
     precision: PrecisionConfig | None,
     swap: SwapConfig | None,
+    gather_loss: bool,
     scratch: Path | None = None,
 ) -> dict[str, Any]:
     """What a measurement depends on besides model and loss: arguments of
@@ -244,6 +263,7 @@ def _conditions(
         "minimum_bytes": (swap or SwapConfig()).minimum_bytes,
         "allocator": "exact" if choice.exact else "default",
         "offloader": _offloader(choice, swap or SwapConfig(), scratch),
+        "gathered": len(batch) if gather_loss else 0,
     }
 
 
@@ -269,6 +289,7 @@ def plan_catalog(
     swap: SwapConfig,
     global_batch: int,
     microbatch: int | str = "auto",
+    gather_loss: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Search the plan of a model for machines that are not at hand; ``dtype`` is the one of its matrix products.
@@ -287,6 +308,7 @@ def plan_catalog(
             microbatch=microbatch,
             swap=swap.offloads,
             runnable=False,
+            gather_loss=gather_loss,
         )
     )
     progress(f"searching plans for {len(found.devices)} device(s)")
@@ -298,6 +320,7 @@ def plan_catalog(
         microbatch=microbatch,
         swap=swap.offloads,
         runnable=False,
+        gather_loss=gather_loss,
         progress=progress,
     )
     return Planned(best, forecast, profile, found)

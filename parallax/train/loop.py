@@ -35,8 +35,10 @@ class TrainerConfig:
     """How long and how large.
 
     ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch, auto lets
-    the planner choose. ``eval_every``, ``checkpoint_every``: steps between; 0 is only at the end.
-    ``eval_batches``: global batches per evaluation. ``keep_checkpoints``: older ones are deleted; 0 keeps all.
+    the planner choose. ``gather_loss``: the outputs of all micro-batches and replicas meet before the loss, which is
+    computed once, of the whole batch: for losses in which rows meet, such as contrastive ones. ``eval_every``,
+    ``checkpoint_every``: steps between; 0 is only at the end. ``eval_batches``: global batches per evaluation.
+    ``keep_checkpoints``: older ones are deleted; 0 keeps all.
     ``resume``: auto continues from the run directory's last checkpoint, never starts anew. ``watchdog_seconds``: a rank
     that stays longer in one action, does not answer for longer, or outside of steps shows no sign of life for longer,
     ends the run with its name (never less than two predicted steps); 0 lets it hang. ``phase_seconds``: the most that
@@ -47,6 +49,7 @@ class TrainerConfig:
     steps: int = 60
     global_batch: int = 16
     microbatch: int | str = "auto"
+    gather_loss: bool = False
     eval_every: int = 30
     eval_batches: int = 2
     checkpoint_every: int = 30

@@ -16,7 +16,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
+from parallax.model.profiling.gathered import repeated
 from parallax.model.saved import Saved, address
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine
@@ -52,27 +53,34 @@ def count(
     precision: PrecisionConfig,
     minimum_bytes: int,
     rows: tuple[int, int] = COUNTED_ROWS,
+    gathered: int = 0,
     name: str = "model",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelWork:
     """What ``chain`` asks; ``sample(n)`` gives inputs and targets of n rows, of which only shape and type are used.
 
-    The optimizer is AdamW under the recipe of that precision. Raises :class:`DescribeError` where blocks do not fit
+    The optimizer is AdamW under the recipe of that precision. The loss is counted with the last block, or, where it is
+    computed once, alone, on ``gathered`` rows. Raises :class:`DescribeError` where blocks do not fit
     together, or compute with values that fake tensors do not have.
     """
-    counter = _Counter(chain, loss, precision, minimum_bytes, progress)
+    counter = _Counter(chain, loss, precision, minimum_bytes, progress, with_loss=not gathered)
     low, high = (counter.run(n, *sample(n)) for n in rows)
+    blocks = [_work(chain, index, *pair) for index, pair in enumerate(zip(low, high))]
+    if gathered:
+        found = counter.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
+        blocks[-1] = replace(blocks[-1], **found)
     how = recipe(str(precision))
     return ModelWork(
         model=name,
         fingerprint=chain.fingerprint(),
         precision=str(precision),
         dtype=precision.compute,
-        blocks=tuple(_work(chain, index, *pair) for index, pair in enumerate(zip(low, high))),
+        blocks=tuple(blocks),
         ties=tuple(tie_costs(chain)),
         optimizer_bytes=how.optimizer / how.weight,
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
+        gathered_rows=gathered,
     )
 
 
@@ -240,10 +248,13 @@ class _Counter:
         precision: PrecisionConfig,
         minimum_bytes: int,
         progress: Callable[[str], None],
+        *,
+        with_loss: bool,
     ) -> None:
         self._chain, self._loss, self._precision = chain, loss, precision
         self._minimum, self._progress = minimum_bytes, progress
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Counted]:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
@@ -257,7 +268,8 @@ class _Counter:
                 tables = _tables(block.module)
             copied = copy.deepcopy(block.module, tables)
             with self._mode:
-                return self._count(index, copied, rows, entering, aims if last else None)
+                targets = aims if last and self._with_loss else None
+                return self._count(index, copied, rows, entering, targets)
 
         return block_by_block(self._chain, entering, find)
 
@@ -304,8 +316,27 @@ class _Counter:
             forward_work=max(0, forward_peak - new),
             backward_work=backward_peak,
             deferred=deferring.bytes,
-            outputs=tuple(tensor.detach() for tensor in outputs),
+            outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
         )
+
+    def whole_loss(self, rows: int, low: _Counted, high: _Counted, targets: Any) -> dict[str, Any]:
+        """The loss of ``rows`` rows at once, as fields of the last block's :class:`BlockWork`."""
+        self._progress(f"counting the loss of {rows} row(s)")
+        with self._mode:
+            aims, meter = transform(targets, _fake), _Meter()
+            leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
+            meter.know([*leaves, *tensors_in(aims)])
+            entering = _entering(leaves, torch.zeros((), requires_grad=True), meter)
+            with meter.watch() as seen:
+                (value,) = self._add_loss(entering, aims)
+                if value.requires_grad:
+                    torch.autograd.backward(value)
+            found, peak = seen()
+        return {
+            "gathered_bytes": sum(tensor.nbytes for tensor in leaves),
+            "gathered_work": peak + sum(tensor.nbytes for tensor in tensors_in(aims)),
+            "gathered": Work(Affine(found.flops), Affine(found.bytes), found.kernels),
+        }
 
     def _forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any

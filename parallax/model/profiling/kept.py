@@ -36,6 +36,7 @@ def profile_path(
     minimum_bytes: int,
     allocator: str = "default",
     offloader: Offloader | None = None,
+    gathered: int = 0,
 ) -> Path:
     """Where :func:`~parallax.model.profiling.measure.measure`, called with the same arguments, looks for the profile
     before it measures."""
@@ -52,6 +53,7 @@ def profile_path(
         allocator,
         offloader.tier if offloader else "none",
         _loss_name(loss),
+        *([f"the loss of {gathered} rows"] if gathered else []),
     ]
     key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]
     return cache_directory() / f"profile-{key}.json"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError
-from parallax.model.block import apart, has_gradient, to_device
+from parallax.model.block import apart, has_gradient, tensors_in, to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.allocations import allocations
 from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
 from parallax.model.profiling.clock import Clock
+from parallax.model.profiling.gathered import NO_LOSS, WholeLoss, repeated
 from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
 from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
 from parallax.model.saved import Saved
@@ -75,15 +76,17 @@ def measure(
     name: str = "model",
     allocator: str = "default",
     offloader: Offloader | None = None,
+    gathered: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The two
     smallest are measured, and larger ones as long as the whole chain takes no time worth speaking of, or hardly more
     than for fewer rows: the last two give the fixed and the per-row part of every cost.
 
-    The loss is measured with the last block. ``allocator`` names the setting under which tensors are allocated: times
-    under one say nothing about another; ``offloader`` is how a run would offload, if it may. Raises
-    :class:`DescribeError` where blocks do not fit together.
+    The loss is measured with the last block, or, where it is computed once, alone, on ``gathered`` rows, for what it
+    takes need not be a line: that of all pairs grows with their square. ``allocator`` names the setting under which
+    tensors are allocated: times under one say nothing about another; ``offloader`` is how a run would offload, if it
+    may. Raises :class:`DescribeError` where blocks do not fit together.
     """
     path = profile_path(
         chain,
@@ -95,14 +98,27 @@ def measure(
         minimum_bytes=minimum_bytes,
         allocator=allocator,
         offloader=offloader,
+        gathered=gathered,
     )
     if (known := recall(path, name)) is not None:
         progress(f"profile of {name} from {path}")
         return known
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        bench = _Bench(chain, loss, device, precision, minimum_bytes, offloader, progress)
+        bench = _Bench(
+            chain,
+            loss,
+            device,
+            precision,
+            minimum_bytes,
+            offloader,
+            progress,
+            with_loss=not gathered,
+        )
         low, high = bench.last_two(sample, sorted(set(rows)))
-    profile = _profile_of(chain, name, device, precision, low, high)
+        whole = NO_LOSS
+        if gathered:
+            whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
+    profile = _profile_of(chain, name, device, precision, low, high, whole)
     remember(profile, path)
     return profile
 
@@ -114,6 +130,7 @@ def _profile_of(
     precision: PrecisionConfig,
     low: Sequence[_Measured],
     high: Sequence[_Measured],
+    whole: WholeLoss,
 ) -> ModelProfile:
     how = recipe(str(precision))
     return ModelProfile(
@@ -121,12 +138,21 @@ def _profile_of(
         fingerprint=chain.fingerprint(),
         device=f"{device_name(device)}, {torch.get_num_threads()} thread(s)",
         precision=str(precision),
-        blocks=tuple(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks))),
+        blocks=(
+            *(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks) - 1)),
+            replace(
+                _cost(chain, -1, low[-1], high[-1]),
+                gathered_bytes=whole.outputs,
+                gathered_work=whole.work,
+                gathered_seconds=whole.seconds,
+            ),
+        ),
         ties=tuple(tie_costs(chain)),
         optimizer_bytes=how.optimizer / how.weight,
         optimizer_seconds=_optimizer_seconds(device, chain.dtype),
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
+        gathered_rows=whole.rows,
     )
 
 
@@ -207,10 +233,13 @@ class _Bench:
         minimum_bytes: int,
         offloader: Offloader | None,
         progress: Callable[[str], None],
+        *,
+        with_loss: bool = True,
     ) -> None:
         self._chain, self._loss, self._device, self._offloader = chain, loss, device, offloader
         self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
         self._clock = Clock(device)
+        self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
         """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
@@ -218,9 +247,8 @@ class _Bench:
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
             self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
-            return self._measure(
-                index, rows, entering, apart(to_device(targets, self._device)) if last else None
-            )
+            aims = apart(to_device(targets, self._device)) if last and self._with_loss else None
+            return self._measure(index, rows, entering, aims)
 
         return block_by_block(self._chain, apart(to_device(inputs, self._device)), find)
 
@@ -282,7 +310,39 @@ class _Bench:
             backward_work=max(0, backward_peak - arriving),
             deferred=max(0, made + given),
             split_work=max(0, first_peak - arriving, second_peak),
-            outputs=tuple(tensor.detach() for tensor in outputs),
+            outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
+        )
+
+    def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> WholeLoss:
+        """The loss of ``rows`` rows at once: their outputs are those of the rows that were measured, over and over."""
+        self._progress(f"measuring the loss of {rows} row(s)")
+        aims = apart(to_device(targets, self._device))
+        leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
+        anchor = torch.zeros((), device=self._device, requires_grad=True)
+        held = list[Tensors]()  # as the executor holds what it has gathered
+
+        def enter(_: object = None) -> Tensors:
+            held[:] = [
+                tuple(t + anchor.to(t.dtype) if t.requires_grad else t.clone() for t in leaves)
+            ]
+            return held[0]
+
+        def forward(entering: Tensors) -> Tensors:
+            return self.add_loss(entering, aims)
+
+        def backward(results: Tensors) -> None:
+            if results[0].requires_grad:
+                torch.autograd.backward(results)
+            for leaf in (*leaves, anchor):
+                leaf.grad = None
+
+        _, *seconds = self._time(enter, forward, backward)
+        _, (first, left), (second, _) = self._allocations(enter, forward, backward)
+        return WholeLoss(
+            rows=rows,
+            outputs=sum(tensor.nbytes for tensor in leaves),
+            work=max(first, left + second) + sum(tensor.nbytes for tensor in tensors_in(aims)),
+            seconds=sum(seconds),
         )
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: _Passes) -> float:

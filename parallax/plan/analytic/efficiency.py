@@ -160,6 +160,7 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
         gradient_bytes=work.gradient_bytes,
         master_bytes=work.master_bytes,
         optimizer_seconds=_update_traffic(work) / (kind.bytes_per_second * reached.update),
+        gathered_rows=work.gathered_rows,
         source="analytic",
     )
 
@@ -203,6 +204,9 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
         forward_work=block.forward_work,
         backward_work=block.backward_work,
         deferred=block.deferred,
+        gathered_bytes=block.gathered_bytes,
+        gathered_work=block.gathered_work,
+        gathered_seconds=rate.seconds(block.gathered).at(1),
     )
 
 

@@ -3,8 +3,8 @@
 On one device the answer is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with every
 activation kept and once with every one recomputed. For a pipeline of n stages it is what the fullest stage needs when
 the blocks are cut so that it needs the least: under 1F1B stage s holds up to n − s micro-batches, so early stages get
-fewer blocks. The least is found by bisection: whether a limit can be kept shows when every stage, from the first on,
-takes as many blocks as fit.
+fewer blocks (a loss of all rows at once needs GPipe, under which each holds all). The least is found by bisection:
+whether a limit can be kept shows when every stage, from the first on, takes as many blocks as fit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from parallax.plan.cost.stage import load_block, load_stage
 from parallax.plan.plan import Directive
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 from parallax.plan.rows import micro_batch_count
+from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.work import ModelWork
 
-SCHEDULE = ONE_FORWARD_ONE_BACKWARD
 ENOUGH = 1.005  # bisection ends when its limits are this close
 DIRECTIVES = (Directive.KEEP, Directive.RECOMPUTE)
 
@@ -61,7 +62,8 @@ def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "aut
     rows = global_batch if microbatch == "auto" else min(global_batch, int(microbatch))
     micro_batches = micro_batch_count(global_batch, rows)
     profile = without_seconds(work)
-    keep, recompute = (_terms(profile, directive, rows) for directive in DIRECTIVES)
+    alone = _schedule(profile).in_flight(1, 0, micro_batches)
+    keep, recompute = (_terms(profile, directive, rows, alone) for directive in DIRECTIVES)
     return Estimate(
         model=work.model,
         precision=work.precision,
@@ -106,6 +108,7 @@ def without_seconds(work: ModelWork) -> ModelProfile:
         optimizer_bytes=work.optimizer_bytes,
         gradient_bytes=work.gradient_bytes,
         master_bytes=work.master_bytes,
+        gathered_rows=work.gathered_rows,
         source="analytic",
     )
 
@@ -122,6 +125,7 @@ _SIZES = (
         "by_loss",
     ),
     *("input", "output", "forward_work", "backward_work", "deferred"),
+    *("gathered_bytes", "gathered_work"),
 )
 
 
@@ -133,11 +137,18 @@ def _unique_parameters(profile: ModelProfile) -> int:
     return round(total * unique / total_bytes) if total_bytes else 0
 
 
-def _terms(profile: ModelProfile, directive: Directive, rows: int) -> dict[str, int]:
+def _schedule(profile: ModelProfile) -> Schedule:
+    """The one with the fewest micro-batches in flight; a loss of all rows needs all of them."""
+    return GPIPE if profile.gathered_rows else ONE_FORWARD_ONE_BACKWARD
+
+
+def _terms(
+    profile: ModelProfile, directive: Directive, rows: int, in_flight: int
+) -> dict[str, int]:
     load = load_stage(profile, 0, [directive] * len(profile.blocks), rows, device=ANY_DEVICE)
     return {
         term: size
-        for term, size in load.memory(1, 0).items()
+        for term, size in load.memory(in_flight, 0).items()
         if term not in ("swap", "allocator", "reserve")
     }
 
@@ -146,7 +157,8 @@ def _fullest(
     profile: ModelProfile, directive: Directive, rows: int, micro_batches: int, stages: int
 ) -> int:
     """Bytes of the fullest stage of the best cut."""
-    flights = [SCHEDULE.in_flight(stages, stage, micro_batches) for stage in range(stages)]
+    schedule = _schedule(profile)
+    flights = [schedule.in_flight(stages, stage, micro_batches) for stage in range(stages)]
     cutter = _ChainCutter(profile, directive, rows)
     low, high = 0.0, 1.0
     while cutter.cut(high, flights) is None:
@@ -177,7 +189,8 @@ class _ChainCutter:
         self._kept = [load.kept_bytes for load in loads]
         self._work = [max(load.forward_work, load.backward_work) for load in loads]
         self._enters = [0.0, *(2 * cost.input.at(rows) for cost in costs[1:])]
-        self._leaves = [*(2 * cost.output.at(rows) for cost in costs[:-1]), 0.0]
+        self._leaves = [2.0 * cost.output.at(rows) for cost in costs[:-1]]
+        self._leaves.append(float(costs[-1].gathered_bytes))
 
     def cut(self, limit: float, flights: Sequence[int]) -> list[tuple[int, int]] | None:
         """First and last + 1 of each stage's blocks, or None. Every stage gets at least one block."""

@@ -3,11 +3,12 @@
 Bytes are whole: what a line through two measurements gives is rounded up. Device bytes of a rank at any time::
 
     static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve
-  + boundary                    received and sent tensors under way
+  + boundary                    received and sent tensors under way; outputs that are gathered for one loss
   + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward; where
                                 backwards are split, what is held until the weight half counts like them
   + offloaded and resident      bounded by the stage's swap limit
-  + work                        what the running block needs for itself, recomputed activations included
+  + work                        what the running block needs for itself, recomputed activations included; or what the
+                                loss of all rows needs
   + staging                     the blocks whose parameters visit the device at one time
   + gaps                        what the allocator loses of all that comes and goes
 """
@@ -94,7 +95,8 @@ class StateLoad:
 @dataclass(frozen=True, slots=True)
 class StageLoad:
     """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes`` counts those in
-    the tier below, too."""
+    the tier below, too. ``gathered_bytes`` are sent among the replicas of the last stage before the loss of all rows,
+    which takes ``gathered_seconds`` once in a step."""
 
     parameter_bytes: int
     states: StateLoad
@@ -105,6 +107,8 @@ class StageLoad:
     input_bytes: float
     output_bytes: float
     blocks: tuple[BlockLoad, ...]
+    gathered_bytes: int = 0
+    gathered_seconds: float = 0.0
 
     @property
     def host_state_bytes(self) -> int:
@@ -216,7 +220,7 @@ def load_block(
         kept_bytes=kept + loss,
         loss_bytes=loss,
         moved_bytes=moved,
-        forward_work=forward_work,
+        forward_work=max(forward_work, cost.gathered_work),  # the loss follows the last forward
         backward_work=backward_work,
         deferred_bytes=deferred,
     )
@@ -252,7 +256,7 @@ def load_stage(
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
-        boundary_bytes=math.ceil(2 * entering + 2 * leaving),
+        boundary_bytes=math.ceil(2 * entering + 2 * leaving) + costs[-1].gathered_bytes,
         gap_share=device.gap_share,
         input_bytes=entering,
         output_bytes=leaving,
@@ -260,6 +264,8 @@ def load_stage(
             load_block(cost, directive, rows, speed=device.speed, split=split)
             for cost, directive in zip(costs, directives)
         ),
+        gathered_bytes=costs[-1].gathered_bytes,
+        gathered_seconds=costs[-1].gathered_seconds / device.speed,
     )
 
 

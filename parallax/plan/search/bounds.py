@@ -21,7 +21,8 @@ The parts cannot be less than these, whatever is cut where and whatever becomes 
   ``M / in flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
 * **Weight halves** of a zero-bubble schedule: only blocks that keep their activations can put them off. What all
   positions together can keep is what their memory leaves beside parameters and what training adds to them.
-* **After the last micro-batch**: the update of the mean share of the parameters, by whichever way is fastest.
+* **Once**: a loss of all rows, where there is one, and the update of the mean share of the parameters, by whichever
+  way is fastest.
 """
 
 from __future__ import annotations
@@ -341,7 +342,8 @@ class StepBound:
         ).moved_bytes
 
     def _find_update(self, positions: int, replicas: int) -> float:
-        """Seconds of the update of the mean share of the parameters, by whichever way is fastest."""
+        """Seconds of the update of the mean share of the parameters, by whichever way is fastest, and of a loss of all
+        rows: what a step has once."""
         profile = self.request.profile
         whole = profile.unique_parameter_bytes(range(len(profile.blocks)))
         sizes = Sizes(whole // positions, 0, 0)
@@ -349,4 +351,4 @@ class StepBound:
         for below in self.request.host_states:
             states = load_states(profile, sizes, self._device, below, replicas)
             found.append(states.update_seconds)
-        return min(found, default=math.inf)
+        return min(found, default=math.inf) + self.request.loss_seconds

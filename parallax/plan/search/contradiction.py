@@ -20,7 +20,8 @@ from parallax.plan.rows import micro_batch_count
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is asked of the planner, in numbers. ``chosen``: whether the user said how many devices there are; ``tied``:
-    whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not only planned."""
+    whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not only planned;
+    ``gather_loss``: whether the loss is computed once, of all rows."""
 
     config: PlanConfig
     blocks: int
@@ -32,6 +33,7 @@ class Question:
     model: str = "the model"
     tied: bool = False
     runnable: bool = True
+    gather_loss: bool = False
 
     @property
     def positions(self) -> Sequence[int]:
@@ -89,11 +91,31 @@ def _check_settings(question: Question) -> None:
         )
     if question.runnable:
         config.check_streaming(question.model, tied=question.tied)
+    _check_gathering(question)
     if config.activations == Directive.OFFLOAD and question.interleaves:
         raise ConfigError(
             "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
             "use plan.schedule=1f1b, or plan.activations=auto"
         )
+
+
+def _check_gathering(question: Question) -> None:
+    """A loss of all rows needs the outputs of all micro-batches: a schedule that goes backward before has to have one
+    micro-batch, which is worth no pipeline, so nobody gets it without asking."""
+    config, positions = question.config, max(1, *question.positions)
+    if not question.gather_loss or question.microbatch == question.rows:
+        return
+    several = 2 if question.microbatch == AUTO else int(question.microbatch)
+    count = micro_batch_count(question.rows, several)
+    if any(s.forwards_first(positions, count, s.interleaves[0]) for s in config.schedules):
+        return
+    asked = "schedule" if config.schedule != AUTO else "interleave"
+    freed = "" if config.interleave in (AUTO, 1) else " plan.interleave=auto"
+    raise ConfigError(
+        f"plan.{asked}={getattr(config, asked)} goes backward before all micro-batches have gone forward, and "
+        f"trainer.gather_loss=true computes the loss of all of them at once: use plan.schedule=gpipe{freed}, or "
+        f"trainer.microbatch={question.rows}"
+    )
 
 
 def _contradiction(question: Question) -> str:

@@ -19,6 +19,7 @@ from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.cost.stage import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
 from parallax.plan.search.cuts import even_cuts, furthest
 from parallax.plan.search.exact_stage import StageChoice, judge_stage
@@ -134,9 +135,11 @@ class GreedySearch:
 
     def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Of all shapes those that can need the least memory, the leanest first: with fewer rows to a micro-batch no
-        more rows are in flight, and under 1F1B no more micro-batches than under any other schedule."""
+        more rows are in flight, and under 1F1B no more micro-batches than under any other schedule. (For one loss all
+        are in flight, and under 1F1B that is one.)"""
         smallest: dict[tuple[Schedule, int, int], Shape] = {}
-        for shape in [shape for shape in shapes if shape.schedule is PLAIN] or shapes:
+        fewest = GPIPE if self.request.gather_loss else PLAIN
+        for shape in [shape for shape in shapes if shape.schedule is fewest] or shapes:
             key = shape.schedule, shape.positions, shape.interleave
             if self._even(shape) and (
                 key not in smallest or shape.microbatch < smallest[key].microbatch

@@ -179,6 +179,7 @@ class _Columns:
         self.inputs = np.array(inputs)[chain.kinds]
         self.entering = np.ceil(2 * self.inputs).astype(np.int64)
         self.leaving = np.array(leaving)[chain.kinds]
+        self.leaving[-1] = chain.costs[chain.kinds[-1]].gathered_bytes
 
 
 class GreedyStages:
@@ -340,11 +341,7 @@ class GreedyStages:
 
     def _boundary(self, parts: tuple[Part, ...]) -> int:
         entering = sum(int(self._columns.entering[start]) for start, _, _ in parts if start > 0)
-        return entering + sum(
-            int(self._columns.leaving[stop - 1])
-            for _, stop, _ in parts
-            if stop < len(self._chain.kinds)
-        )
+        return entering + sum(int(self._columns.leaving[stop - 1]) for _, stop, _ in parts)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
         """Sums over prefixes of the blocks in the order in which they are recomputed, and offloaded from its end."""

@@ -26,6 +26,7 @@ from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.exact_stage import Flight
 
@@ -85,6 +86,7 @@ class Request:
     """One question to the search, for one order of the devices.
 
     ``runnable`` asks for a plan that the runtime can execute; without it every schedule and tier may be planned.
+    ``gather_loss`` asks for schedules under which the loss can be computed once, of all rows.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Request:
         microbatch: int | str = AUTO,
         swap: bool = True,
         runnable: bool = True,
+        gather_loss: bool = False,
         order: tuple[int, ...] | None = None,
     ) -> None:
         check_count("trainer.microbatch", microbatch)
@@ -110,6 +113,7 @@ class Request:
             swap,
             runnable,
         )
+        self.gather_loss = gather_loss
         self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
@@ -123,6 +127,7 @@ class Request:
         if not self.allowed:
             raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
         self._check_schedule()
+        self._check_loss()
         if runnable:
             config.check_streaming(profile.model, tied=bool(profile.ties))
 
@@ -142,6 +147,18 @@ class Request:
                 "use plan.schedule=1f1b, or plan.activations=auto"
             )
 
+    def _check_loss(self) -> None:
+        """Raise :class:`ConfigError` where the profile counts another loss than that of the plan."""
+        counted, wanted = self.profile.gathered_rows, self.global_batch if self.gather_loss else 0
+        if counted == wanted:
+            return
+        has = f"the loss of {counted} rows at once" if counted else "a loss for each micro-batch"
+        asked = f"trainer.gather_loss={str(self.gather_loss).lower()}"
+        raise ConfigError(
+            f"{asked} trainer.global_batch={self.global_batch}: the profile of {self.profile.model} counts {has}; "
+            "measure it again with these settings"
+        )
+
     def changed(self, **changes: object) -> Request:
         """The same question with other arguments of :meth:`__init__`."""
         fields = {
@@ -152,6 +169,7 @@ class Request:
             "microbatch": self.microbatch,
             "swap": self.swap,
             "runnable": self.runnable,
+            "gather_loss": self.gather_loss,
             "order": self.order,
             **changes,
         }
@@ -271,9 +289,14 @@ class Request:
     def _allows(self, shape: Shape) -> bool:
         """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
         in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
+        if self.gather_loss and not shape.schedule.forwards_first(
+            shape.positions, self.count(shape), shape.interleave
+        ):
+            return False
         if shape.positions == 1 and self.config.schedule == AUTO:
-            # All are the same, and this one has the fewest in flight.
-            return shape.schedule is ONE_FORWARD_ONE_BACKWARD
+            # All are the same, and the first has the fewest in flight.
+            fewest = GPIPE if self.gather_loss else ONE_FORWARD_ONE_BACKWARD
+            return shape.schedule is fewest
         if not self.states_below(shape) or not self.allowed_in(shape):
             return False
         if shape.split:
@@ -294,6 +317,11 @@ class Request:
             else 0.0
         )
 
+    @property
+    def loss_seconds(self) -> float:
+        """Seconds of the loss of all rows, for which all wait; 0 where each micro-batch has one of its own."""
+        return self.profile.blocks[-1].gathered_seconds / self._fastest
+
     def ramp(self, shape: Shape) -> float:
         """How much of the other positions' time a step pays to fill and drain the pipeline."""
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
@@ -306,6 +334,7 @@ class Request:
         if shape.split:  # parameter gradients can fill the gaps of the rest, but no more than that
             rest = (micro_batches - 1) * slowest / shape.interleave + total
             pipelined = max(pipelined, (1 - self._weight_share) * rest)
+        tail += self.loss_seconds
         return max(pipelined, micro_batches * work / self._capacity) + tail, pipelined + tail
 
     def bound(

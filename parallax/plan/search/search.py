@@ -53,12 +53,14 @@ def search(
     microbatch: int | str = AUTO,
     swap: bool = True,
     runnable: bool = True,
+    gather_loss: bool = False,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
     """The best plan that uses every device of ``cluster``, and the forecast of its step.
 
     ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas.
-    ``runnable`` asks for a plan that the runtime can execute; ``progress`` is told what is looked at. Raises
+    ``runnable`` asks for a plan that the runtime can execute, ``gather_loss`` for one whose loss is computed once, of
+    all rows; ``progress`` is told what is looked at. Raises
     :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
     """
     request = Request(
@@ -69,6 +71,7 @@ def search(
         microbatch=microbatch,
         swap=swap,
         runnable=runnable,
+        gather_loss=gather_loss,
     )
     forecasts = Forecasts(request)
     found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
@@ -257,5 +260,6 @@ def _plan(
         bound_seconds=round(min(found.bound_seconds, forecast.step_seconds), 6),
         interleave=pipeline.interleave,
         placement=() if in_order else pipeline.order,
+        gather_loss=request.gather_loss,
         alternatives=tuple(others),
     )

@@ -238,9 +238,10 @@ def _finish(
         for p in positions
     ]
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
+    gathering = _gathering_seconds(cluster, pipeline, loads[-1])  # all wait for the loss
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     # No rank updates before all have reduced.
-    return (timeline, reduced + max(updates), exposed, updates)
+    return (timeline, reduced + max(updates) + gathering, exposed, updates)
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
@@ -388,6 +389,12 @@ def _update_seconds(
     return seconds
 
 
+def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) -> float:
+    """Of the loss of all rows, where there is one: its outputs are sent among the replicas of the last stage."""
+    ranks = pipeline.ranks(pipeline.position(len(pipeline.stages) - 1))
+    return last.gathered_seconds + all_reduce_seconds(last.gathered_bytes, ranks, cluster)
+
+
 def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:
     """By position: reductions of parameters that several positions hold."""
     found: dict[int, float] = {}
@@ -422,7 +429,8 @@ def _compute_terms(loads: Sequence[StageLoad], micro_batches: int) -> dict[str, 
     blocks = [block for load in loads for block in load.blocks]
     again = micro_batches * sum(block.recompute_seconds for block in blocks)
     return {
-        "forward": micro_batches * sum(block.forward_seconds for block in blocks),
+        "forward": micro_batches * sum(block.forward_seconds for block in blocks)
+        + sum(load.gathered_seconds for load in loads),
         "backward": micro_batches * sum(block.backward_seconds for block in blocks) - again,
         "recompute": again,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -112,6 +112,8 @@ class Rank:
         self._last = {
             action.stage: index for index, action in enumerate(listed) if action.kind is final
         }
+        forwards = [n for n, action in enumerate(listed) if action.kind is Kind.FORWARD]
+        self._last_forward = forwards[-1]
         replicas = world.stages[position].replicas
         self._rows = [
             stop - start
@@ -160,9 +162,12 @@ class Rank:
         for index, action in enumerate(self._listed):
             self._doing = action
             start, stalled, waited = simulator.now, self._swapping.stalled, 0.0
+            gathering = 0.0
             match action.kind:
                 case Kind.FORWARD:
                     yield from self._forward(action)
+                    if index == self._last_forward:
+                        gathering = yield from self._gathered_loss(action)
                 case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
                     if index == self._last[action.stage]:
                         self._begin_reduce(action.stage)
@@ -185,7 +190,9 @@ class Rank:
                 case Kind.OFFLOAD:
                     pass
             waited += self._swapping.stalled - stalled
-            self._book(action, simulator.now - start, waited)
+            self._book(action, simulator.now - start - gathering, waited)
+            self._seconds["reduce"] += gathering
+            waited += gathering
             kind = str(action.kind)
             self.spans.append(
                 Span(self.rank, 0, kind, action.stage, action.micro, start, simulator.now, waited)
@@ -227,6 +234,21 @@ class Rank:
                     (action.stage, action.micro, run.block), run.moved
                 )
         yield from self._swapping.streamed(streaming)
+
+    def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
+        """On the last stage the loss of all rows, where there is one, follows the last forward; the seconds that were
+        waited for the outputs of other replicas."""
+        load = self._passes_of(action).load
+        if not load.gathered_bytes:
+            return 0.0
+        network, ranks = self._world.network, self._world.ranks(action.stage)
+        start = network.simulator.now
+        if len(ranks) > 1:
+            gather = partial(network.all_reduce, ranks, load.gathered_bytes)
+            yield network.meet("loss", len(ranks), gather)
+        waited = network.simulator.now - start
+        yield self._core.compute(load.gathered_seconds)
+        return waited
 
     def _backward(self, action: Action) -> Routine:
         passes = self._passes_of(action)
