@@ -18,7 +18,7 @@ from parallax.model.describe import Chain, describe
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.profiling.count import Sample, count
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
-from parallax.model.verification.verify import Verdict
+from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.transformer import TransformerConfig

@@ -8,8 +8,10 @@ from dataclasses import replace
 from parallax.config import RunConfig
 from parallax.errors import ConfigError
 from parallax.model.describe import Chain
-from parallax.model.verification.verify import Verdict, verify
+from parallax.model.verification.rows import Verdict
+from parallax.model.verification.verify import verify
 from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
 from parallax.run.planning import Loss
 from parallax.runtime.batch import Rows
@@ -31,10 +33,25 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
     rows = config.trainer.global_batch
     micro_batches = plan.micro_batches(rows)
     replicas = max(stage.replicas for stage in plan.stages)
-    if not verdict.coupled or (micro_batches == 1 and replicas == 1):
+    how = verdict.gathered if plan.gather_loss else verdict.coupled
+    if not how or (micro_batches == 1 and replicas == 1):
         return
+    cut = f"the plan has {micro_batches} micro-batch(es) and {replicas} replica(s)"
+    whole = f"trainer.microbatch={rows} plan.replicas=1"
+    if verdict.gathered:
+        raise ConfigError(
+            f"rows of a batch meet in the model, and {cut}: {how}; use {whole}; model.verify=false trains it so"
+        )
     raise ConfigError(
-        f"the loss depends on how a batch is cut, and the plan has {micro_batches} micro-batch(es) and {replicas} "
-        f"replica(s): {verdict.coupled}; use trainer.microbatch={rows} plan.replicas=1, or, where it is a mean over "
-        "some of the targets, give the loss count(targets) and let it return the sum; model.verify=false trains it so"
+        f"the loss depends on how a batch is cut, and {cut}: {how}; use {_gathering(config)}, which computes it once, "
+        f"of all rows, or {whole}, or, where it is a mean over some of the targets, give the loss count(targets) and "
+        "let it return the sum; model.verify=false trains it so"
     )
+
+
+def _gathering(config: RunConfig) -> str:
+    """The settings under which the outputs of all micro-batches meet before the loss."""
+    asked = config.plan
+    schedule = "" if asked.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
+    interleave = "" if asked.interleave in (AUTO, 1) else " plan.interleave=auto"
+    return f"trainer.gather_loss=true{schedule}{interleave}"

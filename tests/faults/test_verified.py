@@ -14,6 +14,7 @@ from parallax.plan.plan import Plan
 from parallax.run.prepare import prepare
 from parallax.run.resume import check_resumable
 from tests.faults.commands import one_line
+from tests.results import read_metrics
 
 MODELS = """
 import torch
@@ -41,6 +42,15 @@ class Contrastive(Model):
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+class Centred(Contrastive):
+    def blocks(self):
+        return [self]
+
+    def forward(self, x):
+        features = super().forward(x)
+        return features - features.mean(0)
+
+
 class Source:
     def batch(self, rows):
         random = torch.Generator().manual_seed(rows)
@@ -56,6 +66,7 @@ class Source:
         pass
 """
 OWN = ["model=custom", "data=custom", "data.target=checked:Source"]
+RUN = ["trainer.global_batch=8", "trainer.steps=3", "trainer.eval_every=0"]
 SMALL = ["trainer.global_batch=8", "trainer.steps=2", "cluster.devices=1", "plan.stages=1"]
 Called = Callable[..., tuple[int, str, str]]
 
@@ -82,6 +93,54 @@ def test_rows_that_meet_are_one_line_where_the_plan_cuts_them(called: Called) ->
     line = one_line(err)
     assert "4 micro-batch(es) and 1 replica(s)" in line
     assert "trainer.microbatch=8 plan.replicas=1" in line
+    assert "use trainer.gather_loss=true, which computes it once" in line
+
+
+def test_rows_that_meet_in_the_model_have_one_way_out(called: Called) -> None:
+    model = "model.target=checked:Centred"
+    cut = "trainer.microbatch=2", "trainer.gather_loss=true"
+    code, _, err = called("train", *OWN, *SMALL, model, *cut)
+    assert code == 2
+    line = one_line(err)
+    assert line.startswith("parallax: rows of a batch meet in the model, and the plan has 4 micro")
+    assert "use trainer.microbatch=8 plan.replicas=1; model.verify=false" in line
+
+
+def test_a_schedule_without_all_forwards_first_is_one_line(called: Called) -> None:
+    asked = "trainer.gather_loss=true", "plan.schedule=1f1b", "model.target=checked:Contrastive"
+    code, _, err = called("train", *OWN, *SMALL, *asked)
+    assert code == 2
+    assert "use plan.schedule=gpipe, or trainer.microbatch=8" in one_line(err)
+
+
+@pytest.mark.thorough
+def test_a_contrastive_loss_trains_in_a_pipeline_with_replicas(called: Called) -> None:
+    """Losses are those of one process with one micro-batch."""
+    model = "model.target=checked:Contrastive"
+    for name, settings in {
+        "whole": ["cluster.devices=1", "plan.stages=1", "trainer.microbatch=8"],
+        "parts": [
+            "cluster.devices=3",
+            "plan.replicas=[1,2]",
+            "trainer.microbatch=3",
+            "trainer.gather_loss=true",
+        ],
+    }.items():
+        code, _, err = called("train", *OWN, *RUN, model, *settings, f"name={name}")
+        assert code == 0, err
+    whole, parts = (
+        [
+            found["loss"]
+            for found in read_metrics(Path(f"runs/{name}/metrics.jsonl"))
+            if "loss" in found
+        ]
+        for name in ("whole", "parts")
+    )
+    assert len(whole) == 3
+    assert parts == pytest.approx(whole, rel=1e-5)
+    plan = Plan.load(Path("runs/parts/plan.yaml"))
+    assert plan.gather_loss
+    assert plan.micro_batches(8) == 3
 
 
 def plan_of(*overrides: str) -> Plan:
@@ -96,6 +155,9 @@ def test_the_ways_out_are_ways_out() -> None:
     assert whole.micro_batches(8) == 1
     cut = plan_of(model, "trainer.microbatch=2", "model.verify=false", "name=cut")
     assert cut.micro_batches(8) == 4
+    gathered = plan_of(model, "trainer.microbatch=2", "trainer.gather_loss=true", "name=gathered")
+    assert gathered.micro_batches(8) == 4
+    assert gathered.gather_loss
 
 
 def test_a_run_may_go_on_with_another_model_verify(tmp_path: Path) -> None:

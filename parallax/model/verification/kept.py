@@ -6,15 +6,17 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from parallax.common.files import cache_directory, replacing
 from parallax.model.describe import Chain
+from parallax.model.verification.rows import Verdict
 from parallax.model.verification.runs import Loss
 
-EDITION = 1  # of what is checked: what another one found is checked again
+EDITION = 2  # of what is checked: what another one found is checked again
 _LIBRARIES = ("torch", "transformers")
 
 
@@ -34,19 +36,19 @@ def verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
     return cache_directory() / f"verified-{digest}.json"
 
 
-def recall(path: Path) -> str | None:
+def recall(path: Path) -> Verdict | None:
     """What :func:`remember` wrote; None where there is nothing, or damage."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["coupled"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return found if all(isinstance(text, str) for text in asdict(found).values()) else None
 
 
-def remember(path: Path, coupled: str) -> None:
+def remember(path: Path, found: Verdict) -> None:
     """Write what was found where it is found again."""
     with replacing(path) as temporary:
-        temporary.write(json.dumps({"coupled": coupled}).encode())
+        temporary.write(json.dumps(asdict(found)).encode())
 
 
 def _codes(chain: Chain, loss: Loss) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 A step's loss is the mean over all rows, or over all counted targets where the loss offers ``count``; parts are weighed
 by what they have of them. That gives another number where rows meet: in a contrastive loss, in statistics over the
-batch, in a mean over targets of which some are ignored. Dropouts are switched off meanwhile and BatchNorms, whose rows
-are the user's choice, use their running statistics; what a forward writes into buffers is undone between parts.
+batch, in a mean over targets of which some are ignored. Where the outputs of all parts are gathered for one loss, only
+rows that meet in the model make a difference. Dropouts are switched off meanwhile and BatchNorms, whose rows are the
+user's choice, use their running statistics; what a forward writes into buffers is undone between parts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import HangError
-from parallax.model.block import tensors_in, transform
+from parallax.model.block import flatten, rebuild, tensors_in, transform
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import WithoutDraws
 from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gradients, loss_of
@@ -42,8 +43,18 @@ class _Summed:
     drew: bool
 
 
-def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> str:
-    """How a batch that is cut differs from one that is not, in words; nothing where it does not."""
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found besides errors. ``coupled``: how a batch that is cut into micro-batches differs from one that
+    is not; ``gathered``: how it does where their outputs are gathered for one loss. Empty: it does not, or that is not
+    known."""
+
+    coupled: str = ""
+    gathered: str = ""
+
+
+def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
+    """Whether rows of ``batch`` meet, in the loss or before it."""
     for bounds in _BOUNDS:
         if bounds[-1] > len(batch):
             continue
@@ -53,7 +64,7 @@ def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> str:
             raise
         except Exception as error:  # whatever a model's own code raises on so few rows
             logger.debug("rows were not cut at %s: %s", bounds, error)
-    return ""
+    return Verdict()
 
 
 class _Parts:
@@ -64,15 +75,27 @@ class _Parts:
         self._part = _LOOSER * tolerance(blocks.chain.dtype)
         self._count = getattr(loss, "count", None)
 
-    def find(self) -> str:
+    def find(self) -> Verdict:
         """See :func:`find_coupling`."""
         whole = self._bounds[0], self._bounds[-1]
         for training in (True, False):
             at_once = self._run(whole, training)
             if not at_once.drew:
                 found = self._compare(at_once, self._run(self._bounds, training))
-                return found or self._of_targets(at_once.results)
-        return self._of_targets(at_once.results)
+                if found:
+                    return Verdict(found, self._compare_gathered(at_once, training))
+                break
+        return Verdict(self._of_targets(at_once.results))
+
+    def _compare_gathered(self, whole: _Summed, training: bool) -> str:
+        try:
+            gathered = self._run(self._bounds, training, gather=True)
+        except HangError:
+            raise
+        except Exception as error:  # what cannot be gathered, and what the loss raises on what was
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return f"outputs of {self._sizes(self._bounds)} cannot be gathered for it ({reason})"
+        return self._compare(whole, gathered)
 
     def _compare(self, whole: _Summed, parts: _Summed) -> str:
         if parts.drew:
@@ -117,21 +140,26 @@ class _Parts:
                 total += self._weighed(given, low, high, rows).double().reshape(())
         return None if draws.drew() else total
 
-    def _run(self, bounds: Sequence[int], training: bool) -> _Summed:
+    def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
+        """A step over the parts between ``bounds``, with a loss for each, or one of all their outputs."""
         blocks, rows = self._blocks, self._bounds[-1]
         before = [buffer.detach().clone() for buffer in blocks.every_buffer()]
         blocks.train(training)
         total, results = torch.zeros((), dtype=torch.float64), None
+        outputs: list[Any] = []
         with WithoutDraws() as draws:
             for low, high in itertools.pairwise(bounds):
                 results = blocks.forward(self._batch.inputs(low, high))
-                share = self._weighed(results, low, high, rows)
-                total += share.detach().double().reshape(())
-                if share.requires_grad:
-                    share.backward()
+                if gather:
+                    outputs.append(results)
+                else:
+                    total += _back(self._weighed(results, low, high, rows))
                 with torch.no_grad():
                     for buffer, value in zip(blocks.every_buffer(), before):
                         buffer.copy_(value)
+            if gather:
+                results = _joined(outputs, [b - a for a, b in itertools.pairwise(bounds)])
+                total += _back(self._weighed(results, 0, rows, rows))
         detached = transform(results, lambda p: p.detach() if isinstance(p, Tensor) else p)
         return _Summed(total, gradients(blocks), detached, draws.drew())
 
@@ -145,6 +173,27 @@ class _Parts:
     def _sizes(self, bounds: Sequence[int]) -> str:
         first, second = (high - low for low, high in itertools.pairwise(bounds))
         return f"micro-batches of {first} and {second} rows"
+
+
+def _back(share: Tensor) -> Tensor:
+    """Go backward from a part of the loss; its value."""
+    if share.requires_grad:
+        share.backward()
+    return share.detach().double().reshape(())
+
+
+def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What the model returned for so many rows each, one after the other; what has no rows once."""
+    parts, (_, template) = [flatten(each)[0] for each in outputs], flatten(outputs[0])
+    return rebuild(template, [_join(tensors, sizes) for tensors in zip(*parts, strict=True)])
+
+
+def _join(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    if all(tensor.shape[:1] == (size,) for tensor, size in zip(tensors, sizes)):
+        return torch.cat(list(tensors))
+    if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
+        raise ValueError(f"one of shape {tuple(tensors[0].shape)} has no rows and is not the same")
+    return tensors[0]
 
 
 def _losses(whole: Tensor, parts: Tensor, sizes: str) -> str:

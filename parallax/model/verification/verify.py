@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from parallax.common.units import format_bytes
 from parallax.machine.host import available_memory
 from parallax.model.describe import Chain
 from parallax.model.verification.draws import own_random_state
 from parallax.model.verification.kept import recall, remember, verdict_path
-from parallax.model.verification.rows import find_coupling
+from parallax.model.verification.rows import Verdict, find_coupling
 from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows
 from parallax.model.verification.whole import CannotRun, check_whole, has_own_forward
 
@@ -22,14 +21,6 @@ ROWS = (2, 3), (4, 6), (1,)
 """Numbers of rows to compare with; the next where the model cannot run on so few."""
 _COPIES = 4  # parameters and gradients, of the model and of its chain
 _MOST_OF_HOST = 0.5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a check found besides errors. ``coupled``: how a batch that is cut into micro-batches differs from one that
-    is not; empty: it does not, or that is not known."""
-
-    coupled: str = ""
 
 
 def verify(
@@ -52,19 +43,19 @@ def verify(
     path = verdict_path(chain, loss, key)
     known = recall(path) if when == AUTO else None
     if known is not None:
-        return Verdict(known)
+        return known
     if when == AUTO and (reason := _too_large(chain)):
         logger.warning("the chain was not checked against the model: %s", reason)
         return Verdict()
     progress("checking the chain against the model")
     with own_random_state():
         unchecked = _check_forward(chain, loss, batch)
-        coupled = find_coupling(BlocksInOrder(chain), loss, batch)
+        found = find_coupling(BlocksInOrder(chain), loss, batch)
     if unchecked:
         logger.warning("the chain was not checked against the model: %s", unchecked)
     else:
-        remember(path, coupled)
-    return Verdict(coupled)
+        remember(path, found)
+    return found
 
 
 def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:

@@ -149,6 +149,40 @@ class Counted:
         return int((targets != -100).sum())
 
 
+class Tempered(nn.Module):
+    """Features, and a temperature that has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones([]))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.scale.exp()
+
+
+class Auxiliary(Tempered):
+    """The second output is of all rows of a micro-batch."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features: Tensor = self.layer(x)
+        return features, features.square().mean() * self.scale
+
+
+class Pairs(Tempered):
+    """A number for each pair of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        features: Tensor = self.layer(x)
+        return features @ features.T * self.scale
+
+
+def tempered(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return contrastive(outputs[0] * outputs[1], targets)
+
+
 def uneven() -> TensorRows:
     """Of the first rows none is ignored."""
     rows = batch(8)
@@ -158,23 +192,29 @@ def uneven() -> TensorRows:
 
 
 @pytest.mark.parametrize(
-    ("model", "loss", "rows", "coupled"),
+    ("model", "loss", "rows", "coupled", "in_model"),
     [
-        (plain, F.cross_entropy, batch(), False),
-        (plain, contrastive, batch(), True),
-        (plain, F.cross_entropy, uneven(), True),
-        (plain, Counted(), uneven(), False),
-        (plain, lambda outputs, targets: outputs.sum(), batch(), True),
-        (Coupled, F.cross_entropy, batch(), True),
-        (Coupled, F.cross_entropy, batch(1), False),
+        (plain, F.cross_entropy, batch(), False, False),
+        (plain, contrastive, batch(), True, False),
+        (plain, F.cross_entropy, uneven(), True, False),
+        (plain, Counted(), uneven(), False, False),
+        (plain, lambda outputs, targets: outputs.sum(), batch(), True, False),
+        (Coupled, F.cross_entropy, batch(), True, True),
+        (Coupled, F.cross_entropy, batch(1), False, False),
+        (Coupled, contrastive, batch(), True, True),
+        (Pairs, F.cross_entropy, batch(), True, True),
+        (Tempered, tempered, batch(), True, False),
+        (Auxiliary, tempered, batch(), True, True),
     ],
 )
 def test_rows_that_meet_are_found(
-    model: Callable[[], nn.Module], loss: Any, rows: TensorRows, coupled: bool
+    model: Callable[[], nn.Module], loss: Any, rows: TensorRows, coupled: bool, in_model: bool
 ) -> None:
+    """In the loss, where gathering all outputs helps, or before it."""
     chain = chain_of(model)
     first = verify(chain, loss, rows)
     assert bool(first.coupled) is coupled, first
+    assert bool(first.gathered) is in_model, first
     assert verify(chain, loss, rows) == first  # as it was remembered
 
 
