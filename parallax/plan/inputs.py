@@ -34,6 +34,12 @@ class Inputs:
                 f"the plan is of {plan.model} ({plan.fingerprint}, {plan.blocks} blocks), its inputs of "
                 f"{self.profile.model} ({self.profile.fingerprint}, {len(self.profile.blocks)} blocks): plan again"
             )
+        counted, wanted = self.profile.gathered_rows, plan.global_batch if plan.gather_loss else 0
+        if counted != wanted:
+            raise PlanError(
+                f"the plan has one loss of {wanted} rows (0: one for each micro-batch), its inputs one of {counted}: "
+                "plan again"
+            )
         if plan.world_size > len(self.cluster.devices):
             raise PlanError(
                 f"the plan has {plan.world_size} ranks, its inputs {len(self.cluster.devices)} devices: plan again"

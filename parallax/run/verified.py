@@ -40,7 +40,8 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
     whole = f"trainer.microbatch={rows} plan.replicas=1"
     if verdict.gathered:
         raise ConfigError(
-            f"rows of a batch meet in the model, and {cut}: {how}; use {whole}; model.verify=false trains it so"
+            f"rows of a batch meet in the model, and {cut}: {how}; use {whole}, or let the model return a value for "
+            "each row, and the loss compare them, with trainer.gather_loss=true; model.verify=false trains it so"
         )
     raise ConfigError(
         f"the loss depends on how a batch is cut, and {cut}: {how}; use {_gathering(config)}, which computes it once, "

@@ -209,6 +209,7 @@ class _Buffer:
 
     def add_single(self, value: Tensor) -> None:
         """Keep a value that has no rows."""
+        value = value.resolve_conj().resolve_neg()
         if self.single is None:
             self.single = value.clone(memory_format=torch.contiguous_format)
         self.differ |= not _same(self.single, value)

@@ -17,6 +17,7 @@ from parallax.errors import DataError, PlanError
 from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
+from parallax.plan.schedule import SCHEDULES, Action, Kind, register_schedule
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -349,3 +350,23 @@ def test_a_schedule_that_goes_backward_too_soon_is_refused() -> None:
     with pytest.raises(PlanError, match="before all 2 micro-batches of 9 rows"):
         engine.step(rows_of(9))
     engine.close()
+
+
+def forwards_then_backwards(positions: int, position: int, micro_batches: int) -> list[Action]:
+    """Backwards in the order of the forwards."""
+    kinds = Kind.FORWARD, Kind.BACKWARD
+    return [Action(kind, position, micro) for kind in kinds for micro in range(micro_batches)]
+
+
+def test_a_schedule_of_ones_own_may_have_all_forwards_first() -> None:
+    register_schedule("in-order", forwards_then_backwards)
+    try:
+        found = []
+        for schedule in ("in-order", "gpipe"):
+            engine = engine_of(plain, schedule=schedule)
+            found.append((engine.gradients(rows_of()), engine.gradients_by_name["0.layer.weight"]))
+            engine.close()
+        assert found[0][0] == found[1][0]
+        assert torch.allclose(found[0][1], found[1][1], rtol=1e-12)
+    finally:
+        del SCHEDULES["in-order"]

@@ -118,6 +118,7 @@ def _corrected(
                 weight_seconds=scaled(block.weight_seconds, backward),
                 split_seconds=scaled(block.split_seconds, backward),
                 offload_seconds=scaled(block.offload_seconds, backward),
+                gathered_seconds=block.gathered_seconds * forward,  # it follows the last forward
             )
     update = _ratio(_update(after), _update(before), (0, "update"))
     return replace(
@@ -148,6 +149,7 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
             backward_seconds=scaled(block.backward_seconds, ratio),
             weight_seconds=scaled(block.weight_seconds, ratio),
             split_seconds=scaled(block.split_seconds, ratio),
+            gathered_seconds=block.gathered_seconds * ratio,
         )
         for block in profile.blocks
     )

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from parallax.errors import ConfigError, InfeasiblePlan
+from parallax.errors import ConfigError, InfeasiblePlan, PlanError
 from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.estimate import estimate
+from parallax.plan.inputs import Inputs
 from parallax.plan.plan import Plan
 from parallax.plan.profile import Affine, ModelProfile
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
+from parallax.plan.simulation.calibrate import calibrate, times
 from parallax.plan.simulation.predict import Forecast, Pipeline, predict
 from parallax.plan.work import BlockWork, ModelWork, Work
 from tests.unit.plan_fakes import block, cluster, profile, stages
@@ -192,3 +194,21 @@ def test_an_estimate_has_all_micro_batches_in_flight() -> None:
     assert sum(plain.keep.values()) == 2 * 100 * 2
     assert sum(once.keep.values()) == 2 * 100 * ROWS + OUTPUTS + NEEDED
     assert once.pipelines[1].keep_bytes == 100 * ROWS + OUTPUTS + NEEDED
+
+
+def test_a_measured_loss_corrects_the_predicted_one() -> None:
+    plan, where = found(gathered(), microbatch=2, schedule="gpipe", stages=2), cluster(2)
+    slower = times(gathered(), 2.0)
+    assert slower.blocks[-1].gathered_seconds == 2 * SECONDS
+    before, after = (predict(model, where, Pipeline.of(plan)) for model in (gathered(), slower))
+    corrected = calibrate(gathered(), before.spans, after.spans, plan, where)
+    again = predict(corrected, where, Pipeline.of(plan))
+    assert again.step_seconds == pytest.approx(after.step_seconds, rel=0.01)
+    assert corrected.blocks[-1].gathered_seconds == pytest.approx(2 * SECONDS, rel=0.01)
+
+
+def test_inputs_of_another_loss_are_refused() -> None:
+    plan = found(gathered(), microbatch=2)
+    Inputs(gathered(), cluster(2)).check(plan)
+    with pytest.raises(PlanError, match=r"one loss of 8 rows .* its inputs one of 0: plan again"):
+        Inputs(replace(gathered(), gathered_rows=0), cluster(2)).check(plan)
