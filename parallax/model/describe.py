@@ -14,7 +14,7 @@ import fnmatch
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from parallax.errors import DescribeError
 from parallax.model.block import Block, Cut, leaves, rebuild
 from parallax.model.construction.construct import Construction, ModelFactory, construct
-from parallax.model.huggingface import file_names
+from parallax.model.construction.weights import FileLayout, OwnLayout
+from parallax.model.files.conversions import PretrainedLayout, is_pretrained
 from parallax.model.recording.inputs import Sample
 from parallax.model.recording.record import cut_recorded
 
@@ -47,7 +48,7 @@ class Chain:
     name inside the block)``, the first one first. ``model`` is the whole on the meta device, whose tensors the
     blocks hold, and ``construction`` what makes values for them. ``nest``: where the tensors lie in inputs that are
     nests of nests. ``weights`` is a safetensors file or a folder of them that values come from instead; None: there is
-    none.
+    none. ``layout`` says what such files hold; where ``partial_weights``, they may lack what the constructor makes.
     """
 
     construction: Construction = field(repr=False)
@@ -59,8 +60,9 @@ class Chain:
     nest: tuple[tuple[Any, ...], ...] = ()
     template: Any = None
     sizes: tuple[tuple[int | None, ...], ...] = ()
-    rename: Callable[[str], str] = str
+    layout: FileLayout = field(default_factory=OwnLayout, repr=False)
     weights: Path | None = None
+    partial_weights: bool = False
 
     @property
     def model(self) -> nn.Module:
@@ -149,6 +151,7 @@ def describe(
     blocks: Sequence[str] = (),
     sample: Sample | None = None,
     weights: str | Path | None = None,
+    partial_weights: bool = False,
 ) -> Chain:
     """Build ``factory()`` without bytes and cut it into blocks.
 
@@ -156,8 +159,9 @@ def describe(
     program of its ``forward``, recorded while it runs on tensors without values (:mod:`parallax.model.recording`) and
     cut where the fewest bytes pass. ``sample(n)`` gives inputs of n rows, of which only shape and type are used.
 
-    ``weights``: a safetensors file or a folder of them, with the model's names. Raises :class:`DescribeError` with the
-    lines to write where none of the ways applies.
+    ``weights``: a safetensors file or a folder of them, with the model's names; where ``partial_weights``, they may
+    lack parts, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` tells which).
+    Raises :class:`DescribeError` with the lines to write where none of the ways applies.
     """
     construction = construct(factory, seed)
     model = construction.model
@@ -179,8 +183,9 @@ def describe(
         nest=cut.nest,
         template=cut.template,
         sizes=cut.sizes,
-        rename=file_names(model),
+        layout=PretrainedLayout(model) if is_pretrained(model) else OwnLayout(),
         weights=Path(weights).expanduser() if weights else None,
+        partial_weights=partial_weights,
     )
 
 

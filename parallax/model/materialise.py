@@ -7,7 +7,7 @@ tensors alone and the same under every plan. Weights from a file are put in thei
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -29,30 +29,54 @@ def materialise_each(
     Values are made on the CPU, block by block, so that they depend neither on the plan nor on the device. A parameter
     that several of the blocks share is one parameter.
     """
-    weights = CheckpointWeights(chain.weights, chain.rename) if chain.weights else None
-    aliases = _aliases(chain.model)
+    weights = CheckpointWeights(chain.weights, chain.layout) if chain.weights else None
+    aliases = tied_names(chain.model)
     if weights:
-        shapes = {n: t.shape for n, t in chain.model.state_dict(keep_vars=True).items()}
-        wanted = {name: shapes[name] for names in chain.names for name in names.values()}
-        weights.check(wanted, aliases, ignored={name for name, _ in chain.model.named_buffers()})
+        _check(chain, weights, aliases)
     values = chain.construction.values()
     tied = {id(chain.model.get_parameter(name)) for name in chain.ties}
     shared: dict[int, nn.Parameter] = {}
     for index in indices:
         module = chain.blocks[index].module
         state = module.state_dict(keep_vars=True)
-        filled = {id(state[inner]) for inner in chain.names[index]} if weights else set()
+        saved = {
+            inner: found
+            for inner, name in chain.names[index].items()
+            if weights and (found := weights.find(name, aliases))
+        }
+        filled = {id(state[inner]) for inner in saved}
         parts = values.parts(module, chain.dtype, shared, filled)
         shared |= {key: parts[key] for key in tied & parts.keys()}
         block = copy.deepcopy(module, parts)
         if weights:
             state = block.state_dict(keep_vars=True)
-            for inner, name in chain.names[index].items():
-                weights.fill(state[inner], weights.find(name, aliases) or name)
+            for inner, name in saved.items():
+                weights.fill(state[inner], name)
         yield block.to(device=device)
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
+def check_weights(chain: Chain) -> list[str]:
+    """Raise :class:`CheckpointError` where the files of ``chain`` are not of its model; what is to be said of those
+    that hold more or less than it has, a line each."""
+    if chain.weights is None:
+        return []
+    weights, aliases = CheckpointWeights(chain.weights, chain.layout), tied_names(chain.model)
+    remarks = _check(chain, weights, aliases)
+    weights.check_ties(aliases)
+    return [f"weights {chain.weights}: {remark}" for remark in remarks]
+
+
+def _check(
+    chain: Chain, weights: CheckpointWeights, aliases: Mapping[str, Iterable[str]]
+) -> list[str]:
+    shapes = {n: t.shape for n, t in chain.model.state_dict(keep_vars=True).items()}
+    wanted = {name: shapes[name] for names in chain.names for name in names.values()}
+    buffers = {name for name, _ in chain.model.named_buffers()}
+    made = set(wanted) - set(chain.construction.unwritten) if chain.partial_weights else set()
+    return weights.check(wanted, aliases, buffers, made=made)
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Name of a shared parameter or buffer → its other names."""
     tensors = model.state_dict(keep_vars=True)
     by_identity: dict[int, list[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from parallax.machine.local import ClusterConfig
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
 from parallax.model.huggingface import HuggingFaceConfig
+from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
 from parallax.model.verification.rows import Verdict
@@ -39,6 +41,8 @@ from parallax.run.verified import check_rows, verify_run
 from parallax.runtime.batch import Rows
 from parallax.train.data import Source, TextDataConfig, TextSource, build_source
 
+logger = logging.getLogger("parallax")
+
 BYTES = 256  # values that a byte can have: what a model of text must know
 DEFAULT_SEQUENCE = 256
 
@@ -53,6 +57,7 @@ def build_chain(config: RunConfig) -> Chain:
         blocks=model.blocks if isinstance(model, CustomModelConfig) else (),
         sample=lambda rows: _inputs(config, rows),
         weights=model.weights if isinstance(model, CustomModelConfig | HuggingFaceConfig) else None,
+        partial_weights=isinstance(model, HuggingFaceConfig),
     )
 
 
@@ -219,6 +224,8 @@ def _what_is_planned(
     config.replicas.check_asked(config.plan)
     progress(doing(config, "building the model"))
     chain = build_chain(config)
+    for remark in check_weights(chain):
+        logger.warning(remark)
     check_model(
         chain,
         config.trainer.global_batch,

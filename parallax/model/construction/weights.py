@@ -8,78 +8,176 @@ with names, shapes and shards is found from the files' headers, before anything 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallax.errors import CheckpointError
+from parallax.model.files.tensors import Recipe, held_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5  # names in an error
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class FileLayout(Protocol):
+    """What files hold of a model's tensors."""
+
+    def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
+        """How each tensor of the model is made, by its name, from files that hold ``held`` (without values)."""
+        ...
+
+    def may_lack(self, name: str) -> bool:
+        """Whether files need not hold the model's tensor ``name``."""
+        ...
+
+    def may_hold(self, name: str) -> bool:
+        """Whether the files' tensor ``name`` is known to be of no use."""
+        ...
+
+    def saved(self, names: Iterable[str]) -> list[Recipe]:
+        """How the tensors of files are made from those of the model, ``names``."""
+        ...
+
+    def kept_name(self, names: Sequence[str]) -> str:
+        """Under which of the ``names`` of one tensor it is saved."""
+        ...
+
+
+class OwnLayout:
+    """Files that hold the model's tensors under the model's names, and nothing else."""
+
+    def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
+        """See :class:`FileLayout`."""
+        return {name: Recipe.same(name, name) for name in held}
+
+    def may_lack(self, name: str) -> bool:
+        """See :class:`FileLayout`."""
+        del name
+        return False
+
+    def may_hold(self, name: str) -> bool:
+        """See :class:`FileLayout`."""
+        del name
+        return False
+
+    def saved(self, names: Iterable[str]) -> list[Recipe]:
+        """See :class:`FileLayout`."""
+        return [Recipe.same(name, name) for name in names]
+
+    def kept_name(self, names: Sequence[str]) -> str:
+        """See :class:`FileLayout`."""
+        return names[0]
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint at ``path``; ``rename`` turns a file's name for one into the model's."""
+    """The tensors of the checkpoint at ``path``, of which ``layout`` knows what they are to the model."""
 
-    def __init__(self, path: Path, rename: Callable[[str], str] = str) -> None:
-        self._path = path
-        self._places = {rename(name): (file, name) for name, file in _files(path).items()}
+    def __init__(self, path: Path, layout: FileLayout) -> None:
+        self._path, self._layout = path, layout
+        self._files, self._held = _contents(path)
+        self._recipes = layout.recipes(self._held)
 
     def check(
         self,
         wanted: Mapping[str, Sequence[int]],
         aliases: Mapping[str, Iterable[str]],
         ignored: Collection[str] = (),
-    ) -> None:
+        *,
+        made: Collection[str] = (),
+    ) -> list[str]:
         """Every name in ``wanted`` is there with its shape, under that name or one of its ``aliases``, and there is
-        nothing else but for what may be ``ignored``. Raises :class:`CheckpointError` with the names."""
+        nothing else but for what may be ``ignored``. Raises :class:`CheckpointError` with the names.
+
+        What is in ``made`` may be missing, as a whole: a new head, but not one layer of many; with it, what is too much
+        is left unread. Returns what is to be said of both, a line each."""
         known = {*wanted, *ignored, *(other for names in aliases.values() for other in names)}
         missing = [name for name in wanted if self.find(name, aliases) is None]
-        extra = [name for name in self._places if name not in known]
+        new = self._new(missing, made) if len(missing) < len(wanted) else set()
+        lacking = [name for name in missing if name not in new]
+        extra = self._extra(known)
         wrong = []
         for name, shape in wanted.items():
             found = self.find(name, aliases)
             if found is not None and (held := self._shape(found)) != list(shape):
                 wrong.append(f"{found} is {held} and must be {list(shape)}")
-        problems = [f"it lacks {_list(missing)}"] if missing else []
-        problems += [f"it has {_list(extra)}, which the model has not"] if extra else []
+        problems = [f"it lacks {_list(lacking)}"] if lacking else []
+        problems += (
+            [f"it has {_list(extra)}, which the model has not"] if extra and not made else []
+        )
         problems += [_list(wrong)] if wrong else []
         if problems:
             raise CheckpointError(
                 f"weights {self._path} are not of this model: {'; '.join(problems)}; name the architecture and sizes "
                 "that they were saved from"
             )
+        said = [name for name in missing if not self._layout.may_lack(name)]
+        remarks = (
+            [f"they lack {_list(said)}, which the model's constructor makes anew"] if said else []
+        )
+        return remarks + ([f"{_list(extra)} in them is not in the model: unread"] if extra else [])
+
+    def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
+        """Raise :class:`CheckpointError` where what the model has once is there several times, and different."""
+        for name, others in aliases.items():
+            first, *more = [each for each in (name, *others) if each in self._recipes] or [name]
+            for other in more:
+                if not torch.equal(self._read(first), self._read(other)):
+                    raise CheckpointError(
+                        f"weights {self._path} have {first} and {other}, which differ, and in the model they are one "
+                        "tensor: untie them, for transformers with +model.config.tie_word_embeddings=false"
+                    )
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
         """Under which of its names a tensor is there: a shared one is saved once."""
         return next(
-            (other for other in (name, *aliases.get(name, ())) if other in self._places), None
+            (other for other in (name, *aliases.get(name, ())) if other in self._recipes), None
         )
 
     def fill(self, tensor: Tensor, name: str) -> None:
         """Read ``name`` into ``tensor``."""
-        path, saved = self._places[name]
-        with torch.no_grad(), _open(path) as file:
-            tensor.copy_(file.get_tensor(saved))
+        with torch.no_grad():
+            tensor.copy_(self._read(name))
+
+    def _new(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
+        """Of what is missing what may be: nothing like it is there under another number."""
+        there = {_NUMBER.sub("*", name) for name in self._recipes}
+        return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
+
+    def _extra(self, known: Collection[str]) -> list[str]:
+        """What is there and of no use."""
+        used = {name for name, recipe in self._recipes.items() if name in known}
+        sources = {source for name in used for source in self._recipes[name].sources}
+        return [
+            name for name in self._held if name not in sources and not self._layout.may_hold(name)
+        ]
 
     def _shape(self, name: str) -> list[int]:
-        path, saved = self._places[name]
-        with _open(path) as file:
-            return list(file.get_slice(saved).get_shape())
+        return list(self._recipes[name].make(self._held.__getitem__)[name].shape)
+
+    def _read(self, name: str) -> Tensor:
+        return self._recipes[name].make(self._read_saved)[name]
+
+    def _read_saved(self, name: str) -> Tensor:
+        with _open(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
-def _files(path: Path) -> dict[str, Path]:
-    """Name of every tensor → the file that holds it."""
+def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
+    """Name of every tensor → the file that holds it, and what it is, without values."""
     index = path / INDEX
     if path.is_dir() and index.is_file():
         shards = sorted({path / str(name) for name in _read_index(index).values()})
     else:
         shards = [path / SINGLE if path.is_dir() else path]
     files: dict[str, Path] = {}
+    held: dict[str, Tensor] = {}
     for shard in shards:
         if not shard.is_file():
             raise CheckpointError(
@@ -87,8 +185,10 @@ def _files(path: Path) -> dict[str, Path]:
                 f"{INDEX}"
             )
         with _open(shard) as file:
-            files |= dict.fromkeys(file.keys(), shard)
-    return files
+            found = held_in(file)
+        held |= found
+        files |= dict.fromkeys(found, shard)
+    return files, held
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -1,0 +1,102 @@
+"""Tensors between a model and safetensors files: how those of one side are made from those of the other, what a file's
+header says of them, and files that are written tensor by tensor, so that no more than one need be in memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallax.errors import CheckpointError
+
+Read = Callable[[str], Tensor]
+"""One tensor of the side that is read, by its name there."""
+
+NUMBER_FORMATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What safetensors calls torch's number formats."""
+
+_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Tensors that are made together, from the ``sources`` of the other side; ``make`` gives them by name. It runs on
+    tensors without values as well, which says what there will be."""
+
+    sources: tuple[str, ...]
+    make: Callable[[Read], dict[str, Tensor]]
+
+    @classmethod
+    def same(cls, source: str, name: str) -> Recipe:
+        """One tensor as it is, under another name."""
+        return cls((source,), lambda read: {name: read(source)})
+
+
+def held_in(file: Any) -> dict[str, Tensor]:
+    """What an open safetensors file holds, without values."""
+    return {name: _without_values(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def _without_values(name: str, part: Any) -> Tensor:
+    kind = part.get_dtype()
+    if kind not in NUMBER_FORMATS:
+        raise CheckpointError(f"{name} is in number format {kind}, which cannot be read here")
+    return torch.empty(part.get_shape(), dtype=NUMBER_FORMATS[kind], device="meta")
+
+
+def write_tensors(
+    path: Path, held: Mapping[str, Tensor], recipes: Sequence[Recipe], read: Read
+) -> None:
+    """Write the tensors that ``recipes`` make, in their order, to a safetensors file; ``held``: all of them, in the
+    same order, without values."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in held.items():
+        stop = start + tensor.nbytes
+        kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of eight
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        names = iter(held.items())
+        for recipe in recipes:
+            for name, tensor in recipe.make(read).items():
+                _check_due(name, tensor, *next(names))
+                file.write(memoryview(_plain_bytes(tensor)))
+
+
+def _plain_bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _check_due(name: str, tensor: Tensor, due: str, wanted: Tensor) -> None:
+    if (name, tensor.shape, tensor.dtype) != (due, wanted.shape, wanted.dtype):
+        raise CheckpointError(
+            f"{name} became {list(tensor.shape)} of {tensor.dtype} where {due} of {list(wanted.shape)} and "
+            f"{wanted.dtype} was due: the checkpoint has changed meanwhile; run it again"
+        )
