@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallax.common.targets import check_call
 from parallax.config import RunConfig
-from parallax.errors import ConfigError, DataError, printable
+from parallax.errors import ConfigError, DataError, DescribeError, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
@@ -97,11 +97,11 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 
 def build_loss(config: RunConfig) -> Loss:
-    """The model's own ``loss(outputs, targets)``, or cross-entropy over the last dimension of its outputs."""
+    """The model's own ``loss(outputs, targets)``, or that of :func:`usual_loss`."""
     model = construct(built_model(config).build, config.seed).with_attributes()
     own = getattr(model, "loss", None)
     if not callable(own):
-        return cross_entropy
+        return usual_loss
     called = getattr(own, "forward", own)  # a module's call takes anything
     check_call(f"the loss of {type(model).__name__}: loss", called, "outputs", "targets")
     if callable(count := getattr(own, "count", None)):
@@ -109,10 +109,25 @@ def build_loss(config: RunConfig) -> Loss:
     return own
 
 
-def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """Mean cross-entropy: class scores in the last dimension of ``outputs``, or of its ``logits``, which models of
-    transformers return; classes in ``targets``."""
+def usual_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """The loss that ``outputs`` have, as models of transformers have one where labels are among their inputs; otherwise
+    mean cross-entropy: class scores in the last dimension of ``outputs``, or of its ``logits``, classes in
+    ``targets``."""
+    own = getattr(outputs, "loss", None)
+    if isinstance(own, Tensor):
+        return own
     scores = getattr(outputs, "logits", outputs)
+    if not isinstance(scores, Tensor):
+        raise DescribeError(
+            f"the model returns a {type(outputs).__name__} without logits or loss: let the rows' inputs have labels, "
+            "with which a model of transformers computes its loss, or give the model a loss(outputs, targets)"
+        )
+    if scores.ndim < 2 or scores.shape[:-1].numel() != targets.numel():
+        raise DescribeError(
+            f"the model's scores have shape {list(scores.shape)} and the targets {list(targets.shape)}: cross-entropy "
+            "takes a class for each row of scores in the last dimension; let the rows' inputs have labels, with which "
+            "a model of transformers computes its loss, or give the model a loss(outputs, targets)"
+        )
     return nn.functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from parallax.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError, DescribeError
 from parallax.model.describe import Chain, describe
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.materialise import check_weights, materialise
+from parallax.run.job import usual_loss
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (it comes with the hf extra)"
@@ -303,3 +304,20 @@ def test_experts_of_the_files_are_put_together(
     save_file(files, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="experts"):
         check_weights(chain_of(HuggingFaceConfig(pretrained=str(tmp_path))))
+
+
+# ---- what is computed --------------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_head_is_its_own_where_labels_are_inputs() -> None:
+    config = HuggingFaceConfig(
+        architecture="AutoModelForQuestionAnswering", config={"model_type": "bert", **TEXT}
+    )
+    model = config.build().eval()
+    places = torch.tensor([1, 2])
+    with_labels = model(**tokens(2), start_positions=places, end_positions=places)
+    assert torch.equal(usual_loss(with_labels, places), with_labels.loss)
+    with pytest.raises(DescribeError, match="without logits or loss: let the rows' inputs have la"):
+        usual_loss(model(**tokens(2)), places)
+    with pytest.raises(DescribeError, match=r"scores have shape \[2, 5, 4, 4\] and the targets"):
+        usual_loss(torch.zeros(2, 5, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64))
