@@ -102,7 +102,8 @@ class ForwardTensor:
 @dataclass
 class ForwardProgram:
     """Steps in order, all tensors, and what is returned, with a slot for each tensor. ``evaluates``: whether it is also
-    what evaluation does. ``other_mode``: modules that are in the other mode than training, and than evaluation."""
+    what evaluation does. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules that are in the other mode
+    than training, and than evaluation."""
 
     steps: list[ForwardStep]
     tensors: list[ForwardTensor]
@@ -110,6 +111,7 @@ class ForwardProgram:
     dropped: tuple[str, ...] = ()
     evaluates: bool = True
     inputs: list[int] = field(default_factory=list)
+    packs: bool = False
     other_mode: Mapping[bool, frozenset[str]] = field(default_factory=dict)
 
 
@@ -144,7 +146,10 @@ def agree(
             if tensors[i].maker < 0 and tensors[i].traced.origin is Origin.MADE:
                 tensors[i].maker, tensors[i].path = step.position, path
     inputs = [t.index for t in tensors if t.traced.origin is Origin.INPUT]
-    return ForwardProgram(steps, tensors, returned, base.dropped, evaluation is not None, inputs)
+    evaluates = evaluation is not None
+    return ForwardProgram(
+        steps, tensors, returned, base.dropped, evaluates, inputs, packs=base.packs
+    )
 
 
 class _Correspondence:

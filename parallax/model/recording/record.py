@@ -91,6 +91,7 @@ def cut_recorded(
         )
     shapes = sample_shapes(sample)
     _without_caches(model)
+    _without_checkpointing(model)
 
     def record(given: SampleShapes, *, vary: bool = True) -> Cut:
         with nothing_left_behind(), faked(model, dtype, value_of) as fakes:
@@ -132,6 +133,11 @@ def _cut(model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: S
             "%s decides by values%s: as for the sample, and a batch that decides otherwise ends the run",
             type(model).__name__,
             where,
+        )
+    if program.packs:
+        logger.info(
+            "%s saves or computes again in its own way between its modules: there the plan decides (plan.activations)",
+            type(model).__name__,
         )
     program.other_mode = runs.other_mode
     cutter = ProgramCutter(model, program, runs.shares.of_step, 1 / (8 * PARTS))
@@ -345,6 +351,20 @@ def _without_caches(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in copies:
                 setattr(module, name, copies[id(value)])
+
+
+def _without_checkpointing(model: nn.Module) -> None:
+    """Tell a model of transformers to compute nothing again by itself: the plan says of each block what is kept."""
+    modules: Iterator[Any] = model.modules()
+    flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]
+    for module in flagged:
+        module.gradient_checkpointing = False
+    if flagged:
+        logger.info(
+            "%s asks for gradient checkpointing: the plan decides for each block what is kept and what is computed "
+            "again; plan.activations=recompute is all of it",
+            type(model).__name__,
+        )
 
 
 def _say_whole(model: nn.Module, why: str) -> None:

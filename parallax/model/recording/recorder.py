@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -208,15 +209,22 @@ class ForwardRecorder(TorchFunctionMode):
         if self._quiet:
             return original(kind, *args, **kwargs)
         if kind is CheckpointFunction:  # which calls modules
+            self.trace.packs = True
             return args[0](*args[2:])
         bound = types.MethodType(original, kind)
         return self._call(bound, bound, args, kwargs)
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        """Calls of modules and of functions with a backward of their own, and autocast, come here."""
+        """Calls of modules and of functions with a backward of their own, autocast, and hooks on what is saved, come
+        here."""
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+        pack = saved_tensors_hooks.__enter__
+
+        def packed(hooks: saved_tensors_hooks) -> Any:
+            self.trace.packs |= not self._quiet
+            return pack(hooks)
 
         def entered(region: torch.autocast) -> Any:
             device = None if region.device == "cpu" else region.device
@@ -237,6 +245,7 @@ class ForwardRecorder(TorchFunctionMode):
             ),
             (torch.autocast, "__enter__", enter, entered),
             (torch.autocast, "__exit__", leave, left),
+            (saved_tensors_hooks, "__enter__", pack, packed),
         ]
         with contextlib.ExitStack() as stack:
             for holder, name, before, now in changes:

@@ -97,12 +97,14 @@ class Instruction:
 @dataclass
 class ForwardTrace:
     """One run. ``returned`` is what the model returned, with a slot for every tensor; ``dropped`` names what else was
-    in it and cannot leave a stage."""
+    in it and cannot leave a stage. ``packs``: between modules it says itself what is saved for the backward, as
+    torch.utils.checkpoint does."""
 
     tensors: list[TracedTensor] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     returned: Any = None
     dropped: tuple[str, ...] = ()
+    packs: bool = False
 
 
 HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"

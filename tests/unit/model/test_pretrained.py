@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,18 @@ def test_the_loss_of_a_head_is_its_own_where_labels_are_inputs() -> None:
         usual_loss(model(**tokens(2)), places)
     with pytest.raises(DescribeError, match=r"scores have shape \[2, 5, 4, 4\] and the targets"):
         usual_loss(torch.zeros(2, 5, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64))
+
+
+def test_gradient_checkpointing_is_left_to_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+
+    def flagged() -> nn.Module:
+        model: Any = config.build()
+        model.gradient_checkpointing_enable()
+        return model
+
+    with caplog.at_level(logging.INFO, "parallax"):
+        chain = describe(flagged, sample=tokens)
+    assert "LlamaForCausalLM asks for gradient checkpointing: the plan decides" in caplog.text
+    assert not chain.model.is_gradient_checkpointing
+    assert chain.fingerprint() == describe(config.build, sample=tokens).fingerprint()
