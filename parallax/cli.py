@@ -27,6 +27,7 @@ COMMANDS = {
     "simulate": "what every rank of a plan does when; draws and traces it",
     "explain": "why a plan looks as it does, where its bytes and seconds go, and what a run's swap did",
     "calibrate": "correct a profile by what a run measured; the next plan uses it",
+    "export": "the weights of a run's last checkpoint, as others load them",
     "doctor": "devices, memory, bandwidths, and what will go wrong",
 }
 """Commands and what they do; each is a module of :mod:`parallax.commands`."""

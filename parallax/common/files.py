@@ -42,6 +42,43 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
+def making_folder(path: Path) -> Iterator[Path]:
+    """A folder that becomes ``path``, where there is none or an empty one, when the block ends well: a folder in
+    another one beside it, fsync of all that is in it, rename. What a process that was killed has left goes with the
+    next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}.{_UNFINISHED}"
+    _sweep(path.parent, prefix)
+
+    def make() -> tuple[int, str]:
+        name = tempfile.mkdtemp(prefix=prefix, dir=path.parent)
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
+
+    handle, name = _own(make)
+    try:
+        made = (
+            Path(name) / path.name
+        )  # with the rights of any new folder, which the one around it has not
+        made.mkdir()
+        yield made
+        for inside in (*made.rglob("*"), made):
+            _sync(inside)
+        os.replace(made, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)
+        os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder that is gone afterwards. One that a killed process has left goes with the next."""
     base = Path(tempfile.gettempdir())

@@ -31,6 +31,7 @@ from torch import Tensor
 from parallax.common.files import disk_free_bytes
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, printable
+from parallax.model.files.tensors import held_in
 
 VERSION = 1
 PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
@@ -167,10 +168,10 @@ class CheckpointReader:
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
-            files = [
+            self._files = [
                 safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))
             ]
-            self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             reason = f"{type(error).__name__}: {printable(str(error))}"
             raise CheckpointError(
@@ -196,6 +197,17 @@ class CheckpointReader:
                 f"{self.directory} was trained by {printable(self._trained_by)}, and its states are no good to {name}: "
                 f"use optimizer={printable(self._trained_by)}, or start a new run"
             )
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What it holds of the model, by the model's names, without values."""
+        held: dict[str, Tensor] = {}
+        for file in self._files:
+            held |= held_in(file)
+        return {
+            name.removeprefix("model/"): tensor
+            for name, tensor in held.items()
+            if name.startswith("model/")
+        }
 
     def read(self, name: str) -> Tensor:
         """One tensor, verified."""

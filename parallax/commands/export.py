@@ -1,0 +1,76 @@
+"""``parallax export``: the weights of a run's last checkpoint, as others load them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parallax.commands.options import (
+    RUNS,
+    add_json,
+    add_words,
+    console_of,
+    print_json,
+    trusting,
+    words_of,
+)
+from parallax.common.units import format_bytes
+from parallax.run.export import FORMS, export
+from parallax.run.prepare import PreparedRun
+
+EXAMPLES = """examples:
+  parallax export deeper --to huggingface               runs/deeper/huggingface/step-...: from_pretrained loads it
+  parallax export deeper --to huggingface --out ~/model
+  parallax export deeper --to safetensors --out ~/weights   the weights alone, under the model's own names
+  parallax export theirs --to safetensors model.target=mymodel:build   a run that was begun elsewhere
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=FORMS,
+        help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new or empty folder; one of the run's by default"
+    )
+    add_words(parser)
+    add_json(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Write, print; the exit code."""
+    console = console_of(parsed)
+    directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
+    out = parsed.out.expanduser() if parsed.out is not None else None
+    found = PreparedRun.read(directory, trusting(words_of(parsed)))
+    with console.status("exporting"):
+        exported = export(found, FORMS[parsed.to], out)
+    if parsed.json:
+        print_json(
+            {
+                "directory": str(exported.directory),
+                "step": exported.step,
+                "weight_bytes": exported.weight_bytes,
+                "files": exported.files,
+                "remarks": exported.remarks,
+            }
+        )
+        return 0
+    for remark in exported.remarks:
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    size, files = format_bytes(exported.weight_bytes), ", ".join(exported.files)
+    console.print(
+        f"step {exported.step}, {size} of weights: {files}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"exported to {exported.directory}", highlight=False, markup=False, soft_wrap=True
+    )
+    return 0

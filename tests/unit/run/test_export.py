@@ -1,0 +1,280 @@
+"""What a checkpoint becomes outside: the same tensors in folders that from_pretrained loads, and nothing by halves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from parallax.errors import CheckpointError, ConfigError
+from parallax.model.describe import Chain, describe
+from parallax.model.huggingface import HuggingFaceConfig
+from parallax.model.materialise import materialise
+from parallax.model.mlp import MLPConfig
+from parallax.model.registry import CustomModelConfig
+from parallax.run import export as subject
+from parallax.run.export import FORMS, Exported, export
+from parallax.runtime import checkpoint
+from tests.unit.model.test_pretrained import CPU, MOE, TEXT, saved, tokens
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (it comes with the hf extra)"
+)
+
+HF, PLAIN = FORMS["huggingface"], FORMS["safetensors"]
+
+
+def write(run: Path, chain: Chain, step: int = 2) -> None:
+    """A checkpoint of what ``chain`` begins with, as two stages write it."""
+    partial = checkpoint.partial_folder(run / "checkpoints", step)
+    checkpoint.begin(partial)
+    count, checksums, seen = len(chain.blocks), {}, set[str]()
+    for stage, (start, stop) in enumerate(((0, count // 2), (count // 2, count))):
+        found: dict[str, Tensor] = {}
+        for index, block in zip(range(start, stop), materialise(chain, start, stop, CPU)):
+            state = block.state_dict()
+            found |= {
+                f"model/{name}": state[inner]
+                for inner, name in chain.names[index].items()
+                if name not in seen
+            }
+            seen |= set(chain.names[index].values())
+        checksums |= checkpoint.write_parts(partial, f"stage-{stage:02d}", found.items())
+    index = {"step": step, "state": {}, "fingerprint": chain.fingerprint(), "optimizer": []}
+    checkpoint.finish(partial, {**index, "checksums": checksums})
+
+
+def run_of(
+    directory: Path, config: Any, sample: Callable[[int], Any] = tokens, dtype: Any = torch.float32
+) -> Any:
+    weights = config.weights if isinstance(config, HuggingFaceConfig) else None
+    chain = describe(
+        config.build, sample=sample, weights=weights, partial_weights=True, dtype=dtype
+    )
+    write(directory, chain)
+    return SimpleNamespace(directory=directory, config=SimpleNamespace(model=config, seed=1))
+
+
+def loaded(exported: Exported, kind: type) -> nn.Module:
+    """The model, which transformers finds whole."""
+    model, info = kind.from_pretrained(exported.directory, output_loading_info=True)  # type: ignore[attr-defined]
+    assert not any(info.values()), info
+    return model  # type: ignore[no-any-return]
+
+
+def check_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+def images(rows: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.zeros(rows, 3, 16, 16)}
+
+
+def chat(rows: int) -> dict[str, Tensor]:
+    return {**tokens(rows), **images(rows)}
+
+
+def t5_tokens(rows: int) -> dict[str, Tensor]:
+    ids = tokens(rows)["input_ids"]
+    return {"input_ids": ids, "decoder_input_ids": ids}
+
+
+VIT = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+CLIP = {"text_config": {**TEXT, "eos_token_id": 2}, "vision_config": VIT, "projection_dim": 8}
+KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Any]]] = {
+    "tied": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2},
+        tokens,
+    ),
+    "masked": ("BertForMaskedLM", TEXT, tokens),
+    "experts": ("MixtralForCausalLM", MOE, tokens),
+    "two sides": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 64, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2},
+        t5_tokens,
+    ),
+    "images": ("ViTForImageClassification", VIT, images),
+    "images and text": ("CLIPModel", CLIP, chat),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_loaded_comes_out_again(kind: str, tmp_path: Path) -> None:
+    name, settings, sample = KINDS[kind]
+    cls = getattr(transformers, name)
+    model = saved(tmp_path / "from", cls(cls.config_class(**settings)))
+    run = run_of(tmp_path / "run", HuggingFaceConfig(pretrained=str(tmp_path / "from")), sample)
+    exported = export(run, HF, tmp_path / "out")
+    assert exported.directory == tmp_path / "out"
+    assert "config.json" in exported.files
+    check_same(loaded(exported, cls), model.state_dict())
+    ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "from"))
+    assert ours.keys() == theirs.keys(), "what save_pretrained writes, no tensor twice"
+    configs = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("out", "from")]
+    assert configs[0] == configs[1]
+
+
+def test_large_models_are_written_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved(
+        tmp_path / "from", transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    )
+    run = run_of(tmp_path / "run", HuggingFaceConfig(pretrained=str(tmp_path / "from")))
+    monkeypatch.setattr(subject, "SHARD_BYTES", 5000)
+    exported = export(run, HF, None)
+    assert exported.directory == tmp_path / "run" / "huggingface" / "step-00000002"
+    index = json.loads((exported.directory / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) > 2
+    assert shards < set(exported.files)
+    assert index["metadata"]["total_size"] == exported.weight_bytes
+    check_same(loaded(exported, transformers.LlamaForCausalLM), model.state_dict())
+    again = HuggingFaceConfig(pretrained=str(exported.directory))
+    chain = describe(again.build, sample=tokens, weights=again.weights)
+    materialise(chain, 0, len(chain.blocks), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_number_format_is_that_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+    exported = export(run_of(tmp_path, config, dtype=dtype), HF, None)
+    kept = json.loads((exported.directory / "config.json").read_text())
+    assert kept["dtype"] == str(dtype).removeprefix("torch.")
+    assert kept["architectures"] == ["LlamaForCausalLM"]
+    found = loaded(exported, transformers.AutoModelForCausalLM)
+    assert {parameter.dtype for parameter in found.parameters()} == {dtype}
+    assert "generation_config.json" in exported.files
+    assert any("no tokenizer" in remark for remark in exported.remarks)
+
+
+def test_what_lies_beside_the_weights_comes_along(tmp_path: Path) -> None:
+    folder = tmp_path / "from"
+    saved(folder, transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)))
+    carried = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"chat_template": "hi"}',
+        "special_tokens_map.json": "{}",
+        "vocab.txt": "a\nb",
+        "spiece.model": "\0\1",
+        "chat_template.jinja": "{{ hi }}",
+        "preprocessor_config.json": "{}",
+        "additional_chat_templates/tool.jinja": "{{ tool }}",
+    }
+    left = [
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "README.md",
+        "trainer_state.json",
+        ".gitattributes",
+    ]
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "onnx").mkdir()
+    for name, text in {**carried, **dict.fromkeys(left, "x")}.items():
+        (folder / name).write_text(text)
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+    run = run_of(tmp_path / "run", HuggingFaceConfig(pretrained=str(folder)))
+    exported = export(run, HF, None)
+    for name, text in carried.items():
+        assert (exported.directory / name).read_text() == text
+    assert not {*left, "onnx"} & set(exported.files)
+    assert exported.remarks == ()
+    assert loaded(exported, transformers.LlamaForCausalLM).generation_config.temperature == 0.25  # type: ignore[union-attr]
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", MLPConfig(), lambda rows: torch.zeros(rows, 1))
+    with pytest.raises(
+        ConfigError, match="which is no model of transformers; use --to safetensors"
+    ):
+        export(run, HF, None)
+    exported = export(run, PLAIN, None)
+    assert exported.files == ("model.safetensors",)
+    chain = describe(MLPConfig().build, weights=exported.directory)
+    materialise(chain, 0, len(chain.blocks), CPU)
+
+
+def test_a_factory_that_makes_a_model_of_transformers(tmp_path: Path) -> None:
+    config = CustomModelConfig(target="tests.zoo:llama")
+    exported = export(run_of(tmp_path, config), HF, None)
+    loaded(exported, transformers.LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("lacking", ["checkpoint", "room", "empty", "folder", "parent"])
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_path: Path) -> None:
+    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+    out, directory = tmp_path / "out", tmp_path / "run"
+    if lacking == "checkpoint":
+        run: Any = SimpleNamespace(directory=directory, config=None)
+        with pytest.raises(ConfigError, match="has no checkpoint yet: a run saves every"):
+            export(run, HF, out)
+        return
+    run = run_of(directory, config)
+    if lacking == "room":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subject, "disk_free_bytes", lambda path: 1000)
+            with pytest.raises(CheckpointError, match=r"the weights are .*1000 B are free there"):
+                export(run, HF, out)
+    elif lacking == "empty":
+        out.mkdir()
+        (out / "mine").touch()
+        with pytest.raises(ConfigError, match="it is not empty; name another folder"):
+            export(run, HF, out)
+        assert [path.name for path in out.iterdir()] == ["mine"]
+        return
+    elif lacking == "folder":
+        out.touch()
+        with pytest.raises(ConfigError, match="it is no folder"):
+            export(run, HF, out)
+        return
+    else:
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):
+            export(run, HF, tmp_path / "file" / "out")
+    assert not out.exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "file") == ["run"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+    run, out = run_of(tmp_path / "run", config), tmp_path / "out"
+    out.mkdir()  # an empty one is as good as none
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(*_: Any) -> None:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subject, "write_tensors", fail)
+        with pytest.raises(CheckpointError, match=r"No space left on device, .* free; noth"):
+            export(run, HF, out)
+    assert list(out.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    export(run, HF, out)
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+    run = run_of(tmp_path, config)
+    for other in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 24}):
+        run.config.model = replace(config, config={**TEXT, **other})
+        with pytest.raises(
+            CheckpointError, match="is not of the model that the run's settings say"
+        ):
+            export(run, HF, None)
