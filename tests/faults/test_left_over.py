@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.common.files import replacing, temporary_folder
+from parallax.common.files import making_folder, replacing, temporary_folder
 from tests.faults.commands import (
     ON_ONE_RANK_AND_ON_TWO,
     prepared,
@@ -46,8 +46,10 @@ def test_what_a_killed_launcher_leaves_goes_with_the_next(
 
 HOLDS = """
 import pathlib, sys, time
-from parallax.common.files import replacing, temporary_folder
-with replacing(pathlib.Path(sys.argv[1])) as file, temporary_folder():
+from parallax.common.files import making_folder, replacing, temporary_folder
+target = pathlib.Path(sys.argv[1])
+with replacing(target) as file, temporary_folder(), making_folder(target.with_suffix(".d")) as made:
+    (made / "half").touch()
     file.write(b"half")
     file.flush()
     print("held", flush=True)
@@ -58,7 +60,7 @@ with replacing(pathlib.Path(sys.argv[1])) as file, temporary_folder():
 def test_what_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two at the same time one is killed: only what that one left is removed, and nothing that has another name."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    target = tmp_path / "plan.yaml"
+    target, folder = tmp_path / "plan.yaml", tmp_path / "plan.d"
     for name in ("plan.yaml.original", ".plan.yaml.backup", "parallax-own"):
         (tmp_path / name).write_text("mine")
     others = {path.name for path in tmp_path.iterdir()}
@@ -72,17 +74,19 @@ def test_what_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for each in holders:
             assert each.stdout is not None
             assert each.stdout.readline() == "held\n"
-        assert len({path.name for path in tmp_path.iterdir()} - others) == 4
+        assert len({path.name for path in tmp_path.iterdir()} - others) == 6
         holders[0].kill()
         holders[0].wait()
-        with replacing(target) as file, temporary_folder():
+        with replacing(target) as file, temporary_folder(), making_folder(folder):
             file.write(b"whole")
-        assert len({path.name for path in tmp_path.iterdir()} - others) == 3
+        assert len({path.name for path in tmp_path.iterdir()} - others) == 5
     finally:
         for each in holders:
             each.kill()
             each.communicate()
-    with replacing(target) as file, temporary_folder():
+    with replacing(target) as file, temporary_folder(), making_folder(folder) as made:
         file.write(b"new")
-    assert {path.name for path in tmp_path.iterdir()} == others | {"plan.yaml"}
+        (made / "new").touch()
+    assert {path.name for path in tmp_path.iterdir()} == others | {"plan.yaml", "plan.d"}
     assert target.read_bytes() == b"new"
+    assert [path.name for path in folder.iterdir()] == ["new"]

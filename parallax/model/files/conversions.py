@@ -79,20 +79,21 @@ class PretrainedLayout:
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
         """How the tensors of the files are made from those of the model, ``names``: as ``save_pretrained`` would."""
+        from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange, dot_natural_key
 
+        # Whether there was such a prefix only files that were read can say. Older releases have none.
+        prefixes: Any = getattr(core_model_loading, "PrefixChange", ())
         steps = [
-            # Whether there was such a prefix only files that were read can say.
             step.reverse_transform()
             for step in reversed(get_model_conversion_mapping(self._model, add_legacy=False))
-            if not isinstance(step, PrefixChange)
+            if not isinstance(step, prefixes)
         ]
         renamings, converters, by_pattern = _sorted_out(steps)
         unsaved = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
         found: list[Recipe] = []
         groups: dict[str, list[tuple[str, str]]] = {}
-        for name in sorted(set(names) - unsaved, key=dot_natural_key):
+        for name in sorted(set(names) - unsaved, key=core_model_loading.dot_natural_key):
             renamed, pattern = _first_match(name, converters)
             if pattern is None:
                 found.append(Recipe.same(name, _renamed(name, renamings)))
