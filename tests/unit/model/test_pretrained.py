@@ -18,6 +18,9 @@ from parallax.model.describe import Chain, describe
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.materialise import check_weights, materialise
 from parallax.run.job import usual_loss
+from parallax.runtime.batch import TensorRows
+from tests.unit.model.test_recorded import both, check_same
+from tests.zoo import Entry
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (it comes with the hf extra)"
@@ -77,6 +80,11 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def rows(count: int, step: int) -> TensorRows:
+    del step
+    return TensorRows(tokens(count), torch.zeros(count))
 
 
 # ---- which class -------------------------------------------------------------------------------------
@@ -337,3 +345,9 @@ def test_gradient_checkpointing_is_left_to_the_plan(caplog: pytest.LogCaptureFix
     assert "LlamaForCausalLM asks for gradient checkpointing: the plan decides" in caplog.text
     assert not chain.model.is_gradient_checkpointing
     assert chain.fingerprint() == describe(config.build, sample=tokens).fingerprint()
+    entry = Entry(flagged, lambda outputs, targets: outputs.logits.sum(), rows)
+    chain, blocks, plain = both(entry)
+    for module in (*blocks, plain.train()):
+        module.train()
+    assert plain.model.gradient_checkpointing, "by itself it computes again"  # type: ignore[union-attr]
+    check_same(entry, chain, blocks, plain, 3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parallax.errors import DescribeError
 from parallax.model.describe import describe
@@ -157,6 +158,51 @@ def test_what_lies_between_modules_is_recorded(
     for step, rows in enumerate([3, 5]):
         check_same(entry, chain, blocks, plain, rows, step)
     assert len(chain.blocks) > 1 or model in (Derivative, InPlace), "one block where it must be"
+
+
+class Again(nn.Linear):
+    """Computes itself again, as one module."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class AgainInside(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = Again()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.run(x))  # type: ignore[no-any-return]
+
+
+class AgainBetween(AgainInside):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, self.again(x), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class AgainReentrant(AgainBetween):
+    reentrant = True
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(AgainInside, False), (AgainBetween, True), (AgainReentrant, True)]
+)
+def test_what_computes_itself_again_between_modules_is_said(
+    model: type[nn.Module], said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = Entry(model, F.mse_loss, rows_of((WIDTH,)))
+    with caplog.at_level("INFO", logger="parallax"):
+        chain, blocks, plain = both(entry)
+    assert ("there the plan decides (plan.activations)" in caplog.text) == said
+    for module in (*blocks, plain):
+        module.train()
+    check_same(entry, chain, blocks, plain, 3)
 
 
 def test_a_region_of_autocast_is_recorded() -> None:
