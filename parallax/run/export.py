@@ -7,6 +7,7 @@ headers before anything is written.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,11 @@ from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.construction.construct import construct
 from parallax.model.construction.weights import INDEX, SINGLE, FileLayout, OwnLayout
-from parallax.model.files.conversions import PretrainedLayout, is_pretrained
+from parallax.model.files.conversions import (
+    PretrainedLayout,
+    class_of_transformers,
+    is_pretrained,
+)
 from parallax.model.files.tensors import Read, Recipe, write_tensors
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.materialise import tied_names
@@ -104,6 +109,7 @@ class HuggingFaceForm:
                 f"--to huggingface: the run's model is a {type(model).__name__}, which is no model of transformers; "
                 "use --to safetensors"
             )
+        _check_as_configured(model)
         return PretrainedLayout(model)
 
     def write_beside(self, model: Any, source: Path | None, folder: Path) -> list[str]:
@@ -112,7 +118,7 @@ class HuggingFaceForm:
         parts = [getattr(settings, key, None) for key in settings.sub_configs]
         for part in (settings, *(each for each in parts if getattr(each, "dtype", None))):
             part.dtype = dtype
-        settings.architectures = [type(model).__name__]
+        settings.architectures = [class_of_transformers(model).__name__]
         settings.save_pretrained(folder)
         generation = source / "generation_config.json" if source else None
         if generation is not None and generation.is_file():
@@ -159,6 +165,26 @@ def export(run: PreparedRun, form: ExportForm, out: Path | None) -> Exported:
             f"{format_bytes(disk_free_bytes(out))} free; nothing is left of it"
         ) from error
     return Exported(out, reader.step, size, tuple(files), tuple(remarks))
+
+
+def _check_as_configured(model: Any) -> None:
+    """A model that a factory has changed, by adapters or another head, is not what its configuration says: others would
+    load something else."""
+    kind = class_of_transformers(model)
+    due = construct(lambda: kind(copy.deepcopy(model.config)), seed=1).model
+    shapes, wanted = (
+        {name: tensor.shape for name, tensor in each.state_dict(keep_vars=True).items()}
+        for each in (model, due)
+    )
+    ties, wanted_ties = (sorted(map(sorted, _names(each))) for each in (model, due))
+    changed = [name for name in {**shapes, **wanted} if shapes.get(name) != wanted.get(name)]
+    changed += [min(names) for names in ties if names not in wanted_ties and not changed]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ConfigError(
+            f"--to huggingface: the run's model is no {kind.__name__} of its configuration: {', '.join(changed[:3])}"
+            f"{more} differ; use --to safetensors"
+        )
 
 
 def _last(directory: Path) -> Path:

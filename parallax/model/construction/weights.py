@@ -120,7 +120,9 @@ class CheckpointWeights:
         remarks = (
             [f"they lack {_list(said)}, which the model's constructor makes anew"] if said else []
         )
-        return remarks + ([f"{_list(extra)} in them is not in the model: unread"] if extra else [])
+        return remarks + (
+            [f"they hold {_list(extra)}, which the model has not: unread"] if extra else []
+        )
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
         """Raise :class:`CheckpointError` where what the model has once is there several times, and different."""

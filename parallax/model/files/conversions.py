@@ -20,8 +20,18 @@ from parallax.model.files.tensors import Read, Recipe
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether ``model`` is one of transformers."""
-    return hasattr(model, "base_model_prefix") and hasattr(model, "save_pretrained")
+    """Whether ``model`` is one of transformers, and not something around one that passes on its attributes."""
+    return class_of_transformers(model) is not None
+
+
+def class_of_transformers(model: nn.Module) -> Any:
+    """The class of transformers that ``model`` is of, or is derived from; None: there is none."""
+    kinds = [
+        kind
+        for kind in type(model).__mro__
+        if kind.__module__.startswith("transformers.") and hasattr(kind, "base_model_prefix")
+    ]
+    return kinds[0] if kinds else None
 
 
 class PretrainedLayout:

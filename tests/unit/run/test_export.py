@@ -215,6 +215,49 @@ def test_a_factory_that_makes_a_model_of_transformers(tmp_path: Path) -> None:
     loaded(exported, transformers.LlamaForCausalLM)
 
 
+class Changed(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """Has a head that its configuration does not know."""
+
+    def __init__(self, config: Any, *, changed: str) -> None:
+        super().__init__(config)
+        if changed == "more":
+            self.score = nn.Linear(16, 1)
+        elif changed == "other":
+            self.lm_head = nn.Linear(16, 5)
+        elif changed == "tied":
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, **inputs: Any) -> Any:
+        found = super().forward(**inputs)
+        head = getattr(self, "score", nn.Identity())
+        return found.logits, head(found.logits[..., :16])
+
+
+def changed_llama(changed: str = "") -> nn.Module:
+    return Changed(transformers.LlamaConfig(**TEXT), changed=changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [("more", "score.weight, score.bias"), ("other", "lm_head.weight"), ("tied", "lm_head.weight")],
+)
+def test_what_its_configuration_does_not_say_is_no_folder_of_transformers(
+    changed: str, what: str, tmp_path: Path
+) -> None:
+    target = f"{__name__}:changed_llama"
+    run = run_of(tmp_path, CustomModelConfig(target=target, kwargs={"changed": changed}))
+    with pytest.raises(ConfigError, match=f"no LlamaForCausalLM of its configuration: .*{what}"):
+        export(run, HF, None)
+    assert "model.safetensors" in export(run, PLAIN, None).files
+
+
+def test_a_class_derived_from_one_of_transformers_is_that_one(tmp_path: Path) -> None:
+    exported = export(
+        run_of(tmp_path, CustomModelConfig(target=f"{__name__}:changed_llama")), HF, None
+    )
+    loaded(exported, transformers.LlamaForCausalLM)
+
+
 @pytest.mark.parametrize("lacking", ["checkpoint", "room", "empty", "folder", "parent"])
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_path: Path) -> None:
     config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
