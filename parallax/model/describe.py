@@ -70,14 +70,16 @@ class Chain:
         return self.construction.model
 
     def fingerprint(self) -> str:
-        """A hash of structure and shapes: equal for two models that cost the same and hold the same names."""
+        """A hash of structure and shapes, and of what is not trained: equal for two models that cost the same and hold
+        the same names."""
         text = [str(self.dtype)]
         for block in self.blocks:
             text.append(f"{block.name}|{block.module!r}")
             text += [
                 f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()
             ]
-        return hashlib.sha256("\n".join([*text, *sorted(self.ties)]).encode()).hexdigest()[:16]
+        text += [*sorted(self.ties), *(f"{name} is frozen" for name in sorted(self.frozen))]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def arguments(self, value: Any) -> tuple[Tensor, ...]:
         """A model's inputs as the first block takes them: a tensor, some in order, some by name, or a nest of them such
@@ -126,6 +128,11 @@ class Chain:
         if self.template is not None:
             return rebuild(self.template, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
 
     @cached_property
     def names(self) -> tuple[dict[str, str], ...]:

@@ -46,7 +46,9 @@ NOTHING = Affine()
 class BlockCost:
     """What one block costs on one device.
 
-    ``largest_bytes`` those of its largest parameter; 0 where nobody looked: then it may be all of them
+    ``frozen_bytes`` those of ``parameter_bytes`` that are not trained: no gradient, no state of the optimizer and no
+    full-precision copy belongs to them
+    ``largest_bytes`` those of its largest parameter that is trained; 0 where nobody looked: then it may be all of them
     ``weight_seconds`` is the part of ``backward_seconds`` that computes gradients of parameters; zero-bubble schedules
     run it apart from the part that computes the gradient of the input. Running it apart takes ``split_seconds`` more
     ``offload_seconds`` are what forward and backward together take longer where saved activations are offloaded, beside
@@ -66,6 +68,7 @@ class BlockCost:
     name: str
     parameters: int
     parameter_bytes: int
+    frozen_bytes: int = 0
     largest_bytes: int = 0
     buffer_bytes: int = 0
     forward_seconds: Affine
@@ -87,9 +90,14 @@ class BlockCost:
     gathered_seconds: float = 0.0
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that are trained."""
+        return self.parameter_bytes - self.frozen_bytes
+
+    @property
     def largest_parameter_bytes(self) -> int:
-        """Bytes of its largest parameter, or more."""
-        return self.largest_bytes or self.parameter_bytes
+        """Bytes of its largest parameter that is trained, or more."""
+        return self.largest_bytes or self.trained_bytes
 
 
 _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "name")
@@ -99,11 +107,11 @@ _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "nam
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and what they were measured on.
 
-    ``ties`` lists, per shared parameter, its bytes and the blocks that use it. ``optimizer_bytes`` is what the
-    optimizer keeps for each byte of parameters (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take
-    (0.0 where the parameters are in full precision themselves). ``optimizer_seconds`` is for one byte. The loss is
-    that of ``gathered_rows`` rows, once in a step (0: it is part of the last block). ``source`` says whether the
-    figures were measured or derived from shapes.
+    ``ties`` lists, per shared parameter that is trained, its bytes and the blocks that use it, ``frozen_ties`` those
+    that are not trained. ``optimizer_bytes`` is what the optimizer keeps for each byte of parameters that it trains
+    (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take (0.0 where the parameters are in full
+    precision themselves). ``optimizer_seconds`` is for one byte. The loss is that of ``gathered_rows`` rows, once in a
+    step (0: it is part of the last block). ``source`` says whether the figures were measured or derived from shapes.
     """
 
     model: str
@@ -112,6 +120,7 @@ class ModelProfile:
     precision: str
     blocks: tuple[BlockCost, ...]
     ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    frozen_ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
     optimizer_bytes: float = 2.0
     optimizer_seconds: float = 0.0
     gradient_bytes: float = 1.0
@@ -136,14 +145,24 @@ class ModelProfile:
                     raise PlanError(
                         f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"
                     )
+            if block.frozen_bytes > block.parameter_bytes:
+                raise PlanError(
+                    f"profile of {self.model}, block {block.name}: {block.frozen_bytes} bytes of parameters are not "
+                    f"trained, and it has {block.parameter_bytes}"
+                )
         ratios = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
         for name in (*ratios, "gathered_rows"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(
                     f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"
                 )
+        self._check_ties("ties", [block.trained_bytes for block in self.blocks])
+        self._check_ties("frozen_ties", [block.frozen_bytes for block in self.blocks])
+
+    def _check_ties(self, kind: str, held: Sequence[int]) -> None:
+        """Those of one ``kind`` are of blocks that have so many bytes of such parameters."""
         tied = [0] * len(self.blocks)
-        for size, users in self.ties:
+        for size, users in getattr(self, kind):
             named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(
                 set(users)
             )
@@ -154,19 +173,26 @@ class ModelProfile:
                 )
             for user in users:
                 tied[user] += size
-                if tied[user] > self.blocks[user].parameter_bytes:
+                if tied[user] > held[user]:
                     raise PlanError(
                         f"profile of {self.model}, block {self.blocks[user].name}: it shares {tied[user]} bytes of "
-                        f"parameters and has {self.blocks[user].parameter_bytes}"
+                        f"parameters and has {held[user]}{' that are not trained' if kind == 'frozen_ties' else ''}"
                     )
+
+    @property
+    def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """All parameters that several blocks use, trained or not, as :attr:`ties` lists them."""
+        return (*self.ties, *self.frozen_ties)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
         """Bytes of parameters that a stage of ``blocks`` holds: a shared parameter counts once within the stage."""
         total = sum(self.blocks[i].parameter_bytes for i in blocks)
-        inside = set(blocks)
-        return total - sum(
-            b * max(0, len(inside.intersection(users)) - 1) for b, users in self.ties
-        )
+        return total - _repeated(self.shared, blocks)
+
+    def unique_trained_bytes(self, blocks: Sequence[int]) -> int:
+        """The same of those that are trained."""
+        total = sum(self.blocks[i].trained_bytes for i in blocks)
+        return total - _repeated(self.ties, blocks)
 
     def to_json(self) -> str:
         """The profile as JSON text."""
@@ -178,8 +204,8 @@ class ModelProfile:
         try:
             data = json.loads(text)
             blocks = tuple(_block(block) for block in data.pop("blocks"))
-            ties = tuple((int(b), tuple(int(u) for u in users)) for b, users in data.pop("ties"))
-            return cls(blocks=blocks, ties=ties, **data)
+            ties, frozen_ties = _ties(data.pop("ties")), _ties(data.pop("frozen_ties", ()))
+            return cls(blocks=blocks, ties=ties, frozen_ties=frozen_ties, **data)
         except (
             TypeError,
             KeyError,
@@ -206,6 +232,16 @@ class ModelProfile:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{printable(str(path))}: {error}") from error
+
+
+def _repeated(ties: Sequence[tuple[int, tuple[int, ...]]], blocks: Sequence[int]) -> int:
+    """Bytes that ``blocks`` count more than once."""
+    inside = set(blocks)
+    return sum(size * max(0, len(inside.intersection(users)) - 1) for size, users in ties)
+
+
+def _ties(found: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((int(size), tuple(int(user) for user in users)) for size, users in found)
 
 
 def _block(data: dict[str, Any]) -> BlockCost:

@@ -30,6 +30,7 @@ class BlockWork:
     name: str
     parameters: int
     parameter_bytes: int
+    frozen_bytes: int = 0
     largest_bytes: int = 0
     buffer_bytes: int = 0
     forward: Work
@@ -59,6 +60,7 @@ class ModelWork:
     dtype: str
     blocks: tuple[BlockWork, ...]
     ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    frozen_ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
     optimizer_bytes: float = 2.0
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0

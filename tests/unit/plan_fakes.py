@@ -27,6 +27,7 @@ def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **fields
         if key not in (
             "parameters",
             "parameter_bytes",
+            "frozen_bytes",
             "largest_bytes",
             "buffer_bytes",
         ) and not isinstance(value, Affine):

@@ -13,11 +13,13 @@ from parallax.model.describe import Chain
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What a block holds, in the number format that the chain trains in: parameters, their bytes, those of the largest
-    one, and those of buffers, of which only floating-point ones are in that format."""
+    """What a block holds, in the number format that the chain trains in: parameters, their bytes, those of them that
+    are not trained, those of the largest one that is, and those of buffers, of which only floating-point ones are in
+    that format."""
 
     parameters: int
     parameter_bytes: int
+    frozen_bytes: int
     largest_bytes: int
     buffer_bytes: int
 
@@ -26,10 +28,12 @@ class BlockSizes:
         """Those of one block of ``chain``."""
         module, dtype = chain.blocks[index].module, chain.dtype
         counts = [parameter.numel() for parameter in module.parameters()]
+        trained = [p.numel() for p in module.parameters() if p.requires_grad]
         return cls(
             parameters=sum(counts),
             parameter_bytes=sum(counts) * dtype.itemsize,
-            largest_bytes=max(counts, default=0) * dtype.itemsize,
+            frozen_bytes=(sum(counts) - sum(trained)) * dtype.itemsize,
+            largest_bytes=max(trained, default=0) * dtype.itemsize,
             buffer_bytes=sum(
                 buffer.numel() * (dtype if buffer.is_floating_point() else buffer.dtype).itemsize
                 for buffer in module.buffers()
@@ -37,16 +41,15 @@ class BlockSizes:
         )
 
 
-def tie_costs(chain: Chain) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Bytes of each parameter that several blocks share, and those blocks."""
+def tie_costs(chain: Chain, *, trained: bool = True) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Bytes of each parameter that several blocks share, and those blocks: of those that are trained, or of the
+    others."""
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))
-        if len(blocks) > 1:
-            first, name = users[0]
-            yield (
-                chain.blocks[first].module.get_parameter(name).numel() * chain.dtype.itemsize,
-                blocks,
-            )
+        first, name = users[0]
+        parameter = chain.blocks[first].module.get_parameter(name)
+        if len(blocks) > 1 and parameter.requires_grad == trained:
+            yield parameter.numel() * chain.dtype.itemsize, blocks
 
 
 class BlockFindings(Protocol):
@@ -86,7 +89,12 @@ def block_by_block(
 def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     """Equal for blocks that cost the same."""
     shapes = [
-        f"{name}{tuple(tensor.shape)}" for name, tensor in module.state_dict(keep_vars=True).items()
+        f"{name}{tuple(tensor.shape)}{'' if _is_trained(tensor) else ' frozen'}"
+        for name, tensor in module.state_dict(keep_vars=True).items()
     ]
     entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
     return "|".join([repr(module), *shapes, *entering])
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)

@@ -76,7 +76,8 @@ def count(
         precision=str(precision),
         dtype=precision.compute,
         blocks=tuple(blocks),
-        ties=tuple(tie_costs(chain)),
+        ties=tuple(tie_costs(chain, trained=True)),
+        frozen_ties=tuple(tie_costs(chain, trained=False)),
         optimizer_bytes=how.optimizer / how.weight,
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
@@ -377,7 +378,8 @@ class _Counter:
                 torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
             return seen()
         for parameter in block.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         meter.know(
             [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
         )

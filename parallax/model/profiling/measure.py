@@ -147,7 +147,8 @@ def _profile_of(
                 gathered_seconds=whole.seconds,
             ),
         ),
-        ties=tuple(tie_costs(chain)),
+        ties=tuple(tie_costs(chain, trained=True)),
+        frozen_ties=tuple(tie_costs(chain, trained=False)),
         optimizer_bytes=how.optimizer / how.weight,
         optimizer_seconds=_optimizer_seconds(device, chain.dtype),
         gradient_bytes=how.gradient / how.weight,
@@ -275,7 +276,8 @@ class _Bench:
             tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
         )
         for parameter in block.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         passes = _Passes(self, self._device, block, leaves, targets)
         outputs = self.forward(block, passes.enter(), None)
         moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)

@@ -28,20 +28,11 @@ def with_room_below(
     forced = _forced(profile, stages, positions)
     found = []
     for index, stage in enumerate(stages):
-        sizes = _sizes(profile, stage)
+        sizes = Sizes.of(profile, stage.start, stage.stop)
         states = _state_bytes(profile, sizes, stage, shares[index % positions], forced[index])
         streamed = _streamed_bytes(profile, sizes, stage.parameter_offload)
         found.append(replace(stage, state_bytes=states, streamed_bytes=streamed))
     return tuple(found)
-
-
-def _sizes(profile: ModelProfile, stage: StagePlan) -> Sizes:
-    costs = profile.blocks[stage.start : stage.stop]
-    return Sizes(
-        profile.unique_parameter_bytes(range(stage.start, stage.stop)),
-        max(cost.parameter_bytes for cost in costs),
-        max(cost.largest_parameter_bytes for cost in costs),
-    )
 
 
 def _state_bytes(
@@ -50,22 +41,25 @@ def _state_bytes(
     """A ``share`` of the states, rounded up to whole parameters, of which a replica gets its part, and all of those of
     ``forced`` bytes of parameters. The masters of parameters that visit lie beside these."""
     per_byte = profile.optimizer_bytes + profile.master_bytes
-    whole, largest = math.ceil(sizes.parameters * per_byte), sizes.parameter * per_byte
+    whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0
     streamed = math.floor(sizes.parameters * stage.parameter_offload)
     mine = lower if streamed else dealt(lower, largest, stage.replicas)
     more = math.ceil(forced * per_byte)
-    return min(whole, mine + more) - math.floor(streamed * profile.master_bytes)
+    return min(whole, mine + more) - math.floor(
+        sizes.least_trained(streamed) * profile.master_bytes
+    )
 
 
 def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
-    """A ``share`` of the parameters, rounded up to whole blocks, with gradients and masters. Of one block, what is new
-    is written before the old is given up."""
+    """A ``share`` of the parameters, rounded up to whole blocks, with gradients and masters of those that are trained.
+    Of one block, what is new is written before the old is given up."""
     if not share:
         return 0
     whole = min(sizes.parameters, sizes.parameters * share + sizes.block)
-    passing = (1 + profile.gradient_bytes) * min(whole, sizes.block)
-    return math.ceil(whole * (1 + profile.gradient_bytes + profile.master_bytes) + passing)
+    trained = min(whole, sizes.trained)
+    passing = min(whole, sizes.block) + profile.gradient_bytes * min(trained, sizes.block)
+    return math.ceil(whole + trained * (profile.gradient_bytes + profile.master_bytes) + passing)
 
 
 def _forced(profile: ModelProfile, stages: Sequence[StagePlan], positions: int) -> list[int]:

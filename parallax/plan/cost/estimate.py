@@ -105,6 +105,7 @@ def without_seconds(work: ModelWork) -> ModelProfile:
         precision=work.precision,
         blocks=blocks,
         ties=work.ties,
+        frozen_ties=work.frozen_ties,
         optimizer_bytes=work.optimizer_bytes,
         gradient_bytes=work.gradient_bytes,
         master_bytes=work.master_bytes,
@@ -118,6 +119,7 @@ _SIZES = (
         "name",
         "parameters",
         "parameter_bytes",
+        "frozen_bytes",
         "largest_bytes",
         "buffer_bytes",
         "moved",
@@ -184,8 +186,11 @@ class _ChainCutter:
             profile.blocks,
             [load_block(cost, directive, rows) for cost in profile.blocks],
         )
-        per_byte = 1 + profile.gradient_bytes + profile.optimizer_bytes + profile.master_bytes
-        self._static = [cost.parameter_bytes * per_byte + cost.buffer_bytes for cost in costs]
+        per_byte = profile.gradient_bytes + profile.optimizer_bytes + profile.master_bytes
+        self._static = [
+            cost.parameter_bytes + cost.trained_bytes * per_byte + cost.buffer_bytes
+            for cost in costs
+        ]
         self._kept = [load.kept_bytes for load in loads]
         self._work = [max(load.forward_work, load.backward_work) for load in loads]
         self._enters = [0.0, *(2 * cost.input.at(rows) for cost in costs[1:])]

@@ -94,11 +94,12 @@ class StateLoad:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes`` counts those in
-    the tier below, too. ``gathered_bytes`` are sent among the replicas of the last stage before the loss of all rows,
-    which takes ``gathered_seconds`` once in a step."""
+    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes``, and the
+    ``trained_bytes`` of them that have gradients, count those in the tier below, too. ``gathered_bytes`` are sent among
+    the replicas of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step."""
 
     parameter_bytes: int
+    trained_bytes: int
     states: StateLoad
     buffer_bytes: int
     reserve_bytes: int
@@ -244,14 +245,10 @@ def load_stage(
     costs = profile.blocks[start:stop]
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
-    parameters = profile.unique_parameter_bytes(range(start, stop))
-    sizes = Sizes(
-        parameters,
-        max(cost.parameter_bytes for cost in costs),
-        max(cost.largest_parameter_bytes for cost in costs),
-    )
+    sizes = Sizes.of(profile, start, stop)
     return StageLoad(
-        parameter_bytes=parameters,
+        parameter_bytes=sizes.parameters,
+        trained_bytes=sizes.trained,
         states=load_states(profile, sizes, device, below, replicas),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
@@ -286,11 +283,32 @@ def load_planned(
 
 
 class Sizes(NamedTuple):
-    """Bytes of a stage's parameters, of those of its largest block, and of its largest parameter."""
+    """Bytes of a stage's parameters, of those of its largest block, of the largest parameter that is trained, and of
+    all that are."""
 
     parameters: int
     block: int
     parameter: int
+    trained: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile, start: int, stop: int) -> Sizes:
+        """Those of the blocks ``start`` to ``stop``."""
+        costs, blocks = profile.blocks[start:stop], range(start, stop)
+        return cls(
+            profile.unique_parameter_bytes(blocks),
+            max(cost.parameter_bytes for cost in costs),
+            max(cost.largest_parameter_bytes for cost in costs),
+            profile.unique_trained_bytes(blocks),
+        )
+
+    def most_trained(self, part: int) -> int:
+        """The most bytes that are trained among ``part`` of the parameters' bytes: which these are is not said."""
+        return min(part, self.trained)
+
+    def least_trained(self, part: int) -> int:
+        """The fewest."""
+        return max(0, part - (self.parameters - self.trained))
 
 
 def load_states(
@@ -307,33 +325,37 @@ def load_states(
     parameters. Parameters below come up for each forward and each backward, two blocks at a time, the one that runs and
     the next; the gradients of a block go down, where those of all micro-batches are summed: what is there comes up to
     be added to. Replicas hold one copy of the states below together, unless their parameters stream, and one copy of
-    those on the device where they are sharded.
+    those on the device where they are sharded. Gradients and states are those of parameters that are trained; which
+    of these stream is not known here, so both sides of the way count as many as there can be.
     """
     parameter_bytes, largest = sizes.parameters, sizes.block
     per_byte = profile.optimizer_bytes + profile.master_bytes
-    states = math.ceil(parameter_bytes * per_byte)
+    states = math.ceil(sizes.trained * per_byte)
     lower = math.floor(states * below.optimizer)
     upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed = math.floor(parameter_bytes * below.parameters)
-    gone = math.floor(streamed * profile.gradient_bytes)
+    going = sizes.most_trained(streamed)
+    gone = math.floor(going * profile.gradient_bytes)
+    surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
     visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
     window = visiting
     if not device.swaps_to.steps:
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
-    stepped = below.optimizer * parameter_bytes
-    moving = max(0.0, stepped - streamed)  # those that stream are up and down anyway
+    stepped = below.optimizer * sizes.trained
+    # Those that stream are up and down anyway.
+    moving = max(0.0, stepped - sizes.least_trained(streamed))
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
     passing += max(visiting, _twice_bytes(profile, sizes, streamed))
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
-    on_device = (parameter_bytes - stepped) * _step_share(profile, upper / max(1, states - lower))
+    on_device = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     update = on_device * profile.optimizer_seconds / device.speed
     update += stepped * device.host_update_seconds
     return StateLoad(
         parameter_bytes=parameter_bytes - streamed,
-        gradient_bytes=math.ceil(parameter_bytes * profile.gradient_bytes) - gone,
+        gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
         staging_bytes=window,
@@ -349,12 +371,13 @@ def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
     """Weights and gradients of ``moving`` parameter bytes pass through a place in host memory; the weights that are
     stepped are copies."""
     copies = 1 if profile.master_bytes else 2
-    return copies * min(sizes.parameters, moving + (sizes.block if moving else 0))
+    return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
 
 def _twice_bytes(profile: ModelProfile, sizes: Sizes, streamed: int) -> int:
     """What is new of a block is written before the old is given up."""
-    return math.ceil(min(sizes.block, streamed and sizes.parameters) * (1 + profile.gradient_bytes))
+    whole = min(sizes.block, streamed and sizes.parameters)
+    return math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
 
 
 def _rounding_bytes(
@@ -365,9 +388,9 @@ def _rounding_bytes(
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
     if streamed:
-        per_parameter = 1 + profile.gradient_bytes
-        whole = math.ceil(sizes.parameters * per_parameter)
-        rounding += min(whole - streamed - gone, math.ceil(sizes.block * per_parameter))
+        whole = math.ceil(sizes.parameters + sizes.trained * profile.gradient_bytes)
+        block = sizes.block + sizes.most_trained(sizes.block) * profile.gradient_bytes
+        rounding += min(whole - streamed - gone, math.ceil(block))
     return rounding
 
 

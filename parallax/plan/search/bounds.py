@@ -274,31 +274,32 @@ class StepBound:
         if room <= 0:
             return 0.0
         flights = shape.schedule.least_flights(positions, micro_batches)
-        static = self._static(replicas) * self._common_bytes
+        static = self._static(replicas)
         apart = float((room / (flights * held + static / rows.count)).sum())
         together = (positions * room - static) / (float(flights.min()) * held)
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
-        """The fewest bytes on the device for a byte of parameters."""
-        profile = self.request.profile
+        """The fewest bytes on the device for the parameters of the common blocks."""
+        profile, (parameters, trained) = self.request.profile, self._common_bytes
         states = profile.optimizer_bytes + profile.master_bytes
         return min(
-            (1 - below.parameters) * (1 + profile.gradient_bytes)
-            + (1 - below.optimizer) * states / (replicas if below.sharded else 1)
+            (1 - below.parameters) * (parameters + trained * profile.gradient_bytes)
+            + (1 - below.optimizer) * trained * states / (replicas if below.sharded else 1)
             for below in self.request.host_states
         )
 
-    def _parameters(self, numbers: tuple[int, ...]) -> int:
-        """Bytes of parameters of the common blocks, each that is shared counted once and given away."""
-        common = self._common()
-        profile = self.request.profile
-        total = sum(
-            cost.parameter_bytes
-            for number, cost in zip(numbers, profile.blocks)
-            if number == common
+    def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
+        """Bytes of parameters of the common blocks, and of those that are trained, each that is shared counted once
+        and given away."""
+        common, profile = self._common(), self.request.profile
+        costs = [cost for number, cost in zip(numbers, profile.blocks) if number == common]
+        parameters = sum(cost.parameter_bytes for cost in costs)
+        trained = sum(cost.trained_bytes for cost in costs)
+        return (
+            max(0, parameters - sum(size * len(users) for size, users in profile.shared)),
+            max(0, trained - sum(size * len(users) for size, users in profile.ties)),
         )
-        return max(0, total - sum(size * len(users) for size, users in profile.ties))
 
     def _common(self) -> int:
         def seconds(number: int) -> float:
@@ -345,8 +346,9 @@ class StepBound:
         """Seconds of the update of the mean share of the parameters, by whichever way is fastest, and of a loss of all
         rows: what a step has once."""
         profile = self.request.profile
-        whole = profile.unique_parameter_bytes(range(len(profile.blocks)))
-        sizes = Sizes(whole // positions, 0, 0)
+        every = range(len(profile.blocks))
+        whole, trained = profile.unique_parameter_bytes(every), profile.unique_trained_bytes(every)
+        sizes = Sizes(whole // positions, 0, 0, trained // positions)
         found = []
         for below in self.request.host_states:
             states = load_states(profile, sizes, self._device, below, replicas)

@@ -172,7 +172,7 @@ class ExactSearch:
 
     def _prepend(self, choice: StageChoice, partial: _Partial, left: int) -> _Partial:
         replicas = choice.plan.replicas
-        reduce = self._reduce(choice.parameter_bytes, left - replicas, left)
+        reduce = self._reduce(choice.trained_bytes, left - replicas, left)
         return _Partial(
             max(choice.seconds, partial.slowest),
             choice.seconds + partial.total,
@@ -181,8 +181,8 @@ class ExactSearch:
             (choice, *partial.stages),
         )
 
-    def _find_reduce(self, parameter_bytes: int, first: int, stop: int) -> float:
-        gradients = parameter_bytes * self.request.profile.gradient_bytes
+    def _find_reduce(self, trained_bytes: int, first: int, stop: int) -> float:
+        gradients = trained_bytes * self.request.profile.gradient_bytes
         return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
 
     def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:

@@ -91,7 +91,7 @@ class StageChoice:
     tail_seconds: float
     peak_bytes: int
     moved_bytes: int
-    parameter_bytes: int
+    trained_bytes: int
 
 
 def judge_stage(
@@ -128,14 +128,14 @@ def judge_stage(
     waiting = 0.0 if buffered else device.read.seconds(moved)
     spreading = 0.0
     if below.sharded and where.link is not None:
-        spreading = broadcast_seconds(load.parameter_bytes, where.replicas, where.link)
+        spreading = broadcast_seconds(load.trained_bytes, where.replicas, where.link)
     return StageChoice(
         plan=stage,
         seconds=max(load.compute_seconds + waiting, copying),
         tail_seconds=load.update_seconds + spreading,
         peak_bytes=load.peak_bytes(where.in_flight, limit),
         moved_bytes=moved,
-        parameter_bytes=load.parameter_bytes,
+        trained_bytes=load.trained_bytes,
     )
 
 
@@ -155,7 +155,15 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
     """A number for each block, the same for those that cost the same, and the cost behind each number."""
     numbers: dict[BlockCost, int] = {}
     nameless = [
-        replace(block, name="", parameters=0, parameter_bytes=0, largest_bytes=0, buffer_bytes=0)
+        replace(
+            block,
+            name="",
+            parameters=0,
+            parameter_bytes=0,
+            frozen_bytes=0,
+            largest_bytes=0,
+            buffer_bytes=0,
+        )
         for block in profile.blocks
     ]
     kinds = tuple(numbers.setdefault(cost, len(numbers)) for cost in nameless)

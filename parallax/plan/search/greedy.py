@@ -398,7 +398,7 @@ class GreedySearch:
                 stages[stage] = choice.plan
             seconds = sum(choice.seconds for choice in choices)
             gradients = (
-                sum(choice.parameter_bytes for choice in choices)
+                sum(choice.trained_bytes for choice in choices)
                 * self.request.profile.gradient_bytes
             )
             reduce = all_reduce_seconds(

@@ -104,13 +104,14 @@ class _Sums:
 class BlockChain:
     """What does not depend on rows or devices: the number of each block's kind and the cost behind it, as in
     :func:`~parallax.plan.search.exact_stage.block_kinds`, bytes of parameters and of the largest, and sums of the first
-    0, 1, … blocks' parameters and buffers."""
+    0, 1, … blocks' parameters, of those of them that are trained, and of buffers."""
 
     kinds: NDArray[np.int32]
     costs: Sequence[BlockCost]
     block_bytes: NDArray[np.int64]
     largest_bytes: NDArray[np.int64]
     parameter_sums: NDArray[np.int64]
+    trained_sums: NDArray[np.int64]
     buffer_sums: NDArray[np.int64]
 
     @classmethod
@@ -127,6 +128,7 @@ class BlockChain:
                 [block.largest_parameter_bytes for block in blocks], dtype=np.int64
             ),
             parameter_sums=np.concatenate([[0], np.cumsum(parameters)]),
+            trained_sums=np.cumsum([0, *(block.trained_bytes for block in blocks)]),
             buffer_sums=np.cumsum([0, *(block.buffer_bytes for block in blocks)]),
         )
 
@@ -304,7 +306,7 @@ class GreedyStages:
     def _load(self, sizes: Sizes, below: OffloadFractions) -> _States:
         states = load_states(self._profile, sizes, self._device, below, self._kind.replicas)
         sent = (
-            broadcast_seconds(sizes.parameters, self._kind.replicas, self._kind.link)
+            broadcast_seconds(sizes.trained, self._kind.replicas, self._kind.link)
             if below.sharded
             else 0.0
         )
@@ -320,18 +322,14 @@ class GreedyStages:
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
         largest = (self._chain.block_bytes, self._chain.largest_bytes)
+        block, parameter = (max(int(of[a:b].max()) for a, b, _ in parts) for of in largest)
+        shared, tied = self._profile.shared, self._profile.ties
         return Sizes(
-            self._parameter_bytes(parts),
-            *(max(int(of[a:b].max()) for a, b, _ in parts) for of in largest),
+            _unique(self._chain.parameter_sums, shared, parts),
+            block,
+            parameter,
+            _unique(self._chain.trained_sums, tied, parts),
         )
-
-    def _parameter_bytes(self, parts: tuple[Part, ...]) -> int:
-        total = 0
-        for start, stop, _ in parts:
-            total += int(self._chain.parameter_sums[stop] - self._chain.parameter_sums[start])
-            for size, users in self._profile.ties:
-                total -= size * max(0, sum(start <= user < stop for user in users) - 1)
-        return total
 
     def _buffer_bytes(self, parts: tuple[Part, ...]) -> int:
         return sum(
@@ -438,6 +436,19 @@ class GreedyStages:
         if Directive.KEEP not in self._allowed:
             permitted &= recomputed + offloaded == len(offloaded) - 1
         return permitted
+
+
+def _unique(
+    sums: NDArray[np.int64], ties: Sequence[tuple[int, tuple[int, ...]]], parts: tuple[Part, ...]
+) -> int:
+    """Bytes of all ``parts``, of which ``sums`` are those of the first 0, 1, … blocks; what blocks of one part share
+    counts once."""
+    total = 0
+    for start, stop, _ in parts:
+        total += int(sums[stop] - sums[start])
+        for size, users in ties:
+            total -= size * max(0, sum(start <= user < stop for user in users) - 1)
+    return total
 
 
 def _prefixes(values: Floats) -> Floats:

@@ -129,7 +129,7 @@ class Request:
         self._check_schedule()
         self._check_loss()
         if runnable:
-            config.check_streaming(profile.model, tied=bool(profile.ties))
+            config.check_streaming(profile.model, tied=bool(profile.shared))
 
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` where what is asked for does not go together."""
@@ -210,7 +210,7 @@ class Request:
             return self._on_device
         if parameters == "host":
             return (OffloadFractions(1.0, 1.0),)
-        tied = self.runnable and self.profile.ties
+        tied = self.runnable and self.profile.shared
         streamed = (
             PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" and not tied else ()
         )
@@ -445,13 +445,8 @@ class Request:
     def least_positions(self) -> int:
         """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
-        whole = self.profile.unique_parameter_bytes(range(len(self.profile.blocks)))
-        blocks, replicas = self.profile.blocks, len(self.devices)
-        sizes = Sizes(
-            whole,
-            max(block.parameter_bytes for block in blocks),
-            max(block.largest_parameter_bytes for block in blocks),
-        )
+        replicas = len(self.devices)
+        sizes = Sizes.of(self.profile, 0, len(self.profile.blocks))
         states = min(
             (
                 load_states(self.profile, sizes, largest, below, replicas)

@@ -371,7 +371,7 @@ def _exposed_reduction(
     profile: ModelProfile, cluster: Cluster, ranks: Sequence[int], loads: Sequence[StageLoad]
 ) -> float:
     """What is left of reducing gradients once the last micro-batch's backward has hidden its part."""
-    gradients = sum(load.parameter_bytes for load in loads) * profile.gradient_bytes
+    gradients = sum(load.trained_bytes for load in loads) * profile.gradient_bytes
     hidden = sum(block.backward_seconds for block in loads[0].blocks)
     return max(0.0, all_reduce_seconds(gradients, ranks, cluster) - hidden)
 
@@ -385,7 +385,7 @@ def _update_seconds(
     for stage, load in loads.items():
         seconds += load.update_seconds
         if pipeline.stages[stage].shard_optimizer:
-            seconds += broadcast_seconds(load.parameter_bytes, len(ranks), link)
+            seconds += broadcast_seconds(load.trained_bytes, len(ranks), link)
     return seconds
 
 

@@ -300,7 +300,7 @@ class Rank:
         ranks = self._world.ranks(stage)
         if len(ranks) > 1:
             size = (
-                self._passes(stage, self._rows[0]).load.parameter_bytes
+                self._passes(stage, self._rows[0]).load.trained_bytes
                 * self._world.profile.gradient_bytes
             )
             network = self._world.network
@@ -326,6 +326,6 @@ class Rank:
         for stage, load in loads.items():
             ranks = self._world.ranks(stage)
             if self._world.stages[stage].shard_optimizer and len(ranks) > 1:
-                spreading = partial(network.broadcast, ranks, load.parameter_bytes)
+                spreading = partial(network.broadcast, ranks, load.trained_bytes)
                 yield network.meet(f"spread {stage}", len(ranks), spreading)
         self._seconds["update"] += network.simulator.now - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from parallax.common.units import format_bytes
@@ -61,21 +62,20 @@ class Tiers:
         """A store for ``share`` of the parameters of ``indices``, which ``blocks`` gives, and for their gradients. New
         ones are written before the old are given up."""
         described = [list(chain.blocks[index].module.parameters()) for index in indices]
-        sizes = [
-            sum(parameter.numel() for parameter in block) * chain.dtype.itemsize
-            for block in described
-        ]
+        sizes = [_bytes(block, chain.dtype) for block in described]
+        trained = [_bytes([p for p in b if p.requires_grad], chain.dtype) for b in described]
         first = first_below(sizes, share)
         chunks = sum(
             size // STATE_BUCKET_BYTES + 1 + len(b)
             for size, b in zip(sizes[first:], described[first:])
         )
-        # With gradients; of two bytes there are full-precision masters.
-        copies = 4 if chain.dtype.itemsize == 2 else 2
-        needed = copies * sum(sizes[first:]) + 2 * max(sizes[first:])
+        # What is trained has gradients; of two bytes there are full-precision masters.
+        more = 3 if chain.dtype.itemsize == 2 else 1
+        needed = sum(sizes[first:]) + more * sum(trained[first:])
+        needed += max(sizes[first:]) + max(trained[first:])
         given = sum(stage.streamed_bytes for stage in self._stages)
         self._check("parameters that stream", needed, given)
-        store = self._open(given + copies * chunks * PAGE_BYTES)
+        store = self._open(given + (1 + more) * chunks * PAGE_BYTES)
         return StreamedParameters(blocks, store, verify=self._config.verify)
 
     def close(self) -> None:
@@ -96,3 +96,7 @@ class Tiers:
                 f"gives them {format_bytes(given)} ({given} bytes) in tier {self._tier}: plan again, for this model, "
                 "optimizer and precision"
             )
+
+
+def _bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> int:
+    return sum(parameter.numel() for parameter in parameters) * dtype.itemsize

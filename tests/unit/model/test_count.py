@@ -131,6 +131,38 @@ def test_no_weight_is_ever_made() -> None:
     assert work.blocks[1].forward.flops == Affine(0.0, 2.0 * width * width)
 
 
+class SharedAndFrozen(nn.Module):
+    """Layers that look alike, of which the second is not trained; its weight is the last one's, too."""
+
+    def __init__(self, *, frozen: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[1].requires_grad_(not frozen)
+        self.layers[3].weight = self.layers[1].weight
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+
+def test_what_is_not_trained_is_told_apart() -> None:
+    chain = describe(SharedAndFrozen)
+    work = count(
+        chain,
+        lambda outputs, targets: outputs.sum(),
+        lambda rows: ((torch.empty(rows, 8, device="meta"),), torch.empty(rows, device="meta")),
+        precision=FP32,
+        minimum_bytes=1,
+    )
+    weight, bias = 8 * 8 * 4, 8 * 4
+    assert [block.frozen_bytes for block in work.blocks] == [0, weight + bias, 0, weight]
+    assert [block.largest_bytes for block in work.blocks] == [weight, 0, weight, bias]
+    assert work.blocks[1].weight_gradient.flops == Affine()
+    assert work.blocks[2].weight_gradient.flops != Affine()
+    assert (work.ties, work.frozen_ties) == ((), ((weight, (1, 3)),))
+    trained = describe(lambda: SharedAndFrozen(frozen=False))
+    assert chain.fingerprint() != trained.fingerprint(), "it costs something else"
+
+
 def test_mixed_precision() -> None:
     """Two bytes everywhere, but for statistics; four times as many for the optimizer, twice for its copies."""
     chain = describe(SMALL.build, dtype=MIXED.parameter_dtype)

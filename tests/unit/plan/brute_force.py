@@ -159,7 +159,7 @@ def every_stage(
         if below.sharded:
             if found and found[0][0] <= best * TIE and not always:
                 continue
-            spread = broadcast_seconds(load.parameter_bytes, cut.replicas, request.cluster.local)
+            spread = broadcast_seconds(load.trained_bytes, cut.replicas, request.cluster.local)
             tail += spread
         found.append((best, tail, float(room.peak[room.fits].min())))
     return found
@@ -167,7 +167,7 @@ def every_stage(
 
 def tail_seconds(request: Request, load: StageLoad, replicas: int) -> float:
     """Of the update, and of adding up gradients before it."""
-    gradients = load.parameter_bytes * request.profile.gradient_bytes
+    gradients = load.trained_bytes * request.profile.gradient_bytes
     return load.update_seconds + all_reduce_seconds(gradients, range(replicas), request.cluster)
 
 

@@ -39,6 +39,7 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
             continue
         line = lambda top: Affine(r.choice([0, r.uniform(0, top)]), r.uniform(0, top))  # noqa: E731
         backward, size = r.uniform(0.1, 4), r.randrange(1, 300)
+        frozen = random.Random(size + 2).choice([0, 0, 0, 0, size // 2, size])
         blocks.append(
             block(
                 f"b{i}",
@@ -50,7 +51,8 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
                 deferred=line(600),
                 split_work=line(100),
                 parameter_bytes=size,
-                largest_bytes=r.choice([0, r.randrange(1, size + 1)]),
+                frozen_bytes=frozen,
+                largest_bytes=min(size - frozen, r.choice([0, r.randrange(1, size + 1)])),
                 moved=line(600),
                 stays=line(20),
                 input=line(40),
@@ -59,11 +61,11 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
                 backward_work=line(100),
             )
         )
-    ties = (
-        ((blocks[0].parameter_bytes, (0, count - 1)),)
-        if count > 1 and blocks[0] is blocks[-1]
-        else ()
-    )
+    ends = count > 1 and blocks[0] is blocks[-1]
+    kinds = {"ties": blocks[0].trained_bytes, "frozen_ties": blocks[0].frozen_bytes}
+    ties = {
+        kind: ((size, (0, count - 1)),) if ends and size else () for kind, size in kinds.items()
+    }
     machines = cluster(
         devices,
         int(10 ** r.uniform(3.2, 4.1)),
@@ -77,7 +79,7 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
         host_update_seconds=r.choice([0.0, 0.02]),
         below=r.choice(["host", "host", "disk"]),
     )
-    return profile(blocks, ties=ties, optimizer_seconds=0.01), machines, r.choice([1, 3, 4, 6])
+    return profile(blocks, **ties, optimizer_seconds=0.01), machines, r.choice([1, 3, 4, 6])
 
 
 def check(plan: Plan, machines: Cluster) -> None:

@@ -26,7 +26,9 @@ def run(
     **where: Any,
 ) -> Simulation:
     fields = {
-        k: where.pop(k) for k in ("ties", "optimizer_bytes", "optimizer_seconds") if k in where
+        k: where.pop(k)
+        for k in ("ties", "optimizer_bytes", "master_bytes", "optimizer_seconds")
+        if k in where
     }
     return simulate(
         profile(blocks, **fields),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from parallax.errors import PlanError
 from parallax.machine.device import CpuCopies
 from parallax.model.describe import Chain, describe
-from parallax.model.profiling.blocks import tie_costs
+from parallax.model.profiling.blocks import BlockSizes, tie_costs
 from parallax.plan.cost.below import with_room_below
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -43,19 +44,41 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
-def make_chain(precision: str = "fp32") -> Chain:
-    return describe(uneven, dtype=DTYPES[precision][0])
+def partly_frozen(kept: str = "bias") -> nn.Module:
+    """Of which only some parameters are trained: all biases, one layer, or nothing in the last half."""
+    model = uneven()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(
+            {"bias": "bias" in name, "one": name.startswith("3."), "first": name < "3"}[kept]
+        )
+    return model
+
+
+def make_chain(precision: str = "fp32", frozen: str = "") -> Chain:
+    return describe(
+        partial(partly_frozen, frozen) if frozen else uneven, dtype=DTYPES[precision][0]
+    )
 
 
 def costs(chain: Chain, precision: str = "fp32") -> ModelProfile:
     """What the planner knows of the parameters of ``chain``."""
     blocks = []
-    for described in chain.blocks:
-        sizes = [p.numel() * chain.dtype.itemsize for p in described.module.parameters()]
-        blocks.append(block(parameter_bytes=sum(sizes), largest_bytes=max(sizes, default=0)))
+    for _ in chain.blocks:
+        sizes = BlockSizes.of(chain, len(blocks))
+        blocks.append(
+            block(
+                parameter_bytes=sizes.parameter_bytes,
+                frozen_bytes=sizes.frozen_bytes,
+                largest_bytes=sizes.largest_bytes,
+            )
+        )
     _, states, masters = DTYPES[precision]
     found = profile(
-        blocks, optimizer_bytes=states, master_bytes=masters, ties=tuple(tie_costs(chain))
+        blocks,
+        optimizer_bytes=states,
+        master_bytes=masters,
+        ties=tuple(tie_costs(chain)),
+        frozen_ties=tuple(tie_costs(chain, trained=False)),
     )
     return replace(found, fingerprint=chain.fingerprint())
 
@@ -90,6 +113,22 @@ def test_the_stores_hold_what_the_plan_gives_them(
     plan = given(chain, precision, tier=tier, **shares)
     assert bool(plan.stages[0].state_bytes) == (states > 0)
     assert bool(plan.stages[0].streamed_bytes) == (parameters > 0)
+    kept = train(chain, make_plan(chain, global_batch=4), scratch)
+    assert train(chain, plan, scratch) == kept
+
+
+@pytest.mark.parametrize("frozen", ["bias", "one", "first"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("states", "parameters"), SHARES)
+def test_what_is_not_trained_has_nothing_but_itself_below(
+    scratch: Path, states: float, parameters: float, precision: str, frozen: str
+) -> None:
+    chain, whole = make_chain(precision, frozen), make_chain(precision)
+    shares = {"optimizer_offload": states, "parameter_offload": parameters}
+    plan, full = given(chain, precision, **shares), given(whole, precision, **shares)
+    for key in ("state_bytes", "streamed_bytes"):
+        mine, theirs = getattr(plan.stages[0], key), getattr(full.stages[0], key)
+        assert mine < theirs or mine == theirs == 0
     kept = train(chain, make_plan(chain, global_batch=4), scratch)
     assert train(chain, plan, scratch) == kept
 

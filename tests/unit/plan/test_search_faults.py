@@ -77,10 +77,17 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     ]
     if blocks > 1 and r.random() < 0.5:
         users = tuple(sorted(r.sample(range(blocks), r.randrange(2, blocks + 1))))
-        shared = max(1, min(model.blocks[user].parameter_bytes for user in users) // 2)
-        model = replace(model, ties=((shared, users),))
+        trained, frozen = (
+            min(getattr(model.blocks[user], kind) for user in users) // 2
+            for kind in ("trained_bytes", "frozen_bytes")
+        )
+        model = replace(
+            model,
+            ties=((trained, users),) if trained else (),
+            frozen_ties=((frozen, users),) if frozen else (),
+        )
     else:
-        model = replace(model, ties=())
+        model = replace(model, ties=(), frozen_ties=())
     stages = r.randrange(1, min(blocks, devices) + 1)
     cuts = [0, *sorted(r.sample(range(1, devices), stages - 1)), devices]
     asked: dict[str, Any] = r.choice(
@@ -199,7 +206,7 @@ def random_score(r: random.Random, request: Request, shape: Shape) -> float:
             )
             assert choice is not None
             seconds, tail = seconds + choice.seconds, tail + choice.tail_seconds
-            gradients = choice.parameter_bytes * request.profile.gradient_bytes
+            gradients = choice.trained_bytes * request.profile.gradient_bytes
             tail += all_reduce_seconds(gradients, request.order[first:stop], request.cluster)
         times.append(seconds)
         tails.append(tail)

@@ -207,6 +207,42 @@ def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
     assert alone.ranks[0].memory["optimizer"] == 2000
 
 
+def test_what_is_not_trained_has_neither_gradients_nor_states() -> None:
+    link = Link(bytes_per_second=1, latency_seconds=0)
+    parts = [block(parameter_bytes=1000, frozen_bytes=900, largest_bytes=50)]
+    fields = {
+        "optimizer_bytes": 2.0,
+        "master_bytes": 1.0,
+        "optimizer_seconds": 0.01,
+        "rows": 2,
+        "micro": 1,
+        "machines": nodes(2, local=link),
+    }
+    plain = run(parts, stages([0, 1], [2]), **fields).ranks[0]
+    held = ("parameters", "gradients", "optimizer", "master")
+    assert [plain.memory[term] for term in held] == [1000, 100, 200, 100]
+    assert plain.seconds["update"] == pytest.approx(100 * 0.01)
+    small = [block(parameter_bytes=100, largest_bytes=50)]
+    alike = run(small, stages([0, 1], [2]), **fields).ranks[0]
+    assert plain.seconds == alike.seconds
+    assert plain.seconds["reduce"] > 90
+    nothing = [block(parameter_bytes=1000, frozen_bytes=1000)]
+    still = run(nothing, stages([0, 1], [2]), **fields).ranks[0]
+    assert [still.memory[term] for term in held] == [1000, 0, 0, 0]
+    below = [replace(part, optimizer_offload=1.0, parameter_offload=1.0) for part in stages([0, 1])]
+    gone = run(parts, below, **{**fields, "machines": nodes(1)}).ranks[0]
+    assert [gone.memory[term] for term in held] == [0, 0, 0, 0]
+    assert gone.memory["staging"] == 1000 + 100 + 300, (
+        "the block, its gradients, states that are stepped"
+    )
+    # Weights, gradients, two states and a master; of the block, what is new beside what is old; pages.
+    assert gone.tier_peak_bytes <= 1000 + 100 + 300 + 1000 + 100 + (1000 + 100 + 300) // 128
+    half = [replace(part, parameter_offload=0.5) for part in below]
+    parted = run(parts, half, **{**fields, "machines": nodes(1)}).ranks[0]
+    assert parted.memory["parameters"] == 500
+    assert parted.memory["gradients"] == 100, "all that is trained may be in the other half"
+
+
 def test_replicas_hold_one_copy_of_the_states_below() -> None:
     parts, kept = [block(parameter_bytes=12800, largest_bytes=128)], []
     for replicas in (1, 2, 4):
