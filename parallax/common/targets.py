@@ -149,7 +149,9 @@ def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:
     if trace is None:
         return [], ""
     frame, (first, *rest) = trace.tb_frame, name.removesuffix(".__init__").split(".")
-    found = {**frame.f_globals, **frame.f_locals}.get(first)
+    known = {**frame.f_globals, **frame.f_locals}
+    under_another = (each for each in known.values() if getattr(each, "__qualname__", "") == first)
+    found = known[first] if first in known else next(under_another, None)
     for part in rest:
         found = getattr(found, part, None)
     signature = _signature(found) if callable(found) else None

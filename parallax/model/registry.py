@@ -13,6 +13,7 @@ from parallax.errors import check_switch
 from parallax.model.gpt import GPTConfig
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.mlp import MLPConfig
+from parallax.model.timm import TimmConfig
 from parallax.plan.analytic.transformer import TransformerConfig
 
 
@@ -43,7 +44,7 @@ class CustomModelConfig:
         return model
 
 
-BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig
+BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig | TimmConfig
 """Models with code, which can be trained."""
 ModelConfig = BuiltModelConfig | TransformerConfig
 """All models; a TransformerConfig has sizes only and can be planned for."""

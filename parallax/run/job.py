@@ -20,6 +20,7 @@ from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
 from parallax.model.registry import BuiltModelConfig, CustomModelConfig
+from parallax.model.timm import TimmConfig
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
@@ -135,7 +136,7 @@ def sequence_length(config: RunConfig) -> int:
     """Bytes in a row of text."""
     if isinstance(config.model, CustomModelConfig):
         return int(config.model.kwargs.get("sequence", DEFAULT_SEQUENCE))
-    return config.model.sequence
+    return DEFAULT_SEQUENCE if isinstance(config.model, TimmConfig) else config.model.sequence
 
 
 def tokens_per_row(config: RunConfig) -> int:
@@ -146,6 +147,11 @@ def tokens_per_row(config: RunConfig) -> int:
 def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
     """The rows of ``config``."""
     vocabulary = getattr(config.model, "vocabulary", BYTES)
+    if isinstance(config.data, TextDataConfig) and not vocabulary:
+        raise ConfigError(
+            f"model={config.model.name}: this model takes no text, and data=text has nothing else; use data=custom "
+            "data.target=package.module:function"
+        )
     if isinstance(config.data, TextDataConfig) and vocabulary < BYTES:
         raise ConfigError(
             f"model.vocabulary={vocabulary}: text needs {BYTES}, one for each value of a byte"

@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     (
         "model=gptt",
         "model=gptt: ",
-        "unknown option; accepted are custom, gpt, huggingface, mlp, transformer",
+        "unknown option; accepted are custom, gpt, huggingface, mlp, timm, transformer",
         "gpt",
     ),
     (

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,20 @@ _SET_STORAGE = (
 )
 
 
+_RECORDING: ContextVar[OperatorRecorder | None] = ContextVar("recording", default=None)
+
+
+def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Let ``function(tensor)`` give all of a tensor its values: now, or, while a constructor is recorded, when these
+    are asked for. So a constructor may read files of which a stage then reads its own part."""
+    recorder = _RECORDING.get()
+    if recorder is not None:
+        recorder.log_filling(tensor, function)
+        return
+    with torch.no_grad():
+        function(tensor)
+
+
 class OperatorRecorder(OperatorMode):
     """Logs what is done in its context; ``seed`` decides the values that are asked for meanwhile."""
 
@@ -49,8 +64,23 @@ class OperatorRecorder(OperatorMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """The context to construct in; all generators are as before after it."""
-        with self._draws.begun(), self:
-            yield
+        token = _RECORDING.set(self)
+        try:
+            with self._draws.begun(), self:
+                yield
+        finally:
+            _RECORDING.reset(token)
+
+    def log_filling(self, tensor: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Log that ``function`` overwrites all of ``tensor``."""
+        with without_function_modes(), without_operator_modes():
+            self.log.adopt(tensor.detach())
+            view = self.log.view(tensor)
+        operation = Operation(function, (view,), {})
+        operation.writes = operation.touches = (view.cell,)
+        operation.reads = () if view.covers else (view.cell,)
+        view.cell.writes.append(len(self.log.operations))
+        self.log.operations.append(operation)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The value of ``tensor`` at this moment. What changes it changes nothing else."""

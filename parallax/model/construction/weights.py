@@ -159,6 +159,10 @@ class CheckpointWeights:
             name for name in self._held if name not in sources and not self._layout.may_hold(name)
         ]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by the model's names."""
+        return {name: tuple(self._shape(name)) for name in self._places}
+
     def _shape(self, name: str) -> list[int]:
         return list(self._recipes[name].make(self._held.__getitem__)[name].shape)
 

@@ -1,0 +1,46 @@
+"""Weights of files as a part of a constructor: what is made of them later finds them there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from parallax.model.construction.recorder import fill
+from parallax.model.construction.weights import CheckpointWeights
+from parallax.model.huggingface import file_names
+from parallax.model.private import without_function_modes, without_operator_modes
+
+
+def read_weights(model: nn.Module, path: Path, without: Collection[str] = ()) -> None:
+    """Give ``model`` the tensors of the safetensors file or folder at ``path``, but for those ``without``, which stay
+    as they are. In a constructor that is recorded nothing is read yet: each stage reads its own. Raises
+    :class:`CheckpointError` where the files are not of this model."""
+    with without_function_modes(), without_operator_modes():
+        weights = CheckpointWeights(path, file_names(model))
+        state = model.state_dict(keep_vars=True)
+        aliases = _aliases(state)
+        again = {name for names in aliases.values() for name in names}
+        wanted = {n: t.shape for n, t in state.items() if n not in again and n not in without}
+        buffers = {name for name, _ in model.named_buffers()}
+        weights.check(wanted, aliases, ignored={*buffers, *without})
+    for name in wanted:
+        fill(state[name], partial(weights.fill, name=weights.find(name, aliases) or name))
+
+
+def unlike(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
+    """Those of ``names`` that the files at ``path`` have in another shape than ``model``."""
+    with without_function_modes(), without_operator_modes():
+        shapes = CheckpointWeights(path).shapes()
+        state = model.state_dict(keep_vars=True)
+        return [n for n in names if n in state and shapes.get(n, state[n].shape) != state[n].shape]
+
+
+def _aliases(state: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Name of a shared tensor → its other names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {first: others for first, *others in names.values() if others}

@@ -1,0 +1,146 @@
+"""A model of timm by its name, built without weights or loaded from a file or folder of its own, stage by stage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from parallax.common.targets import call_target
+from parallax.errors import ConfigError, check_switch, nearest
+from parallax.model.files import read_weights, unlike
+
+logger = logging.getLogger("parallax")
+
+AUTO = "auto"
+_TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmConfig:
+    """A model of timm by the name that ``timm.list_models()`` gives it (``architecture=vit_tiny_patch16_224``), made
+    with ``kwargs`` as ``timm.create_model`` takes them.
+
+    ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and perhaps ``config.json``, as timm's
+    ``save_for_hf`` writes it; weights come from there, and so do architecture and arguments where these are not given.
+    A head for other classes begins as the constructor makes it. Nothing is downloaded.
+    ``verify``: whether the chain is compared with the model's own forward before the first step
+    (:func:`~parallax.model.verification.verify.verify`).
+    """
+
+    name: str = "timm"
+    architecture: str = AUTO
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    pretrained: str = ""
+    verify: bool | str = AUTO
+
+    def __post_init__(self) -> None:
+        check_switch("model.verify", self.verify)
+        for key in ("pretrained", "checkpoint_path"):
+            if key in self.kwargs:
+                raise ConfigError(
+                    f"model.kwargs.{key}: weights are read stage by stage; name a file or folder in model.pretrained"
+                )
+
+    def build(self) -> nn.Module:
+        """The model, on torch's default device, with random weights or with those of its files."""
+        arguments = {"model_name": self._architecture, **self._saved_arguments, **self.kwargs}
+        try:
+            model: nn.Module = call_target("model", "timm:create_model", arguments)
+        except TypeError as error:
+            found = _TWICE.search(str(error))
+            if found is None or found[1] not in self.kwargs:
+                raise
+            raise ConfigError(
+                f"model.kwargs.{found[1]}: {self._architecture} of timm sets it itself; leave it out, or name another "
+                "architecture"
+            ) from error
+        if self.pretrained:
+            self._read(model)
+        return model
+
+    def _read(self, model: nn.Module) -> None:
+        """All weights, but those of a head for other classes than the files'."""
+        path = Path(self.pretrained).expanduser()
+        heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+        heads = (heads,) if isinstance(heads, str) else heads
+        known = [f"{head}.{kind}" for head in heads for kind in ("weight", "bias")]
+        new = unlike(model, path, known)
+        if new:
+            _say(f"weights {path}: {', '.join(new)} are for other classes, and begin anew")
+        read_weights(model, path, without=new)
+
+    @property
+    def weights(self) -> str:
+        """Where the weights are that it begins with; empty: they are random."""
+        return self.pretrained
+
+    @property
+    def vocabulary(self) -> int:
+        """It takes images."""
+        return 0
+
+    @cached_property
+    def _architecture(self) -> str:
+        name = self.architecture
+        if name == AUTO:
+            name = str(self._saved.get("architecture", ""))
+        if not name:
+            raise ConfigError(
+                "model.architecture=auto: name one of timm.list_models(), such as vit_tiny_patch16_224, or give "
+                "model.pretrained, a folder whose config.json names one"
+            )
+        timm = _timm()
+        if not timm.is_model(name):
+            raise ConfigError(
+                f"model.architecture={name}: timm {timm.__version__} has no such model"
+                f"{nearest(name.partition('.')[0], timm.list_models())}"
+            )
+        return name
+
+    @cached_property
+    def _saved(self) -> dict[str, Any]:
+        """What the folder of weights says of its model; nothing where there is none."""
+        if not self.pretrained:
+            return {}
+        path = Path(self.pretrained).expanduser() / "config.json"
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return dict(found)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"model.pretrained={self.pretrained}: {path} is not what timm writes ({error}); give a folder that "
+                "save_for_hf of timm wrote, or a safetensors file and model.architecture"
+            ) from error
+
+    @property
+    def _saved_arguments(self) -> dict[str, Any]:
+        """Those that the saved model was made with, where it is the one that is asked for."""
+        if self._saved.get("architecture") != self._architecture.partition(".")[0]:
+            return {}
+        found = dict(self._saved.get("model_args") or {})
+        return {**{k: self._saved[k] for k in ("num_classes",) if k in self._saved}, **found}
+
+
+@cache
+def _say(line: str) -> None:
+    """Once for a process, however often the model is built."""
+    logger.info(line)
+
+
+def _timm() -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise ConfigError(
+            f"model=timm: it needs timm and torchvision ({error}); install them with pip install 'parallax-train[timm]'"
+        ) from error
+    return timm
