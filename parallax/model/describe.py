@@ -27,7 +27,7 @@ from parallax.errors import DescribeError
 from parallax.model.block import Block, Cut, leaves, rebuild
 from parallax.model.construction.construct import Construction, ModelFactory, construct
 from parallax.model.construction.weights import FileLayout, OwnLayout
-from parallax.model.files.conversions import PretrainedLayout, is_pretrained
+from parallax.model.pretrained import layout_of
 from parallax.model.recording.inputs import Sample
 from parallax.model.recording.record import cut_recorded
 
@@ -49,6 +49,8 @@ class Chain:
     blocks hold, and ``construction`` what makes values for them. ``nest``: where the tensors lie in inputs that are
     nests of nests. ``weights`` is a safetensors file or a folder of them that values come from instead; None: there is
     none. ``layout`` says what such files hold; where ``partial_weights``, they may lack what the constructor makes.
+    ``base`` says in words what the parameters that are not trained are made of, whenever the model is built;
+    checkpoints leave these out then. Empty: they hold all.
     """
 
     construction: Construction = field(repr=False)
@@ -63,6 +65,7 @@ class Chain:
     layout: FileLayout = field(default_factory=OwnLayout, repr=False)
     weights: Path | None = None
     partial_weights: bool = False
+    base: str = ""
 
     @property
     def model(self) -> nn.Module:
@@ -129,6 +132,11 @@ class Chain:
             return rebuild(self.template, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Names of the parameters that no checkpoint holds."""
+        return self.frozen if self.base else frozenset()
+
     @cached_property
     def frozen(self) -> frozenset[str]:
         """Names of the parameters that are not trained."""
@@ -159,6 +167,7 @@ def describe(
     sample: Sample | None = None,
     weights: str | Path | None = None,
     partial_weights: bool = False,
+    base: str = "",
 ) -> Chain:
     """Build ``factory()`` without bytes and cut it into blocks.
 
@@ -168,7 +177,7 @@ def describe(
 
     ``weights``: a safetensors file or a folder of them, with the model's names; where ``partial_weights``, they may
     lack parts, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` tells which).
-    Raises :class:`DescribeError` with the lines to write where none of the ways applies.
+    ``base``: see :class:`Chain`. Raises :class:`DescribeError` with the lines to write where none of the ways applies.
     """
     construction = construct(factory, seed)
     model = construction.model
@@ -190,9 +199,10 @@ def describe(
         nest=cut.nest,
         template=cut.template,
         sizes=cut.sizes,
-        layout=PretrainedLayout(model) if is_pretrained(model) else OwnLayout(),
+        layout=layout_of(model),
         weights=Path(weights).expanduser() if weights else None,
         partial_weights=partial_weights,
+        base=base,
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from parallax.common.targets import call_target
 from parallax.errors import check_switch
+from parallax.model.adapters import adapted
 from parallax.model.gpt import GPTConfig
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.mlp import MLPConfig
@@ -24,6 +25,7 @@ class CustomModelConfig:
     ``blocks`` names its chain where the one that is found (see :func:`~parallax.model.describe.describe`) is not the
     one that is wanted: module paths, ``*`` for the members of a ModuleList, in the order that data flows
     (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them, to begin with.
+    ``adapter``: what is trained in place of the model (:mod:`parallax.model.adapters`), in peft's own words.
     ``verify``: whether the chain is compared with the
     model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """
@@ -33,6 +35,7 @@ class CustomModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
     weights: str = ""
+    adapter: dict[str, Any] = field(default_factory=dict)
     verify: bool | str = "auto"
 
     def __post_init__(self) -> None:
@@ -46,5 +49,34 @@ class CustomModelConfig:
 
 BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig | TimmConfig
 """Models with code, which can be trained."""
+AdaptableModelConfig = CustomModelConfig | HuggingFaceConfig | TimmConfig
+"""Models that may have weights in files, and adapters."""
 ModelConfig = BuiltModelConfig | TransformerConfig
 """All models; a TransformerConfig has sizes only and can be planned for."""
+
+
+def build_model(config: BuiltModelConfig) -> nn.Module:
+    """The model of ``config``, with its adapters where it has some; these begin with weights of files, others are given
+    them stage by stage (:func:`weights_of`)."""
+    model = config.build()
+    if isinstance(config, AdaptableModelConfig) and config.adapter:
+        unread = "" if isinstance(config, TimmConfig) else config.weights
+        return adapted(
+            model, config.adapter, unread, incomplete=isinstance(config, HuggingFaceConfig)
+        )
+    return model
+
+
+def weights_of(config: BuiltModelConfig) -> str:
+    """Where weights are that :func:`build_model` does not read; empty: there are none."""
+    if isinstance(config, CustomModelConfig | HuggingFaceConfig) and not config.adapter:
+        return config.weights
+    return ""
+
+
+def base_of(config: BuiltModelConfig, seed: int) -> str:
+    """What a model with adapters was made of, in words; empty where it has none."""
+    if not isinstance(config, AdaptableModelConfig) or not config.adapter:
+        return ""
+    made = config.target if isinstance(config, CustomModelConfig) else config.architecture
+    return f"weights {config.weights}" if config.weights else f"{made} with seed {seed}"

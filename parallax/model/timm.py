@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch import nn
 
 from parallax.common.targets import call_target
 from parallax.errors import ConfigError, check_switch, nearest
-from parallax.model.files import read_weights, unlike
-
-logger = logging.getLogger("parallax")
+from parallax.model.pretrained import read_weights, say, unlike
 
 AUTO = "auto"
 _TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
@@ -29,15 +26,16 @@ class TimmConfig:
 
     ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and perhaps ``config.json``, as timm's
     ``save_for_hf`` writes it; weights come from there, and so do architecture and arguments where these are not given.
-    A head for other classes begins as the constructor makes it. Nothing is downloaded.
-    ``verify``: whether the chain is compared with the model's own forward before the first step
-    (:func:`~parallax.model.verification.verify.verify`).
+    A head for other classes begins as the constructor makes it. Nothing is downloaded. ``adapter``: what is trained in
+    place of the model (:mod:`parallax.model.adapters`), in peft's own words. ``verify``: whether the chain is compared
+    with the model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "timm"
     architecture: str = AUTO
     kwargs: dict[str, Any] = field(default_factory=dict)
     pretrained: str = ""
+    adapter: dict[str, Any] = field(default_factory=dict)
     verify: bool | str = AUTO
 
     def __post_init__(self) -> None:
@@ -73,7 +71,7 @@ class TimmConfig:
         known = [f"{head}.{kind}" for head in heads for kind in ("weight", "bias")]
         new = unlike(model, path, known)
         if new:
-            _say(f"weights {path}: {', '.join(new)} are for other classes, and begin anew")
+            say(f"weights {path}: {', '.join(new)} are for other classes, and begin anew")
         read_weights(model, path, without=new)
 
     @property
@@ -128,12 +126,6 @@ class TimmConfig:
             return {}
         found = dict(self._saved.get("model_args") or {})
         return {**{k: self._saved[k] for k in ("num_classes",) if k in self._saved}, **found}
-
-
-@cache
-def _say(line: str) -> None:
-    """Once for a process, however often the model is built."""
-    logger.info(line)
 
 
 def _timm() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from parallax.model.describe import Chain, describe
 from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
-from parallax.model.registry import BuiltModelConfig, CustomModelConfig
+from parallax.model.registry import (
+    BuiltModelConfig,
+    CustomModelConfig,
+    base_of,
+    build_model,
+    weights_of,
+)
 from parallax.model.timm import TimmConfig
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
@@ -52,13 +59,14 @@ def build_chain(config: RunConfig) -> Chain:
     """The model of ``config`` as a chain of blocks."""
     model = built_model(config)
     return describe(
-        model.build,
+        partial(build_model, model),
         seed=config.seed,
         dtype=config.precision.parameter_dtype,
         blocks=model.blocks if isinstance(model, CustomModelConfig) else (),
         sample=lambda rows: _inputs(config, rows),
-        weights=model.weights if isinstance(model, CustomModelConfig | HuggingFaceConfig) else None,
+        weights=weights_of(model),
         partial_weights=isinstance(model, HuggingFaceConfig),
+        base=base_of(model, config.seed),
     )
 
 
@@ -99,7 +107,8 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 def build_loss(config: RunConfig) -> Loss:
     """The model's own ``loss(outputs, targets)``, or that of :func:`usual_loss`."""
-    model = construct(built_model(config).build, config.seed).with_attributes()
+    factory = partial(build_model, built_model(config))
+    model = construct(factory, config.seed).with_attributes()
     own = getattr(model, "loss", None)
     if not callable(own):
         return usual_loss

@@ -10,7 +10,8 @@
         checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the caller's state
 
 Everything is written into a folder with another name, synced, and renamed last, so a folder called ``step-…`` is
-always whole. Nothing is ever unpickled.
+always whole. Nothing is ever unpickled. Where a model trains adapters alone, the base that these were added to is not
+in it, but a mark of each of its tensors, by which it is known again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from parallax.model.files.tensors import held_in
 VERSION = 1
 PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
 _INDEX = "checkpoint.json"
+_PIECES, _PIECE_BYTES = 64, 1024  # of a tensor that is left out
 _PARTIAL = ".saving-"
 _REPLACED = ".replaced-"
 UNTOUCHED = "the last checkpoint is untouched"
@@ -149,6 +151,16 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def mark(tensor: Tensor) -> int:
+    """A checksum of some of the bytes of a tensor that a checkpoint leaves out, to know it by: all of a small one,
+    pieces from everywhere of a large one."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if len(flat) > _PIECES * _PIECE_BYTES:
+        step = (len(flat) - _PIECE_BYTES) // (_PIECES - 1)
+        flat = flat.as_strided((_PIECES, _PIECE_BYTES), (step, 1))
+    return _checksum(flat.contiguous().cpu())
+
+
 class CheckpointReader:
     """Reads tensors of a checkpoint by name, wherever they were saved."""
 
@@ -168,6 +180,7 @@ class CheckpointReader:
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
+            self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
             self._files = [
                 safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))
             ]
@@ -188,6 +201,16 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.directory} holds another model: missing {_listed(wanted - found)}, extra "
                 f"{_listed(found - wanted)}; fingerprint {printable(self._fingerprint)} where {fingerprint} is due"
+            )
+
+    def check_base(self, base: str, marks: dict[str, int]) -> None:
+        """Refuse a checkpoint that was trained beside other parameters than those it leaves out, whose ``marks`` are of
+        ``base`` here."""
+        other = [name for name, found in marks.items() if self._marks.get(name) != found]
+        if other:
+            raise CheckpointError(
+                f"{self.directory} was trained over another base ({printable(self._base)}), of which it holds nothing; "
+                f"{base} differs in {_listed(set(other))}: give the base that it was trained over, or start a new run"
             )
 
     def check_optimizer(self, name: str) -> None:

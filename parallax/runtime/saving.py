@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from parallax.runtime.nonfinite import unfit
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.stage import Stage
 
+logger = logging.getLogger("parallax")
+
 
 class Saving:
     """One rank's part of saving and loading. ``later`` names the tensors that a rank before this one answers for."""
@@ -34,18 +37,20 @@ class Saving:
     ) -> None:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
-        self._step = 0
+        self._step, self._said = 0, not chain.left_out or mesh.rank > 0
 
     def save(self, directory: Path, step: int, told: dict[str, Any]) -> Path:
         """Write a checkpoint below ``directory``; ``told`` is kept with it, as JSON. Its folder. Raises
         :class:`NonFiniteError` where a weight is no number, and then leaves nothing either."""
         self._step = step
+        self._say_what_is_left_out()
         partial = checkpoint.partial_folder(directory, step)
         first = self._mesh.rank == 0
         self._together(lambda: checkpoint.begin(partial) if first else None)
         try:
             parts = self._together(lambda: self._write_part(partial))
-            checksums = {name: crc for part in parts for name, crc in part.items()}
+            checksums = {name: crc for part, _ in parts for name, crc in part.items()}
+            marks = {name: crc for _, part in parts for name, crc in part.items()}
             index = {
                 "step": step,
                 "fingerprint": self._chain.fingerprint(),
@@ -53,6 +58,7 @@ class Saving:
                 "trained_by": self._optimizer.name,
                 "checksums": checksums,
                 "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
+                **({"base": self._chain.base, "marks": marks} if self._chain.base else {}),
                 **told,
             }
             self._together(lambda: checkpoint.finish(partial, index) if first else None)
@@ -62,18 +68,30 @@ class Saving:
             raise
         return directory / checkpoint.checkpoint_name(step)
 
+    def _say_what_is_left_out(self) -> None:
+        """Once, on one rank."""
+        if not self._said:
+            logger.info(
+                "checkpoints hold what is trained; %d tensors that are not are made again from %s",
+                len(self._chain.left_out),
+                self._chain.base,
+            )
+        self._said = True
+
     def load(self, directory: Path) -> checkpoint.CheckpointReader:
         """Set stage and optimizer to what is in ``directory``; its reader. Nothing is changed before every rank has
         found its part good."""
-        names = self._stage.named_tensors()
+        left_out = self._chain.left_out
+        names = {n: t for n, t in self._stage.named_tensors().items() if n not in left_out}
 
         def check() -> checkpoint.CheckpointReader:
             reader = checkpoint.CheckpointReader(directory)
             reader.check_names(
-                parameter_names(self._chain, range(len(self._chain.blocks))),
+                set(parameter_names(self._chain, range(len(self._chain.blocks)))) - left_out,
                 self._chain.fingerprint(),
             )
             reader.check_optimizer(self._optimizer.name)
+            reader.check_base(self._chain.base, self._marks())
             reader.check(names)
             return reader
 
@@ -82,21 +100,44 @@ class Saving:
         (reader,) = found
         self._optimizer.reset()
         with torch.no_grad():
-            self._stage.assign(
-                (name, tensor, reader.read(f"model/{name}")) for name, tensor in names.items()
-            )
+            self._stage.assign(self._loaded(reader))
             for name, tensor in names.items():
                 self._optimizer.restore(tensor, reader.states(name))
         return reader
 
-    def _write_part(self, folder: Path) -> dict[str, int]:
-        """One replica writes for its stage, the others what they alone know; the checksums of what was written."""
+    def _loaded(self, reader: checkpoint.CheckpointReader) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The new values of the stage. What the checkpoint leaves out stays as it is; blocks below the device are
+        written whole."""
+        if not self._chain.left_out:
+            for name, tensor in self._stage.named_tensors().items():
+                yield name, tensor, reader.read(f"model/{name}")
+            return
+        for name, tensor, value in self._stage.values():
+            if name not in self._chain.left_out:
+                yield name, tensor, reader.read(f"model/{name}")
+            elif self._stage.streams(tensor):
+                yield name, tensor, value
+
+    def _marks(self) -> dict[str, int]:
+        """By which this stage knows the parameters that checkpoints leave out."""
+        if not self._chain.left_out:
+            return {}
+        left_out = self._chain.left_out
+        return {n: checkpoint.mark(value) for n, _, value in self._stage.values() if n in left_out}
+
+    def _write_part(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+        """One replica writes for its stage, the others what they alone know; the checksums of what was written, and
+        the marks of what is left out."""
         self._optimizer.finish()
         replica = self._mesh.replica
+        marks: dict[str, int] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, tensor, value in self._stage.values():
                 if name in self._later:
+                    continue
+                if name in self._chain.left_out:
+                    marks[name] = checkpoint.mark(value)
                     continue
                 if why := unfit(name, tensor, value):
                     raise NonFiniteError(
@@ -113,9 +154,10 @@ class Saving:
         part = f"stage-{self._mesh.stage:02d}" + (f"-replica-{replica:02d}" if replica else "")
         # What lies below must come up to be written.
         small = self._plan.stages[self._mesh.stage].optimizer_offload > 0
-        return checkpoint.write_parts(
+        written = checkpoint.write_parts(
             folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1)
         )
+        return written, marks
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
         """What ``call`` gave on every rank; an error of one is raised on all."""

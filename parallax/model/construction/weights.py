@@ -161,7 +161,7 @@ class CheckpointWeights:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, by the model's names."""
-        return {name: tuple(self._shape(name)) for name in self._places}
+        return {name: tuple(self._shape(name)) for name in self._recipes}
 
     def _shape(self, name: str) -> list[int]:
         return list(self._recipes[name].make(self._held.__getitem__)[name].shape)

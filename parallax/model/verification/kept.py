@@ -17,7 +17,7 @@ from parallax.model.verification.rows import Verdict
 from parallax.model.verification.runs import Loss
 
 EDITION = 2  # of what is checked: what another one found is checked again
-_LIBRARIES = ("torch", "transformers", "timm")
+_LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 
 def verdict_path(chain: Chain, loss: Loss, key: str) -> Path:

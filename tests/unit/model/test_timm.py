@@ -15,6 +15,7 @@ from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
 from parallax.model.materialise import materialise
+from parallax.model.registry import build_model
 from parallax.model.timm import TimmConfig
 from parallax.run.job import open_source
 from tests.timm_models import timm_or_skip
@@ -173,3 +174,14 @@ def test_the_command_line_names_it_and_text_is_no_image() -> None:
     assert run.model.kwargs == {"num_classes": 5}
     with pytest.raises(ConfigError, match="model=timm: this model takes no text"):
         open_source(run)
+
+
+def test_adapters_around_it() -> None:
+    pytest.importorskip("peft", reason="peft is not installed (it comes with the peft extra)")
+    adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["qkv"], "modules_to_save": ["head"]}
+    asked = config("vit_tiny_patch16_224", adapter=adapter)
+    chain = describe(
+        lambda: build_model(asked), sample=lambda rows: images("vit_tiny_patch16_224", rows)
+    )
+    trained = {n for n, p in chain.model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[0] for name in trained} == {"blocks", "head"}

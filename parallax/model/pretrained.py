@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from parallax.model.construction.recorder import fill
-from parallax.model.construction.weights import CheckpointWeights
-from parallax.model.huggingface import file_names
+from parallax.model.construction.weights import CheckpointWeights, FileLayout, OwnLayout
+from parallax.model.files.conversions import PretrainedLayout, is_pretrained
 from parallax.model.private import without_function_modes, without_operator_modes
 
+logger = logging.getLogger("parallax")
 
-def read_weights(model: nn.Module, path: Path, without: Collection[str] = ()) -> None:
+
+def layout_of(model: nn.Module) -> FileLayout:
+    """What files hold of ``model``."""
+    return PretrainedLayout(model) if is_pretrained(model) else OwnLayout()
+
+
+def read_weights(
+    model: nn.Module, path: Path, without: Collection[str] = (), *, incomplete: bool = False
+) -> None:
     """Give ``model`` the tensors of the safetensors file or folder at ``path``, but for those ``without``, which stay
-    as they are. In a constructor that is recorded nothing is read yet: each stage reads its own. Raises
-    :class:`CheckpointError` where the files are not of this model."""
+    as they are, and, where the files may be ``incomplete``, for parts such as a new head. In a constructor that is
+    recorded nothing is read yet: each stage reads its own. Raises :class:`CheckpointError` where the files are not of
+    this model."""
     with without_function_modes(), without_operator_modes():
-        weights = CheckpointWeights(path, file_names(model))
+        weights = CheckpointWeights(path, layout_of(model))
         state = model.state_dict(keep_vars=True)
         aliases = _aliases(state)
         again = {name for names in aliases.values() for name in names}
         wanted = {n: t.shape for n, t in state.items() if n not in again and n not in without}
         buffers = {name for name, _ in model.named_buffers()}
-        weights.check(wanted, aliases, ignored={*buffers, *without})
+        remarks = weights.check(
+            wanted, aliases, ignored={*buffers, *without}, made=wanted if incomplete else ()
+        )
+    for remark in remarks:
+        say(f"weights {path}: {remark}")
     for name in wanted:
-        fill(state[name], partial(weights.fill, name=weights.find(name, aliases) or name))
+        if (found := weights.find(name, aliases)) is not None:
+            fill(state[name], partial(weights.fill, name=found))
 
 
 def unlike(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
     """Those of ``names`` that the files at ``path`` have in another shape than ``model``."""
     with without_function_modes(), without_operator_modes():
-        shapes = CheckpointWeights(path).shapes()
+        shapes = CheckpointWeights(path, layout_of(model)).shapes()
         state = model.state_dict(keep_vars=True)
         return [n for n in names if n in state and shapes.get(n, state[n].shape) != state[n].shape]
+
+
+@cache
+def say(line: str) -> None:
+    """Once for a process, however often the model is built."""
+    logger.info(line)
 
 
 def _aliases(state: dict[str, Tensor]) -> dict[str, list[str]]:
