@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, ConfigError, nearest, printable
-from parallax.model.pretrained import read_weights
+from parallax.model.pretrained import read_weights, tied_names
 
 ADAPTER = "default"
 """What peft calls the only adapter of a model; its files leave the name out."""
@@ -36,6 +36,7 @@ _REFUSED = {
     "OSF": "it takes the base apart, which checkpoints of adapters do not hold",
     "POLY": "each row says which task it is of",
     "PSOFT": "parts of it are made of the base, and are not the same wherever they are made",
+    "SHADOW": "it is a network of its own beside the model",
     "SHIRA": "where it changes the base is drawn, and no checkpoint would hold that",
     "XLORA": "it mixes adapters that were trained before",
 }
@@ -78,13 +79,9 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
     take, and for methods that are more than modules with parameters."""
     peft, given = _peft(), dict(settings)
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-    from peft.tuners.tuners_utils import BaseTuner
 
-    methods = sorted(
-        kind.value
-        for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()
-        if issubclass(tuner, BaseTuner) and kind.value not in _REFUSED
-    )
+    tuners = {kind.value: tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
+    methods = sorted(method for method, tuner in tuners.items() if not _refusal(method, tuner))
     method = str(given.pop("peft_type", "")).upper()
     known = {kind.value: kind for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
     if method not in known:
@@ -93,8 +90,8 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
             f"{nearest(method, methods)}"
         )
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[known[method]]
-    if method not in methods or method in _REFUSED:
-        why = _REFUSED.get(method, "it puts vectors before the rows of the model's inputs")
+    if method not in methods:
+        why = _refusal(method, tuners.get(method, object))
         raise ConfigError(
             f"model.adapter.peft_type={method}: {why}; accepted are {', '.join(methods)}"
         )
@@ -117,6 +114,17 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
         raise ConfigError(f"model.adapter={_shown(settings)}: {_first_line(error)}") from error
 
 
+def _refusal(method: str, tuner: Any) -> str:
+    """Why a method cannot be had; nothing where it can."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if method in _REFUSED:
+        return _REFUSED[method]
+    if not issubclass(tuner, BaseTuner):
+        return "it puts vectors before the rows of the model's inputs"
+    return "its modules share what is in none of them" if tuner.uses_shared_state else ""
+
+
 def save_adapter(
     model: nn.Module, tensors: Mapping[str, Tensor], directory: Path, *, base: str = ""
 ) -> list[str]:
@@ -129,10 +137,13 @@ def save_adapter(
     the base: who loads the adapters has the base's own. Raises :class:`CheckpointError` where nothing can be written.
     """
     peft, adapters = _peft(), cast(Any, model)
+    given = dict(tensors)
+    for first, others in tied_names(model).items():
+        given |= {other: given[first] for other in others if first in given}
     config = copy.deepcopy(adapters.peft_config[ADAPTER])
     config.inference_mode, config.base_model_name_or_path = True, base or None
     saved = peft.get_peft_model_state_dict(
-        model, state_dict=dict(tensors), adapter_name=ADAPTER, save_embedding_layers=False
+        model, state_dict=given, adapter_name=ADAPTER, save_embedding_layers=False
     )
     held = {id(tensor) for tensor in saved.values()}
     named = {f"{PREFIX}{name}": _alone(tensor) for name, tensor in saved.items()}

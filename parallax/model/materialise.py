@@ -14,6 +14,7 @@ from torch import nn
 
 from parallax.model.construction.weights import CheckpointWeights
 from parallax.model.describe import Chain
+from parallax.model.pretrained import tied_names
 
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
@@ -74,12 +75,3 @@ def _check(
     buffers = {name for name, _ in chain.model.named_buffers()}
     made = set(wanted) - set(chain.construction.unwritten) if chain.partial_weights else set()
     return weights.check(wanted, aliases, buffers, made=made)
-
-
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Name of a shared parameter or buffer → its other names."""
-    tensors = model.state_dict(keep_vars=True)
-    by_identity: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        by_identity.setdefault(id(tensor), []).append(name)
-    return {names[0]: names[1:] for names in by_identity.values() if len(names) > 1}

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import cache, partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from parallax.model.construction.recorder import fill
 from parallax.model.construction.weights import CheckpointWeights, FileLayout, OwnLayout
@@ -32,7 +32,7 @@ def read_weights(
     with without_function_modes(), without_operator_modes():
         weights = CheckpointWeights(path, layout_of(model))
         state = model.state_dict(keep_vars=True)
-        aliases = _aliases(state)
+        aliases = tied_names(model)
         again = {name for names in aliases.values() for name in names}
         wanted = {n: t.shape for n, t in state.items() if n not in again and n not in without}
         buffers = {name for name, _ in model.named_buffers()}
@@ -60,9 +60,9 @@ def say(line: str) -> None:
     logger.info(line)
 
 
-def _aliases(state: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Name of a shared tensor → its other names."""
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Name of a shared parameter or buffer → its other names."""
     names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     return {first: others for first, *others in names.values() if others}

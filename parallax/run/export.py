@@ -31,7 +31,7 @@ from parallax.model.files.conversions import (
 )
 from parallax.model.files.tensors import Read, Recipe, write_tensors
 from parallax.model.huggingface import HuggingFaceConfig
-from parallax.model.materialise import tied_names
+from parallax.model.pretrained import tied_names
 from parallax.model.registry import BuiltModelConfig
 from parallax.run.job import built_model
 from parallax.run.prepare import PreparedRun
