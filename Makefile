@@ -25,19 +25,19 @@ train: $(INSTALLED)  ## install into .venv, then plan and train the main job (AR
 	@$(BIN)/parallax train $(ARGS)
 
 # Files of few but long tests, those of processes, come first by name; by their number of tests they would come last.
+# Some tests start processes, which would compile the package each where the environment keeps Python from writing it.
 test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
 	@echo "== pytest"
+	@$(BIN)/python -m compileall -q parallax benchmarks tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Types take as long as all else together, and are checked beside it.
 lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
-	@echo "== ruff check"
-	@$(BIN)/ruff check .
-	@echo "== ruff format --check"
-	@$(BIN)/ruff format --check .
-	@echo "== mypy"
-	@$(BIN)/mypy
-	@echo "== lint-imports"
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy >$(VENV)/.types 2>&1 & types=$$!; failed=0; \
+	echo "== ruff check"; $(BIN)/ruff check . || failed=1; \
+	echo "== ruff format --check"; $(BIN)/ruff format --check . || failed=1; \
+	echo "== lint-imports"; $(BIN)/lint-imports --no-logo || failed=1; \
+	echo "== mypy"; wait $$types || failed=1; cat $(VENV)/.types; exit $$failed
 
 format: $(INSTALLED_DEV)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix-only .
