@@ -31,8 +31,8 @@ from parallax.common.documents import (
 from parallax.common.typed import build, checked, defaults, in_one_line, members, refuse, unknown
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
+from parallax.model.factory.registry import ModelConfig
 from parallax.model.precision import PrecisionConfig
-from parallax.model.registry import ModelConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
 from parallax.runtime.optim.optimizer import OptimizerConfig

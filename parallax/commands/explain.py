@@ -22,6 +22,7 @@ from parallax.commands.options import (
     writing,
 )
 from parallax.errors import ConfigError, printable
+from parallax.plan.explained import explain
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, occupancy_png, swap_tables
 from parallax.report.occupancy import Occupancy
@@ -63,13 +64,13 @@ def run(parsed: argparse.Namespace) -> int:
         print_json(
             {
                 "hash": plan.hash(),
-                "lines": plan.explain(),
+                "lines": explain(plan),
                 "stages": [asdict(stage) for stage in plan.prediction.stages],
                 "swap": rows,
             }
         )
         return 0
-    for line in plan.explain():
+    for line in explain(plan):
         console.print(line, highlight=False, markup=False)
     if plan.prediction.stages:
         console.print(memory_table(plan))

@@ -22,6 +22,7 @@ from parallax.commands.what_if import what_if
 from parallax.common.trust import remember
 from parallax.config import compose
 from parallax.errors import ConfigError
+from parallax.plan.explained import explain_choice
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, plan_table
@@ -103,7 +104,7 @@ def _show(console: Console, planned: Planned) -> None:
     console.print(plan_table(plan, planned.profile))
     if plan.prediction.stages:
         console.print(memory_table(plan))
-    for line in plan.explain_choice():
+    for line in explain_choice(plan):
         console.print(line, highlight=False, markup=False)
     if hourly := price_per_hour(planned.cluster):
         step = hourly * plan.prediction.step_seconds / HOUR

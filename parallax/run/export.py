@@ -24,15 +24,15 @@ from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.construction.construct import construct
 from parallax.model.construction.weights import INDEX, SINGLE, FileLayout, OwnLayout
+from parallax.model.factory.huggingface import HuggingFaceConfig
+from parallax.model.factory.registry import BuiltModelConfig
 from parallax.model.files.conversions import (
     PretrainedLayout,
     class_of_transformers,
     is_pretrained,
 )
 from parallax.model.files.tensors import Read, Recipe, write_tensors
-from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.pretrained import tied_names
-from parallax.model.registry import BuiltModelConfig
 from parallax.run.job import built_model
 from parallax.run.prepare import PreparedRun
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints

@@ -17,17 +17,17 @@ from parallax.errors import ConfigError, DataError, DescribeError, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
-from parallax.model.huggingface import HuggingFaceConfig
-from parallax.model.materialise import check_weights
-from parallax.model.profiling.count import Sample, count
-from parallax.model.registry import (
+from parallax.model.factory.huggingface import HuggingFaceConfig
+from parallax.model.factory.registry import (
     BuiltModelConfig,
     CustomModelConfig,
     base_of,
     build_model,
     weights_of,
 )
-from parallax.model.timm import TimmConfig
+from parallax.model.factory.timm import TimmConfig
+from parallax.model.materialise import check_weights
+from parallax.model.profiling.count import Sample, count
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price

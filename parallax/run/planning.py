@@ -104,15 +104,8 @@ def plan_model(
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     choice = settled(cluster, plan)
-    check_model(
-        chain,
-        len(batch),
-        cluster=cluster,
-        plan=plan,
-        swap=swap,
-        microbatch=microbatch,
-        gather_loss=gather_loss,
-    )
+    asked: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
+    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, **asked)
     profile = profile or measure_model(
         chain,
         loss,
@@ -129,16 +122,8 @@ def plan_model(
     found = _measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {len(found.devices)} device(s)")
     profile = stepped_by(profile, optimizer or OptimizerConfig())
-    best, forecast = search(
-        profile,
-        found,
-        plan,
-        global_batch=len(batch),
-        microbatch=microbatch,
-        swap=swap.offloads,
-        gather_loss=gather_loss,
-        progress=progress,
-    )
+    asked |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
+    best, forecast = search(profile, found, plan, **asked)
     return Planned(best, forecast, profile, found)
 
 

@@ -23,13 +23,11 @@ from torch import Tensor
 
 from parallax.common.events import Span
 from parallax.machine.device import CopyEngine, copies_for
-from parallax.machine.host import ResidentMeter
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime import nonfinite
@@ -37,6 +35,7 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
+from parallax.runtime.memory import device_memory
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm
 from parallax.runtime.optim.tiers import Tiers
@@ -79,7 +78,7 @@ class Engine:
         self._optimizer_config = configs.optimizer
         self._shared = shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
-        self._memory = _memory_for(mesh.device, configs.precision)
+        self._memory = device_memory(mesh.device, configs.precision)
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
         self._stage = Stage(
@@ -421,34 +420,3 @@ class EngineConfigs:
     steps: int
     replicas: ReplicasConfig
     compile: bool
-
-
-def _memory_for(device: torch.device, precision: PrecisionConfig) -> Callable[[], int]:
-    """Starts to watch the device's memory; the function gives the high water since."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return lambda: int(torch.cuda.max_memory_allocated(device))
-    _touch_libraries(precision)
-    return ResidentMeter().peak_bytes
-
-
-def _touch_libraries(precision: PrecisionConfig) -> None:
-    """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
-    with torch.random.fork_rng(devices=[]):
-        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
-            precision.parameter_dtype
-        )
-        optimizer = OptimizerConfig().build(layer.parameters(), torch.device("cpu"))
-        for _ in range(2):
-            halves = WeightGradStore()
-            with precision.autocast("cpu"), halves.splitting():
-                outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(
-                    0, 1
-                )
-                loss = torch.nn.functional.cross_entropy(
-                    outputs.float(), torch.zeros(8, dtype=torch.int64)
-                )
-            loss.backward()
-            halves.finish()
-            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-            optimizer.step()

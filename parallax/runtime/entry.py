@@ -32,7 +32,7 @@ class _Entrance(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
-class Entry:
+class GraphEntry:
     """Where a micro-batch's inputs enter the graph, and their gradients leave it. Autograd must not keep the inputs for
     that: they live only as long as a block has saved them.
 

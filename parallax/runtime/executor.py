@@ -29,7 +29,7 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
-from parallax.runtime.entry import Entry
+from parallax.runtime.entry import GraphEntry
 from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage, private_random_state
@@ -46,7 +46,7 @@ class _Flight:
     inputs entered it, and what its weights are owed."""
 
     roots: Roots = ()
-    entry: Entry | None = None
+    entry: GraphEntry | None = None
     halves: WeightGradStore | None = None
 
 
@@ -113,7 +113,7 @@ class Executor:
         self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
         self._handed = {stage for stage in mesh.stages[:-1] if mesh.plan.hands_over(stage)}
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
-        self._received: dict[Key, tuple[Tensors, Entry | None]] = {}
+        self._received: dict[Key, tuple[Tensors, GraphEntry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
         self._gradients: dict[Key, Gradients] = {}
         self._outgoing_gradients: dict[Key, Gradients] = {}
@@ -177,7 +177,7 @@ class Executor:
             if gradients is not None:
                 self._gradients[key] = gradients
             return time.perf_counter() - start
-        entry = Entry(self._anchor) if step.training else None
+        entry = GraphEntry(self._anchor) if step.training else None
         inputs = self._crossings.receive(action, entry.copy if entry is not None else torch.clone)
         if inputs is not None:
             self._received[key] = inputs, entry
@@ -333,7 +333,7 @@ class Executor:
     def _hand_over(self, stage: int, micro: int, left: Tensors, *, training: bool) -> None:
         """Give a stage on this rank what the one before it has left, as a channel would: a copy of its own, for the
         graph of the one before may have saved these, and a block may change its input in place."""
-        entry = Entry(self._anchor) if training else None
+        entry = GraphEntry(self._anchor) if training else None
         inputs = left if entry is None else tuple(map(entry.copy, left))
         self._received[stage, micro] = inputs, entry
 

@@ -25,7 +25,7 @@ from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
-from parallax.runtime.entry import Entry
+from parallax.runtime.entry import GraphEntry
 from parallax.runtime.stage import seed_block
 
 Loss = Callable[[Any, Any], Tensor]
@@ -164,7 +164,7 @@ class _Kind(NamedTuple):
     requires_grad: bool
 
 
-class _Part(NamedTuple):
+class _PartOutputs(NamedTuple):
     """Rows ``low`` to ``high`` of the batch, which are a micro-batch of one replica, and its outputs."""
 
     micro: int
@@ -214,7 +214,7 @@ class _Buffer:
             self.single = value.clone(memory_format=torch.contiguous_format)
         self.differ |= not _same(self.single, value)
 
-    def settle(self, parts: Sequence[_Part]) -> None:
+    def settle(self, parts: Sequence[_PartOutputs]) -> None:
         """It has no rows after all: what was taken for some are values, too."""
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
@@ -237,7 +237,7 @@ class GatheredLoss:
         self._seed, self._place = chain.seed, len(chain.blocks)
         self._rowless = chain.blocks[-1].unbatched
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
-        self._parts: list[_Part] = []
+        self._parts: list[_PartOutputs] = []
         self._buffers: list[_Buffer] = []
         self._gradients: dict[int, Gradients] = {}
 
@@ -261,7 +261,7 @@ class GatheredLoss:
             else:
                 buffer.add(output.detach(), low, high, len(step.batch))
         kinds = [_Kind(tuple(o.shape), o.dtype, o.requires_grad) for o in outputs]
-        self._parts.append(_Part(micro, low, high, tuple(kinds)))
+        self._parts.append(_PartOutputs(micro, low, high, tuple(kinds)))
         return [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
 
     def complete(self, step: LossStep) -> float:
@@ -291,7 +291,7 @@ class GatheredLoss:
         self._parts, self._buffers = [], []
         self._gradients.clear()
 
-    def _parts_of_all(self) -> list[_Part]:
+    def _parts_of_all(self) -> list[_PartOutputs]:
         """The micro-batches of all replicas."""
         if self._mesh.statistics is None:
             return self._parts
@@ -327,7 +327,7 @@ class GatheredLoss:
 
     def _run(self, step: LossStep, outputs: Tensors, needed: Sequence[bool]) -> Gradients:
         """The loss of ``outputs``, and the gradients of those that are ``needed``, in the places of all."""
-        entry = Entry(self._anchor)
+        entry = GraphEntry(self._anchor)
         if step.training:
             training = tuple([output for output, each in zip(outputs, needed) if each])
             entered = iter(entry.enter(training, training))
@@ -343,7 +343,7 @@ class GatheredLoss:
         return tuple([next(arrived) if each else None for each in needed])
 
 
-def _agreed(parts: Sequence[_Part], rows: int, rowless: Collection[int]) -> list[_Whole]:
+def _agreed(parts: Sequence[_PartOutputs], rows: int, rowless: Collection[int]) -> list[_Whole]:
     """The outputs of the whole batch, from those of all its micro-batches. Raises :class:`DataError` where they do not
     fit together."""
     counts = sorted({len(part.outputs) for part in parts})
@@ -355,7 +355,7 @@ def _agreed(parts: Sequence[_Part], rows: int, rowless: Collection[int]) -> list
     return [_whole(index, parts, rows, index in rowless) for index in range(counts[0])]
 
 
-def _whole(index: int, parts: Sequence[_Part], rows: int, rowless: bool) -> _Whole:
+def _whole(index: int, parts: Sequence[_PartOutputs], rows: int, rowless: bool) -> _Whole:
     kinds = [part.outputs[index] for part in parts]
     has_rows = not rowless and all(part.looks_like_rows(index) for part in parts)
     shapes = sorted({kind.shape[1:] if has_rows else kind.shape for kind in kinds})
@@ -371,7 +371,7 @@ def _whole(index: int, parts: Sequence[_Part], rows: int, rowless: bool) -> _Who
     return _Whole(shape, kinds[0].dtype, any(kind.requires_grad for kind in kinds), has_rows)
 
 
-def _cut(gradient: Tensor | None, whole: _Whole, part: _Part) -> Tensor | None:
+def _cut(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -> Tensor | None:
     """What of an output's gradient a micro-batch begins its backward with."""
     if gradient is None or whole.has_rows:
         return None if gradient is None else gradient[part.low : part.high]

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from parallax.model.adapters import adapted
 from parallax.model.describe import Chain, describe
+from parallax.model.factory.adapters import adapted
 from parallax.model.profiling.count import count
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.hardware import device_kind

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from parallax import cli
+from parallax.plan.explained import explain
 from parallax.plan.plan import Plan
 from tests.faults.commands import (
     DGX,
@@ -55,7 +56,7 @@ def test_plan_simulate_explain_and_diff_without_measuring(
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
     explained = said("explain", "plan.yaml")
-    assert explained["lines"] == plan.explain()
+    assert explained["lines"] == explain(plan)
     assert len(explained["stages"]) == 2
 
     said("plan", *DGX, "plan.stages=1", "--output", "other.yaml")

@@ -13,19 +13,15 @@ Each block is counted at two numbers of rows, which gives the fixed and the per-
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parallax.errors import DescribeError
 from parallax.model.block import apart, has_gradient, in_dtype, tensors_in, transform
@@ -34,6 +30,7 @@ from parallax.model.describe import Chain, as_tuple
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
 from parallax.model.profiling.gathered import repeated
+from parallax.model.profiling.meter import PassWork, WorkMeter
 from parallax.model.saved import Saved, address
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine
@@ -86,30 +83,13 @@ def count(
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """What one pass dispatched: operations of matrix products, bytes moved by everything else, kernels."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    kernels: float = 0.0
-
-    def less(self, other: _Pass) -> _Pass:
-        """What is left of it without another pass."""
-        return _Pass(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
-
-    @property
-    def parts(self) -> tuple[float, float, float]:
-        return self.flops, self.bytes, self.kernels
-
-
-@dataclass(frozen=True)
 class _Counted:
     """One block at one number of rows."""
 
     rows: int
-    forward: _Pass
-    input_gradient: _Pass
-    weight_gradient: _Pass
+    forward: PassWork
+    input_gradient: PassWork
+    weight_gradient: PassWork
     moved: int
     stays: int
     by_loss: int
@@ -119,86 +99,6 @@ class _Counted:
     backward_work: int
     deferred: int
     outputs: tuple[Tensor, ...]
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
-    """Scores, and their product with the values; a causal kernel skips those of later tokens."""
-    # Dropout, is_causal.
-    _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
-    return float(sdpa_flop_count(query.shape, key.shape, value.shape)) / (2 if is_causal else 1)
-
-
-def _attention_backward(
-    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
-) -> float:
-    """Four products for the gradients, and the scores once more (Dao 2023, section 4.1)."""
-    return 2.5 * _attention(query, key, value, *rest[2:], **named)  # without output and log-sum-exp
-
-
-_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_ATTENTION: dict[str, Callable[..., float]] = {
-    _FLASH: _attention,
-    f"{_FLASH}_backward": _attention_backward,
-}
-"""Formulas that torch's counter lacks: those of the kernels that fake tensors choose."""
-
-
-class _Meter(TorchDispatchMode):
-    """Sees every operator below autograd, and every storage until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: set[int] = set()
-        self._level = self._base = self._peak = 0
-        self._found = _Pass()
-
-    @contextmanager
-    def watch(self) -> Iterator[Callable[[], tuple[_Pass, int]]]:
-        """What runs inside: its :class:`_Pass`, and the most bytes that lived beyond those at its begin."""
-        self._base = self._peak = self._level
-        self._found = _Pass()
-        with self:
-            yield lambda: (self._found, self._peak - self._base)
-
-    def know(self, tensors: Sequence[Tensor]) -> None:
-        """Storages that were there before."""
-        for tensor in tensors:
-            self._remember(tensor.untyped_storage())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        written, read = list(tensors_in(out)), list(tensors_in((args, kwargs)))
-        fresh = [tensor for tensor in written if self._remember(tensor.untyped_storage())]
-        formula = _ATTENTION.get(func.name()) or flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self._add(_Pass(float(formula(*args, **kwargs, out_val=out)), 0.0, 1.0))
-        elif fresh or func._schema.is_mutable:  # views and questions about shapes run no kernel
-            self._add(_Pass(0.0, float(_traffic_bytes([*read, *written])), 1.0))
-        return out
-
-    def _add(self, more: _Pass) -> None:
-        self._found = _Pass(*(mine + theirs for mine, theirs in zip(self._found.parts, more.parts)))
-
-    def _remember(self, storage: UntypedStorage) -> bool:
-        """Whether the storage is new; it counts until its last user lets go."""
-        key, size = address(storage), storage.nbytes()
-        if key in self._known:
-            return False
-        self._known.add(key)
-        self._level += size
-        self._peak = max(self._peak, self._level)
-        weakref.finalize(storage, self._forget, key, size)
-        return True
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._level -= size
-
-
-def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes read and written; a tensor that is both, in place, is there twice."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Deferring(TorchFunctionMode):
@@ -286,7 +186,7 @@ class _Counter:
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
         )
-        meter = _Meter()
+        meter = WorkMeter()
         meter.know([*block.parameters(), *block.buffers(), *leaves, *tensors_in(targets)])
 
         enter = partial(_entering, leaves, torch.zeros((), requires_grad=True), meter)
@@ -300,7 +200,7 @@ class _Counter:
         entering = enter()
         with _Deferring() as deferring:
             self._forward(block, entering, None)
-        inner = _Pass()
+        inner = PassWork()
         if any(leaf.requires_grad for leaf in leaves):
             results = self._forward(block, enter(), targets)
             inner, _ = self._backward(meter, results, None, leaves, targets)
@@ -324,7 +224,7 @@ class _Counter:
         """The loss of ``rows`` rows at once, as fields of the last block's :class:`BlockWork`."""
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
-            aims, meter = transform(targets, _fake), _Meter()
+            aims, meter = transform(targets, _fake), WorkMeter()
             leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
             meter.know([*leaves, *tensors_in(aims)])
             entering = _entering(leaves, torch.zeros((), requires_grad=True), meter)
@@ -360,16 +260,16 @@ class _Counter:
 
     def _backward(
         self,
-        meter: _Meter,
+        meter: WorkMeter,
         results: tuple[Tensor, ...],
         block: nn.Module | None,
         leaves: tuple[Tensor, ...],
         targets: Any,
-    ) -> tuple[_Pass, int]:
+    ) -> tuple[PassWork, int]:
         """A backward into the parameters of ``block`` and the leaves, or without a block into the leaves alone."""
         roots = [tensor for tensor in results if tensor.requires_grad]
         if not roots:
-            return _Pass(), 0
+            return PassWork(), 0
         gradients = [torch.ones_like(root) for root in roots] if targets is None else None
         del results
         if block is None:
@@ -404,7 +304,7 @@ class _Counter:
         return saved.sums(entering, results)
 
 
-def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: _Meter) -> tuple[Tensor, ...]:
+def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
     """As in a stage, what enters is no leaf: it comes from a node with two parents. A block may change it in place."""
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
     meter.know(made)
@@ -452,7 +352,7 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
     def line(of: Callable[[_Counted], float]) -> Affine:
         return Affine.through((low.rows, of(low)), (high.rows, of(high)))
 
-    def work(of: Callable[[_Counted], _Pass]) -> Work:
+    def work(of: Callable[[_Counted], PassWork]) -> Work:
         return Work(
             flops=line(lambda c: of(c).flops),
             bytes=line(lambda c: of(c).bytes),

@@ -27,9 +27,9 @@ from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_cost
 from parallax.model.profiling.clock import Clock
 from parallax.model.profiling.gathered import NO_LOSS, WholeLoss, repeated
 from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
-from parallax.model.profiling.offloads import Offloader, Saving, slowdown_seconds
+from parallax.model.profiling.offloads import Offloader, slowdown_seconds
+from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
 from parallax.model.saved import Saved
-from parallax.model.split_backward import WeightGradStore
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
@@ -38,8 +38,6 @@ _REPEATS = (3, 15)
 # Of all blocks: below it kernels may be too small to tell what more rows would cost.
 _CHEAP_SECONDS = 0.05
 _GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
-_OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -88,36 +86,23 @@ def measure(
     tensors are allocated: times under one say nothing about another; ``offloader`` is how a run would offload, if it
     may. Raises :class:`DescribeError` where blocks do not fit together.
     """
-    path = profile_path(
-        chain,
-        loss,
-        sample,
-        rows,
-        device=device,
-        precision=precision,
-        minimum_bytes=minimum_bytes,
-        allocator=allocator,
-        offloader=offloader,
-        gathered=gathered,
-    )
+    how: dict[str, Any] = {"precision": precision, "allocator": allocator, "offloader": offloader}
+    how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
+    path = profile_path(chain, loss, sample, rows, device=device, **how)
     if (known := recall(path, name)) is not None:
         progress(f"profile of {name} from {path}")
         return known
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        within = not gathered
         bench = _Bench(
-            chain,
-            loss,
-            device,
-            precision,
-            minimum_bytes,
-            offloader,
-            progress,
-            with_loss=not gathered,
+            chain, loss, device, precision, minimum_bytes, offloader, progress, with_loss=within
         )
         low, high = bench.last_two(sample, sorted(set(rows)))
-        whole = NO_LOSS
-        if gathered:
-            whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
+        whole = (
+            bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
+            if gathered
+            else NO_LOSS
+        )
     profile = _profile_of(chain, name, device, precision, low, high, whole)
     remember(profile, path)
     return profile
@@ -150,76 +135,11 @@ def _profile_of(
         ties=tuple(tie_costs(chain, trained=True)),
         frozen_ties=tuple(tie_costs(chain, trained=False)),
         optimizer_bytes=how.optimizer / how.weight,
-        optimizer_seconds=_optimizer_seconds(device, chain.dtype),
+        optimizer_seconds=optimizer_seconds(device, chain.dtype),
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
         gathered_rows=whole.rows,
     )
-
-
-class _Passes:
-    """What is timed of one block: forward and backward, whole, in halves, and with its saved tensors offloaded. As in a
-    stage, what enters is no leaf: it comes from a node with two parents."""
-
-    def __init__(
-        self,
-        bench: _Bench,
-        device: torch.device,
-        block: nn.Module,
-        leaves: Tensors,
-        targets: Any,
-    ) -> None:
-        self._bench, self._block, self._leaves, self._targets = bench, block, leaves, targets
-        self._device = device
-        self._anchor = torch.zeros((), device=self._device, requires_grad=True)
-
-    def enter(self, _: object = None) -> Tensors:
-        """What enters, anew for each forward, which may change it in place."""
-        return tuple(
-            leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
-            for leaf in self._leaves
-        )
-
-    def forward(self, entering: Tensors) -> Tensors:
-        """Outputs, or the loss."""
-        return self._bench.forward(self._block, entering, self._targets)
-
-    def backward(self, results: Tensors) -> None:
-        """From what :meth:`forward` gave, into the inputs and the parameters."""
-        roots = [tensor for tensor in results if tensor.requires_grad]
-        if roots:
-            ones = [torch.ones_like(root) for root in roots]
-            torch.autograd.backward(roots, ones if self._targets is None else None)
-        for leaf in (*self._leaves, self._anchor):
-            leaf.grad = None
-
-    def offloaded(self, saving: Saving) -> Tensors:
-        """A forward whose saved tensors go where ``saving`` takes them; those of the loss stay."""
-        entering = self.enter()
-        with saving:
-            results = self._bench.forward(self._block, entering, None)
-        if self._targets is None:
-            return results
-        return self._bench.add_loss(results, self._targets)
-
-    def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
-        """A forward whose weight gradients can be put off."""
-        store = WeightGradStore(self._device)
-        with store.splitting():
-            return self._bench.forward(self._block, entering, self._targets), store
-
-    def enter_and_split(self, _: object) -> tuple[Tensors, WeightGradStore]:
-        """:meth:`split` of what enters anew."""
-        return self.split(self.enter())
-
-    def input_half(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
-        """The backward without the weight gradients."""
-        self.backward(found[0])
-        return found[1]
-
-    def weight_half(self, store: WeightGradStore) -> None:
-        """The weight gradients."""
-        store.finish()
 
 
 class _Bench:
@@ -278,7 +198,7 @@ class _Bench:
         for parameter in block.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        passes = _Passes(self, self._device, block, leaves, targets)
+        passes = BlockPasses(self, self._device, block, leaves, targets)
         outputs = self.forward(block, passes.enter(), None)
         moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)
         _, *whole = self._time(passes.enter, passes.forward, passes.backward)
@@ -347,7 +267,7 @@ class _Bench:
             seconds=sum(seconds),
         )
 
-    def _offload_seconds(self, block: nn.Module, moved: int, passes: _Passes) -> float:
+    def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
         """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""
         try:
             if moved and self._offloader is not None:
@@ -363,7 +283,7 @@ class _Bench:
             self._progress(f"what offloading takes was not measured: {error}")
         return 0.0
 
-    def _splits(self, passes: _Passes) -> bool:
+    def _splits(self, passes: BlockPasses) -> bool:
         """Whether any gradient of a parameter is put off."""
         results, halves = passes.enter_and_split(None)
         passes.backward(results)
@@ -457,26 +377,3 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
         deferred=line("deferred"),
         split_work=line("split_work"),
     )
-
-
-def _optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds per byte of parameters that a step costs whatever its rows: gradients are cleared, their norm is taken,
-    they are clipped, and fused AdamW steps."""
-    parameters = [
-        nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)
-    ]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, fused=True)
-    one = torch.ones((), device=device, dtype=dtype)
-    clock, seconds = Clock(device), []
-    for _ in range(1 + _REPEATS[0]):
-        start = clock.now()
-        optimizer.zero_grad(set_to_none=False)
-        torch.nn.utils.get_total_norm(
-            [parameter.grad for parameter in parameters if parameter.grad is not None]
-        )
-        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, one)
-        optimizer.step()
-        seconds.append(clock.now() - start)
-    return min(seconds[1:]) / sum(parameter.nbytes for parameter in parameters)

@@ -8,7 +8,6 @@ one whose runs differ in more than sizes. The model itself cannot stay whole: th
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from parallax.model.recording.fakes import (
     nothing_left_behind,
     without_modes,
 )
+from parallax.model.recording.flags import without_caches, without_checkpointing
 from parallax.model.recording.flow import storage_of
 from parallax.model.recording.inputs import (
     Sample,
@@ -90,8 +90,8 @@ def cut_recorded(
             model, "describe() was given no sample of its inputs, so its forward cannot be recorded"
         )
     shapes = sample_shapes(sample)
-    _without_caches(model)
-    _without_checkpointing(model)
+    without_caches(model)
+    without_checkpointing(model)
 
     def record(given: SampleShapes, *, vary: bool = True) -> Cut:
         with nothing_left_behind(), faked(model, dtype, value_of) as fakes:
@@ -335,36 +335,6 @@ class _ForwardRuns:
 
     def _inputs(self, rows: int, change: dict[int, int] | None = None) -> tuple[Any, Any]:
         return call_arguments(self._shapes.make(self._fakes.fake, rows, change))
-
-
-def _without_caches(model: nn.Module) -> None:
-    """Tell a model of transformers to return no cache of keys and values: this is training. Its modules get copies of
-    their configurations, for those may be the user's own."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            copies[id(config)] = copy.copy(config)
-            copies[id(config)].use_cache = False
-            logger.info("%s: use_cache is off in training", type(module).__name__)
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if id(value) in copies:
-                setattr(module, name, copies[id(value)])
-
-
-def _without_checkpointing(model: nn.Module) -> None:
-    """Tell a model of transformers to compute nothing again by itself: the plan says of each block what is kept."""
-    modules: Iterator[Any] = model.modules()
-    flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]
-    for module in flagged:
-        module.gradient_checkpointing = False
-    if flagged:
-        logger.info(
-            "%s asks for gradient checkpointing: the plan decides for each block what is kept and what is computed "
-            "again; plan.activations=recompute is all of it",
-            type(model).__name__,
-        )
 
 
 def _say_whole(model: nn.Module, why: str) -> None:

@@ -328,24 +328,18 @@ def load_states(
     those on the device where they are sharded. Gradients and states are those of parameters that are trained; which
     of these stream is not known here, so both sides of the way count as many as there can be.
     """
-    parameter_bytes, largest = sizes.parameters, sizes.block
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
     lower = math.floor(states * below.optimizer)
     upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
-    streamed = math.floor(parameter_bytes * below.parameters)
-    going = sizes.most_trained(streamed)
-    gone = math.floor(going * profile.gradient_bytes)
-    surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
-    visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
+    streamed, gone, surely_gone, visiting = _streaming(profile, sizes, below)
     window = visiting
     if not device.swaps_to.steps:
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * sizes.trained
-    # Those that stream are up and down anyway.
-    moving = max(0.0, stepped - sizes.least_trained(streamed))
+    moving = max(0.0, stepped - sizes.least_trained(streamed))  # others are up and down anyway
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
     passing += max(visiting, _twice_bytes(profile, sizes, streamed))
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
@@ -354,7 +348,7 @@ def load_states(
     update = on_device * profile.optimizer_seconds / device.speed
     update += stepped * device.host_update_seconds
     return StateLoad(
-        parameter_bytes=parameter_bytes - streamed,
+        parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
@@ -365,6 +359,19 @@ def load_states(
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
         update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
     )
+
+
+def _streaming(
+    profile: ModelProfile, sizes: Sizes, below: OffloadFractions
+) -> tuple[int, int, int, int]:
+    """Bytes of parameters that stream, the most and the fewest bytes of gradients that go with them, and what of both
+    is on the device at one time."""
+    streamed = math.floor(sizes.parameters * below.parameters)
+    gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
+    surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
+    largest = sizes.block
+    visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
+    return streamed, gone, surely_gone, visiting
 
 
 def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:

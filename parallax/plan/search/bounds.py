@@ -40,8 +40,7 @@ from parallax.plan.cost.stage import BlockLoad, Sizes, gap_bytes, load_block, lo
 from parallax.plan.cost.traffic import copying_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
-from parallax.plan.search.cuts import even_cuts
-from parallax.plan.search.exact_stage import block_kinds
+from parallax.plan.search.cuts import block_kinds, even_cuts
 from parallax.plan.search.request import ROUNDING, Request, Shape
 
 

@@ -14,6 +14,7 @@ from parallax.errors import ConfigError, InfeasiblePlan
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive
+from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
 
 
@@ -279,3 +280,16 @@ def _asked(config: PlanConfig) -> str:
 
 def _stages(question: Question) -> str:
     return f"plan.stages={question.config.stages} and {question.devices} device(s)"
+
+
+def check_counted_loss(profile: ModelProfile, rows: int, *, gather_loss: bool) -> None:
+    """Raise :class:`ConfigError` where ``profile`` counts another loss than that of a plan for batches of ``rows``."""
+    counted = profile.gathered_rows
+    if counted == (rows if gather_loss else 0):
+        return
+    has = f"the loss of {counted} rows at once" if counted else "a loss for each micro-batch"
+    asked = f"trainer.gather_loss={str(gather_loss).lower()}"
+    raise ConfigError(
+        f"{asked} trainer.global_batch={rows}: the profile of {profile.model} counts {has}; measure it again with "
+        "these settings"
+    )

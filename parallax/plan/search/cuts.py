@@ -1,9 +1,15 @@
-"""Where to cut a row of blocks."""
+"""A row of blocks: their kinds, their sums, and where to cut it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.plan.profile import BlockCost, ModelProfile
 
 
 def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
@@ -35,3 +41,55 @@ def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> i
         else:
             fails = middle
     return found
+
+
+def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
+    """A number for each block, the same for those that cost the same, and the cost behind each number."""
+    numbers: dict[BlockCost, int] = {}
+    nameless = [
+        replace(
+            block,
+            name="",
+            parameters=0,
+            parameter_bytes=0,
+            frozen_bytes=0,
+            largest_bytes=0,
+            buffer_bytes=0,
+        )
+        for block in profile.blocks
+    ]
+    kinds = tuple(numbers.setdefault(cost, len(numbers)) for cost in nameless)
+    return kinds, list(numbers)
+
+
+@dataclass(frozen=True)
+class BlockChain:
+    """What does not depend on rows or devices: the number of each block's kind and the cost behind it, as in
+    :func:`block_kinds`, bytes of parameters and of the largest, and sums of the first
+    0, 1, … blocks' parameters, of those of them that are trained, and of buffers."""
+
+    kinds: NDArray[np.int32]
+    costs: Sequence[BlockCost]
+    block_bytes: NDArray[np.int64]
+    largest_bytes: NDArray[np.int64]
+    parameter_sums: NDArray[np.int64]
+    trained_sums: NDArray[np.int64]
+    buffer_sums: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, profile: ModelProfile) -> BlockChain:
+        """That of a model."""
+        numbers, costs = block_kinds(profile)
+        blocks = profile.blocks
+        parameters = np.array([block.parameter_bytes for block in blocks], dtype=np.int64)
+        return cls(
+            kinds=np.array(numbers, dtype=np.int32),
+            costs=costs,
+            block_bytes=parameters,
+            largest_bytes=np.array(
+                [block.largest_parameter_bytes for block in blocks], dtype=np.int64
+            ),
+            parameter_sums=np.concatenate([[0], np.cumsum(parameters)]),
+            trained_sums=np.cumsum([0, *(block.trained_bytes for block in blocks)]),
+            buffer_sums=np.cumsum([0, *(block.buffer_bytes for block in blocks)]),
+        )

@@ -34,7 +34,8 @@ from parallax.plan.cost.traffic import (
     tier_places,
 )
 from parallax.plan.plan import Directive, StagePlan
-from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.plan.profile import ModelProfile
+from parallax.plan.search.cuts import block_kinds
 
 FRONT = 480_000  # choices kept, times blocks squared; beyond it the search is no longer exact and says so
 MOST_BOUNDS = 40  # bounds on a block's workspace, and on what it moves, that are tried
@@ -149,25 +150,6 @@ def _largest_limit(load: StageLoad, in_flight: int, room: float, budget: int) ->
     while limit < all_moved and load.peak_bytes(in_flight, limit + 1) <= budget:
         limit += 1
     return limit
-
-
-def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
-    """A number for each block, the same for those that cost the same, and the cost behind each number."""
-    numbers: dict[BlockCost, int] = {}
-    nameless = [
-        replace(
-            block,
-            name="",
-            parameters=0,
-            parameter_bytes=0,
-            frozen_bytes=0,
-            largest_bytes=0,
-            buffer_bytes=0,
-        )
-        for block in profile.blocks
-    ]
-    kinds = tuple(numbers.setdefault(cost, len(numbers)) for cost in nameless)
-    return kinds, list(numbers)
 
 
 @dataclass(frozen=True, slots=True)

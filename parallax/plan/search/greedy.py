@@ -21,10 +21,9 @@ from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
-from parallax.plan.search.cuts import even_cuts, furthest
+from parallax.plan.search.cuts import BlockChain, even_cuts, furthest
 from parallax.plan.search.exact_stage import StageChoice, judge_stage
 from parallax.plan.search.greedy_stage import (
-    BlockChain,
     GreedyStage,
     GreedyStages,
     Part,

@@ -33,8 +33,9 @@ from parallax.plan.cost.traffic import (
     leaving_bytes,
 )
 from parallax.plan.plan import Directive
-from parallax.plan.profile import BlockCost, ModelProfile
-from parallax.plan.search.exact_stage import OFFERED, block_kinds
+from parallax.plan.profile import ModelProfile
+from parallax.plan.search.cuts import BlockChain
+from parallax.plan.search.exact_stage import OFFERED
 from parallax.plan.search.request import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -98,39 +99,6 @@ class _Sums:
     plain: Floats
     both: Floats
     buffers: tuple[tuple[Floats, Floats], ...]
-
-
-@dataclass(frozen=True)
-class BlockChain:
-    """What does not depend on rows or devices: the number of each block's kind and the cost behind it, as in
-    :func:`~parallax.plan.search.exact_stage.block_kinds`, bytes of parameters and of the largest, and sums of the first
-    0, 1, … blocks' parameters, of those of them that are trained, and of buffers."""
-
-    kinds: NDArray[np.int32]
-    costs: Sequence[BlockCost]
-    block_bytes: NDArray[np.int64]
-    largest_bytes: NDArray[np.int64]
-    parameter_sums: NDArray[np.int64]
-    trained_sums: NDArray[np.int64]
-    buffer_sums: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, profile: ModelProfile) -> BlockChain:
-        """That of a model."""
-        numbers, costs = block_kinds(profile)
-        blocks = profile.blocks
-        parameters = np.array([block.parameter_bytes for block in blocks], dtype=np.int64)
-        return cls(
-            kinds=np.array(numbers, dtype=np.int32),
-            costs=costs,
-            block_bytes=parameters,
-            largest_bytes=np.array(
-                [block.largest_parameter_bytes for block in blocks], dtype=np.int64
-            ),
-            parameter_sums=np.concatenate([[0], np.cumsum(parameters)]),
-            trained_sums=np.cumsum([0, *(block.trained_bytes for block in blocks)]),
-            buffer_sums=np.cumsum([0, *(block.buffer_bytes for block in blocks)]),
-        )
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
+from parallax.plan.search.contradiction import check_counted_loss
 from parallax.plan.search.exact_stage import Flight
 
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
@@ -107,13 +108,8 @@ class Request:
             raise ConfigError("trainer.global_batch=auto: accepted are whole numbers above 0")
         check_count("trainer.global_batch", global_batch)
         self.profile, self.cluster, self.config = profile, cluster, config
-        self.global_batch, self.microbatch, self.swap, self.runnable = (
-            global_batch,
-            microbatch,
-            swap,
-            runnable,
-        )
-        self.gather_loss = gather_loss
+        self.global_batch, self.microbatch, self.gather_loss = global_batch, microbatch, gather_loss
+        self.swap, self.runnable = swap, runnable
         self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
@@ -127,7 +123,7 @@ class Request:
         if not self.allowed:
             raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
         self._check_schedule()
-        self._check_loss()
+        check_counted_loss(profile, global_batch, gather_loss=gather_loss)
         if runnable:
             config.check_streaming(profile.model, tied=bool(profile.shared))
 
@@ -146,18 +142,6 @@ class Request:
                 "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
                 "use plan.schedule=1f1b, or plan.activations=auto"
             )
-
-    def _check_loss(self) -> None:
-        """Raise :class:`ConfigError` where the profile counts another loss than that of the plan."""
-        counted, wanted = self.profile.gathered_rows, self.global_batch if self.gather_loss else 0
-        if counted == wanted:
-            return
-        has = f"the loss of {counted} rows at once" if counted else "a loss for each micro-batch"
-        asked = f"trainer.gather_loss={str(self.gather_loss).lower()}"
-        raise ConfigError(
-            f"{asked} trainer.global_batch={self.global_batch}: the profile of {self.profile.model} counts {has}; "
-            "measure it again with these settings"
-        )
 
     def changed(self, **changes: object) -> Request:
         """The same question with other arguments of :meth:`__init__`."""

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, ConfigError
-from parallax.model.adapters import adapted, save_adapter
 from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.factory.adapters import adapted, save_adapter
+from parallax.model.factory.registry import CustomModelConfig, build_model
 from parallax.model.materialise import materialise
-from parallax.model.registry import CustomModelConfig, build_model
 from tests.zoo import FAMILIES
 
 peft = pytest.importorskip("peft", reason="peft is not installed (it comes with the peft extra)")

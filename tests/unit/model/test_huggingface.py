@@ -14,7 +14,7 @@ from torch import nn
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import describe, parameter_names
-from parallax.model.huggingface import HuggingFaceConfig
+from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.count import count

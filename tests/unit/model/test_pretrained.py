@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, ConfigError, DescribeError
 from parallax.model.describe import Chain, describe
-from parallax.model.huggingface import HuggingFaceConfig
+from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.materialise import check_weights, materialise
 from parallax.run.job import usual_loss
 from parallax.runtime.batch import TensorRows

@@ -14,9 +14,9 @@ from torch import Tensor
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
+from parallax.model.factory.registry import build_model
+from parallax.model.factory.timm import TimmConfig
 from parallax.model.materialise import materialise
-from parallax.model.registry import build_model
-from parallax.model.timm import TimmConfig
 from parallax.run.job import open_source
 from tests.timm_models import timm_or_skip
 

@@ -13,6 +13,7 @@ import yaml
 
 from parallax.errors import PlanError
 from parallax.plan.cluster import Cluster, Link
+from parallax.plan.explained import explain
 from parallax.plan.plan import Alternative, Directive, Plan, RankPrediction, StagePrediction
 from parallax.plan.profile import Affine, ModelProfile
 from tests.unit.plan_fakes import FREE, block, cluster, plan, profile, stages
@@ -51,7 +52,7 @@ def test_the_hash_is_stable_and_notices_every_field() -> None:
 
 def test_states_that_replicas_share_are_explained() -> None:
     sharded = tuple(replace(stage, shard_optimizer=stage.replicas > 1) for stage in plan().stages)
-    texts = plan(stages=sharded).explain()
+    texts = explain(plan(stages=sharded))
     assert "share the optimizer's states" not in texts[1]
     assert texts[2].endswith("; replicas share the optimizer's states.")
 
@@ -95,7 +96,7 @@ def test_explain_says_it_in_numbers() -> None:
         bound_seconds=0.8,
         alternatives=(other,),
     )
-    assert chosen.explain() == [
+    assert explain(chosen) == [
         "8 rows run as 4 micro-batches of up to 2 rows through 2 stage(s) under 1f1b; 25% of the time is bubble.",
         "stage 0: blocks 0..1 on 1 replica(s); activations: keep 1, offload 1; peak 2.0 KiB of 4.0 KiB (parameters "
         "1.0 KiB, swap 512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden; 50% of the "
@@ -111,7 +112,7 @@ def test_explain_says_it_in_numbers() -> None:
         .explain()[-2]
         .endswith("can be faster by the planner's formula.")
     )
-    assert replace(chosen, bound_seconds=0.0).explain()[-2].endswith("a better plan may exist.")
+    assert explain(replace(chosen, bound_seconds=0.0))[-2].endswith("a better plan may exist.")
 
 
 def test_positions_and_placement() -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
-from parallax.model.huggingface import HuggingFaceConfig
+from parallax.model.factory.huggingface import HuggingFaceConfig
+from parallax.model.factory.registry import CustomModelConfig
 from parallax.model.materialise import materialise
 from parallax.model.mlp import MLPConfig
-from parallax.model.registry import CustomModelConfig
 from parallax.run import export as subject
 from parallax.run.export import FORMS, Exported, export
 from parallax.runtime import checkpoint

@@ -40,7 +40,7 @@ class HuggingFaceConfig:
     ``pretrained``: a folder with ``config.json`` and safetensors, as ``save_pretrained`` writes it; class, sizes and
     weights come from there. What it lacks, such as a new head, the model's constructor makes. Nothing is downloaded.
     ``attention``: ``auto`` is what transformers takes for the class. ``sequence``: tokens in a row of text.
-    ``adapter``: what is trained in place of the model (:mod:`parallax.model.adapters`), in peft's own words.
+    ``adapter``: what is trained in place of the model (:mod:`parallax.model.factory.adapters`), in peft's own words.
     ``verify``: whether the chain is compared with the
     model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """

@@ -10,11 +10,11 @@ from torch import nn
 
 from parallax.common.targets import call_target
 from parallax.errors import check_switch
-from parallax.model.adapters import adapted
+from parallax.model.factory.adapters import adapted
+from parallax.model.factory.huggingface import HuggingFaceConfig
+from parallax.model.factory.timm import TimmConfig
 from parallax.model.gpt import GPTConfig
-from parallax.model.huggingface import HuggingFaceConfig
 from parallax.model.mlp import MLPConfig
-from parallax.model.timm import TimmConfig
 from parallax.plan.analytic.transformer import TransformerConfig
 
 
@@ -25,7 +25,7 @@ class CustomModelConfig:
     ``blocks`` names its chain where the one that is found (see :func:`~parallax.model.describe.describe`) is not the
     one that is wanted: module paths, ``*`` for the members of a ModuleList, in the order that data flows
     (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them, to begin with.
-    ``adapter``: what is trained in place of the model (:mod:`parallax.model.adapters`), in peft's own words.
+    ``adapter``: what is trained in place of the model (:mod:`parallax.model.factory.adapters`), in peft's own words.
     ``verify``: whether the chain is compared with the
     model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """

@@ -27,8 +27,8 @@ class TimmConfig:
     ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and perhaps ``config.json``, as timm's
     ``save_for_hf`` writes it; weights come from there, and so do architecture and arguments where these are not given.
     A head for other classes begins as the constructor makes it. Nothing is downloaded. ``adapter``: what is trained in
-    place of the model (:mod:`parallax.model.adapters`), in peft's own words. ``verify``: whether the chain is compared
-    with the model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    place of the model (:mod:`parallax.model.factory.adapters`), in peft's own words. ``verify``: whether the chain is
+    compared with the model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "timm"

@@ -1,0 +1,116 @@
+"""Sees what operators ask of a device while they run on tensors without bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from parallax.model.block import tensors_in
+from parallax.model.private import OperatorMode
+from parallax.model.saved import address
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What one pass dispatched: operations of matrix products, bytes moved by everything else, kernels."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+
+    def less(self, other: PassWork) -> PassWork:
+        """What is left of it without another pass."""
+        return PassWork(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """The three figures."""
+        return self.flops, self.bytes, self.kernels
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
+    """Scores, and their product with the values; a causal kernel skips those of later tokens."""
+    # Dropout, is_causal.
+    _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
+    return float(sdpa_flop_count(query.shape, key.shape, value.shape)) / (2 if is_causal else 1)
+
+
+def _attention_backward(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
+) -> float:
+    """Four products for the gradients, and the scores once more (Dao 2023, section 4.1)."""
+    return 2.5 * _attention(query, key, value, *rest[2:], **named)  # without output and log-sum-exp
+
+
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION: dict[str, Callable[..., float]] = {
+    _FLASH: _attention,
+    f"{_FLASH}_backward": _attention_backward,
+}
+"""Formulas that torch's counter lacks: those of the kernels that fake tensors choose."""
+
+
+class WorkMeter(OperatorMode):
+    """Sees every operator below autograd, and every storage until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._level = self._base = self._peak = 0
+        self._found = PassWork()
+
+    @contextmanager
+    def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
+        """What runs inside: its :class:`PassWork`, and the most bytes that lived beyond those at its begin."""
+        self._base = self._peak = self._level
+        self._found = PassWork()
+        with self:
+            yield lambda: (self._found, self._peak - self._base)
+
+    def know(self, tensors: Sequence[Tensor]) -> None:
+        """Storages that were there before."""
+        for tensor in tensors:
+            self._remember(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written, read = list(tensors_in(out)), list(tensors_in((args, kwargs)))
+        fresh = [tensor for tensor in written if self._remember(tensor.untyped_storage())]
+        formula = _ATTENTION.get(func.name()) or flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._add(PassWork(float(formula(*args, **kwargs, out_val=out)), 0.0, 1.0))
+        elif fresh or func._schema.is_mutable:  # views and questions about shapes run no kernel
+            self._add(PassWork(0.0, float(_traffic_bytes([*read, *written])), 1.0))
+        return out
+
+    def _add(self, more: PassWork) -> None:
+        self._found = PassWork(
+            *(mine + theirs for mine, theirs in zip(self._found.parts, more.parts))
+        )
+
+    def _remember(self, storage: UntypedStorage) -> bool:
+        """Whether the storage is new; it counts until its last user lets go."""
+        key, size = address(storage), storage.nbytes()
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self._level += size
+        self._peak = max(self._peak, self._level)
+        weakref.finalize(storage, self._forget, key, size)
+        return True
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._level -= size
+
+
+def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes read and written; a tensor that is both, in place, is there twice."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

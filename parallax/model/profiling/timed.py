@@ -1,0 +1,115 @@
+"""What is timed: the passes of one block, and an optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallax.model.profiling.clock import Clock
+from parallax.model.profiling.offloads import Saving
+from parallax.model.split_backward import WeightGradStore
+
+Tensors = tuple[Tensor, ...]
+
+_STEPS = 3
+_OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
+
+
+class Bench(Protocol):
+    """What runs a block, in its number format, and the loss of the last one."""
+
+    def forward(self, block: nn.Module, entering: Tensors, targets: Any) -> Tensors:
+        """The block's outputs, or with ``targets`` the loss of them."""
+
+    def add_loss(self, outputs: Tensors, targets: Any) -> Tensors:
+        """The loss of the chain's outputs."""
+
+
+class BlockPasses:
+    """What is timed of one block: forward and backward, whole, in halves, and with its saved tensors offloaded. As in a
+    stage, what enters is no leaf: it comes from a node with two parents."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        device: torch.device,
+        block: nn.Module,
+        leaves: Tensors,
+        targets: Any,
+    ) -> None:
+        self._bench, self._block, self._leaves, self._targets = bench, block, leaves, targets
+        self._device = device
+        self._anchor = torch.zeros((), device=self._device, requires_grad=True)
+
+    def enter(self, _: object = None) -> Tensors:
+        """What enters, anew for each forward, which may change it in place."""
+        return tuple(
+            leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
+            for leaf in self._leaves
+        )
+
+    def forward(self, entering: Tensors) -> Tensors:
+        """Outputs, or the loss."""
+        return self._bench.forward(self._block, entering, self._targets)
+
+    def backward(self, results: Tensors) -> None:
+        """From what :meth:`forward` gave, into the inputs and the parameters."""
+        roots = [tensor for tensor in results if tensor.requires_grad]
+        if roots:
+            ones = [torch.ones_like(root) for root in roots]
+            torch.autograd.backward(roots, ones if self._targets is None else None)
+        for leaf in (*self._leaves, self._anchor):
+            leaf.grad = None
+
+    def offloaded(self, saving: Saving) -> Tensors:
+        """A forward whose saved tensors go where ``saving`` takes them; those of the loss stay."""
+        entering = self.enter()
+        with saving:
+            results = self._bench.forward(self._block, entering, None)
+        if self._targets is None:
+            return results
+        return self._bench.add_loss(results, self._targets)
+
+    def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
+        """A forward whose weight gradients can be put off."""
+        store = WeightGradStore(self._device)
+        with store.splitting():
+            return self._bench.forward(self._block, entering, self._targets), store
+
+    def enter_and_split(self, _: object) -> tuple[Tensors, WeightGradStore]:
+        """:meth:`split` of what enters anew."""
+        return self.split(self.enter())
+
+    def input_half(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
+        """The backward without the weight gradients."""
+        self.backward(found[0])
+        return found[1]
+
+    def weight_half(self, store: WeightGradStore) -> None:
+        """The weight gradients."""
+        store.finish()
+
+
+def optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds per byte of parameters that a step costs whatever its rows: gradients are cleared, their norm is taken,
+    they are clipped, and fused AdamW steps."""
+    parameters = [
+        nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    one = torch.ones((), device=device, dtype=dtype)
+    clock, seconds = Clock(device), []
+    for _ in range(1 + _STEPS):
+        start = clock.now()
+        optimizer.zero_grad(set_to_none=False)
+        torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, one)
+        optimizer.step()
+        seconds.append(clock.now() - start)
+    return min(seconds[1:]) / sum(parameter.nbytes for parameter in parameters)

@@ -1,0 +1,77 @@
+"""A plan in sentences, with its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallax.common.units import format_bytes
+from parallax.plan.plan import Directive, Plan
+
+
+def explain(plan: Plan) -> list[str]:
+    """Why ``plan`` looks as it does, in sentences with its numbers."""
+    positions = [_explain_position(plan, position) for position in range(plan.positions)]
+    return [_explain_shape(plan), *positions, *explain_choice(plan)]
+
+
+def _explain_shape(plan: Plan) -> str:
+    micro = plan.micro_batches(plan.global_batch)
+    each = f", {plan.interleave} stages to a position" if plan.interleave > 1 else ""
+    once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
+    return (
+        f"{plan.global_batch} rows run as {micro} micro-batches of up to {plan.microbatch} rows through "
+        f"{len(plan.stages)} stage(s) under {plan.schedule}{each}; {once}"
+        f"{plan.prediction.bubble:.0%} of the time is bubble."
+    )
+
+
+def _explain_position(plan: Plan, position: int) -> str:
+    """Where the bytes and the seconds of one position go, largest terms first."""
+    stages = [plan.stages[stage] for stage in plan.stages_of(position)]
+    rank = plan.prediction.ranks[plan.ranks(position)[0]]
+    chosen = [directive for stage in stages for directive in stage.directives]
+    doing = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
+    blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in stages)
+    text = (
+        f"stage {position}: blocks {blocks} on {stages[0].replicas} replica(s); activations: {doing}; peak "
+        f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
+    )
+    if plan.prediction.stages:
+        terms = plan.prediction.stages[position]
+        memory = [f"{name} {format_bytes(size)}" for name, size in _largest(terms.memory)]
+        seconds = [f"{name} {value:.3g} s" for name, value in _largest(terms.seconds)]
+        text += f" ({', '.join(memory)}); {', '.join(seconds)}"
+    if rank.offloaded_bytes:
+        moved = format_bytes(rank.offloaded_bytes)
+        text += f"; {moved} to {plan.tier} per step, {rank.stall_seconds:.2f} s not hidden"
+    below = {
+        "the optimizer's states": max(stage.optimizer_offload for stage in stages),
+        "the parameters": max(stage.parameter_offload for stage in stages),
+    }
+    text += "".join(
+        f"; {share:.0%} of {what} in {plan.tier}" for what, share in below.items() if share
+    )
+    return text + ("; replicas share the optimizer's states." if stages[0].shard_optimizer else ".")
+
+
+def explain_choice(plan: Plan) -> list[str]:
+    """Why this plan and not the runners-up, and how much better any plan could be."""
+    compared = f"{plan.candidates} candidates compared by predicted step time"
+    if plan.exact:
+        lines = [f"{compared}; none that was left out can be faster by the planner's formula."]
+    elif plan.bound_seconds > 0:
+        least = f"by the planner's formula none can take less than {plan.bound_seconds:.4g} s"
+        lines = [
+            f"{compared}, not all there are; {least}, so this one is at most {plan.gap:.1%} above the best."
+        ]
+    else:
+        lines = [f"{compared}, not all there are: a better plan may exist."]
+    return lines + [
+        f"not chosen: {o.description}: {o.step_seconds:.4g} s, {o.reason}."
+        for o in plan.alternatives
+    ]
+
+
+def _largest(terms: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The three largest terms that are not zero."""
+    return sorted(((k, v) for k, v in terms.items() if v), key=lambda term: -term[1])[:3]

@@ -1,0 +1,43 @@
+"""How much memory a rank holds beyond what its process had before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from parallax.machine.host import ResidentMeter
+from parallax.model.precision import PrecisionConfig
+from parallax.model.split_backward import WeightGradStore
+from parallax.runtime.optim.optimizer import OptimizerConfig
+
+
+def device_memory(device: torch.device, precision: PrecisionConfig) -> Callable[[], int]:
+    """Starts to watch the device's memory; the function gives the high water since."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return lambda: int(torch.cuda.max_memory_allocated(device))
+    _touch_libraries(precision)
+    return ResidentMeter().peak_bytes
+
+
+def _touch_libraries(precision: PrecisionConfig) -> None:
+    """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
+    with torch.random.fork_rng(devices=[]):
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
+            precision.parameter_dtype
+        )
+        optimizer = OptimizerConfig().build(layer.parameters(), torch.device("cpu"))
+        for _ in range(2):
+            halves = WeightGradStore()
+            with precision.autocast("cpu"), halves.splitting():
+                outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(
+                    0, 1
+                )
+                loss = torch.nn.functional.cross_entropy(
+                    outputs.float(), torch.zeros(8, dtype=torch.int64)
+                )
+            loss.backward()
+            halves.finish()
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+            optimizer.step()
