@@ -68,9 +68,7 @@ class BlocksInOrder:
         for block in self.blocks:
             _keep_to_this_process(block)
             _fill_zeros(block)
-        names = parameter_names(chain, range(len(self.blocks)))
-        states = [block.state_dict(keep_vars=True) for block in self.blocks]
-        self._held = {name: states[i][inner] for name, (i, inner) in names.items()}
+        self._names = parameter_names(chain, range(len(self.blocks)))
 
     def train(self, mode: bool) -> None:
         """Training or evaluation."""
@@ -92,11 +90,16 @@ class BlocksInOrder:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the model."""
-        return {name: t for name, t in self._held.items() if isinstance(t, nn.Parameter)}
+        return {name: t for name, t in self._held().items() if isinstance(t, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
         """Those that are saved, by their names in the model."""
-        return {name: t for name, t in self._held.items() if not isinstance(t, nn.Parameter)}
+        return {name: t for name, t in self._held().items() if not isinstance(t, nn.Parameter)}
+
+    def _held(self) -> dict[str, Tensor]:
+        """All that is saved; a forward may put another buffer in the place of one."""
+        states = [block.state_dict(keep_vars=True) for block in self.blocks]
+        return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def every_buffer(self) -> list[Tensor]:
         """All buffers of all blocks."""

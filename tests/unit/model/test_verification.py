@@ -251,6 +251,33 @@ def test_a_gradient_that_is_cut_off_is_refused() -> None:
         verify(chain_of(Detached), F.cross_entropy, batch())
 
 
+class Averaged(nn.Module):
+    """Puts another buffer in the place of one in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.averaged, self.last = nn.Linear(6, 8), Averaged(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.averaged(self.first(x)))
+        return out
+
+
+def test_a_buffer_that_is_replaced_is_no_difference() -> None:
+    verify(chain_of(Averages), F.cross_entropy, batch(), when=True)
+
+
 def test_nothing_hides_behind_a_head_of_zeros() -> None:
     class Zeros(nn.Module):
         def __init__(self, detached: bool) -> None:
