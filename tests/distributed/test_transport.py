@@ -147,8 +147,14 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.thorough] if i % 2 == j else [])
+        for i, name in enumerate(SEQUENCES)
+        for j, kind in enumerate(("group", "staged", "shared"))
+    ],  # all in shared memory, and in turn in one of the other ways
+)
 def test_messages_that_change(pool: Pool, name: str, kind: str) -> None:
     ways = [
         (posted, ahead, False) for posted, ahead in itertools.product((True, False), (1, 3))

@@ -236,6 +236,6 @@ def engines_interrupted(name: str, some: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("some", [5, pytest.param(60, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("some", [3, pytest.param(60, marks=pytest.mark.thorough)])
 def test_an_interrupted_step_of_the_engine_ends(name: str, some: int, scratch: Path) -> None:
     alone(engines_interrupted, name, some, scratch, seconds=560)

@@ -147,11 +147,22 @@ def assert_same(mine: Sequence[Tensor | None], plain: Sequence[Tensor | None]) -
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("recompute", ["no", "recompute", "reentrant"])
+ACTIONS = {"one": gpipe(1), "gpipe": gpipe(3), "1f1b": one_f_one_b(4)}
+
+
 @pytest.mark.parametrize(
-    "actions", [gpipe(1), gpipe(3), one_f_one_b(4)], ids=["one", "gpipe", "1f1b"]
+    ("window", "actions", "recompute"),
+    [
+        pytest.param(
+            *(window, ACTIONS[name], recompute),
+            marks=[pytest.mark.thorough] if (i + j + window) % 3 else [],
+            id=f"{window}-{name}-{recompute}",
+        )
+        for i, recompute in enumerate(("no", "recompute", "reentrant"))
+        for j, name in enumerate(ACTIONS)
+        for window in (1, 2, 3)
+    ],  # each with each of the two others
 )
-@pytest.mark.parametrize("window", [1, 2, 3])
 def test_gradients_are_those_of_resident_weights(
     stream: Stream, window: int, actions: Any, recompute: str
 ) -> None:
