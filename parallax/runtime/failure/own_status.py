@@ -22,6 +22,10 @@ class Watched(Protocol):
     def current(self) -> tuple[Action, int, float] | None:
         """One object for as long as an action lasts."""
 
+    @property
+    def completed_steps(self) -> int:
+        """Of the run."""
+
 
 class OwnStatus:
     """What the main thread executes, or, outside of steps, which phase it is in and whether it shows signs of life.
@@ -68,8 +72,10 @@ class OwnStatus:
             self.steps.add(current[1])
             return RankStatus(current[0], current[1], seconds)
         idle, waits = self._examine(before, now, gap)
+        # Steps that take less than a look are seen by nobody.
+        done = self._attended[0].completed_steps if self._attended else 0
         return RankStatus(
-            None, before.step, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
+            None, done or -1, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
         )
 
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
