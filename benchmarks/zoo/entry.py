@@ -24,14 +24,16 @@ class Whole:
 class Entry:
     """``build()`` makes the model, ``batch(rows, random)`` inputs and targets, ``loss(outputs, targets)`` is the mean
     over rows. ``path`` says what the model is, for tables. ``coupled``: rows of a micro-batch meet in the model or the
-    loss (batch statistics, negatives), so that replicas compute something else than one process. ``optimizers``: those
-    that torch has for its gradients. ``imports``: large modules that it needs, imported once for all."""
+    loss (batch statistics, negatives), so that replicas compute something else than one process. ``gathered``: they
+    meet in the loss alone, which is computed once, of all rows. ``optimizers``: those that torch has for its gradients.
+    ``imports``: large modules that it needs, imported once for all."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Batch]
     loss: Callable[[Any, Any], Tensor]
     path: str = ""
     coupled: bool = False
+    gathered: bool = False
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     imports: tuple[str, ...] = ()
 

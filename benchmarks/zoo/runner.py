@@ -182,7 +182,7 @@ def _means(chain: Chain) -> str:
 
 def _in_ranks(job: Job, chain: Chain, folder: Path) -> dict[str, Trained]:
     """All ranks' parts of the training with each optimizer, put together."""
-    plan = training.two_stages(chain, job.way)
+    plan = training.two_stages(chain, job.way, gather_loss=job.entry.gathered)
     world = sum(stage.replicas for stage in plan.stages)
 
     def work(rank: int) -> dict[str, Trained]:

@@ -1,7 +1,7 @@
 """Three steps of one entry: by itself in one process, and as stages under a plan.
 
 Both do the same steps on the same rows, so nothing but the way can make a difference: the plain model goes through the
-micro-batches of a step one by one and adds up their gradients.
+micro-batches of a step one by one and adds up their gradients, or through all rows at once where they meet in the loss.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def train_plain(
         batch = EntryRows(entry, ROWS, step, dtype)
         model.zero_grad()
         total = 0.0
-        for low, high in micro_batches():
+        for low, high in [(0, ROWS)] if entry.gathered else micro_batches():
             outputs = call(model, batch.inputs(low, high))
             loss = entry.loss(outputs, batch.targets(low, high)) * ((high - low) / ROWS)
             loss.backward()
@@ -167,8 +167,9 @@ def train_stages(entry: Entry, chain: Chain, plan: Plan, optimizer: str, scratch
     return found
 
 
-def two_stages(chain: Chain, way: Way) -> Plan:
-    """A plan of two stages with about half of the parameters each, of one where there is one block."""
+def two_stages(chain: Chain, way: Way, *, gather_loss: bool = False) -> Plan:
+    """A plan of two stages with about half of the parameters each, of one where there is one block. One loss of all
+    rows has the schedule that can have it."""
     sizes = block_sizes(chain)
     cut = _middle(sizes)
     bounds = [0, cut, len(sizes)] if cut else [0, len(sizes)]
@@ -191,11 +192,12 @@ def two_stages(chain: Chain, way: Way) -> Plan:
     return Plan(
         model="zoo",
         fingerprint=chain.fingerprint(),
-        schedule=way.schedule if cut else "1f1b",
+        schedule="gpipe" if gather_loss else way.schedule if cut else "1f1b",
         global_batch=ROWS,
         microbatch=-(-ROWS // MICRO_BATCHES),
         stages=stages,
         tier="disk",
+        gather_loss=gather_loss,
         prediction=Prediction(
             step_seconds=0.0, bubble=0.0, ranks=(rank,) * (way.replicas * len(stages))
         ),

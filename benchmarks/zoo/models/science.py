@@ -174,6 +174,28 @@ def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
     return (F.cross_entropy(outputs, labels) + F.cross_entropy(outputs.T, labels)) / 2
 
 
+class FeatureTowers(TwoTowers):
+    """The same, with the comparison left to the loss."""
+
+    def forward(self, query: Tensor, item: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        return self.query(query), self.item(item), self.logit_scale.exp()
+
+
+def contrast_of_features(outputs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
+    q, k, scale = outputs
+    return contrast(scale * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).t(), targets)
+
+
+def spread_of_features(outputs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
+    """VICReg: alike, of some variance, and not correlated."""
+    del targets
+    q, k, _ = outputs
+    apart = [each - each.mean(0) for each in (q, k)]
+    shared = [(each.t() @ each / (len(each) - 1)).square() for each in apart]
+    spread = sum(F.relu(1 - (each.var(0) + 1e-4).sqrt()).mean() for each in apart)
+    return F.mse_loss(q, k) + spread + sum(each.sum() - each.diagonal().sum() for each in shared)
+
+
 def query_items(rows: int, random: torch.Generator) -> Batch:
     """Queries and items, by name."""
     query, item = (
@@ -759,6 +781,20 @@ ENTRIES: dict[str, Entry] = {
     "graph-attention": Entry(GraphAttention, many_graphs, class_loss, "graph attention"),
     "dlrm": Entry(DLRM, clicks, F.binary_cross_entropy_with_logits, "DLRM"),
     "two-towers": Entry(TwoTowers, query_items, contrast, "two towers, all rows", coupled=True),
+    "clip": Entry(
+        FeatureTowers,
+        query_items,
+        contrast_of_features,
+        "CLIP, one loss of all rows",
+        gathered=True,
+    ),
+    "vicreg": Entry(
+        FeatureTowers,
+        query_items,
+        spread_of_features,
+        "VICReg, one loss of all rows",
+        gathered=True,
+    ),
     "siamese": Entry(Siamese, triplets, triplet_loss, "Siamese, one net thrice"),
     "moco": Entry(MoCo, two_views, first_class, "MoCo with queue", coupled=True),
     "vae": Entry(VAE, with_noise, vae_loss, "variational autoencoder, noise an input"),
