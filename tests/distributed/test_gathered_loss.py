@@ -100,6 +100,12 @@ def decorrelated(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
     return ((shared - torch.eye(16)) ** 2).sum() + F.relu(1 - left.std(0)).mean() + size
 
 
+def noisy(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    """Draws random numbers."""
+    left = outputs[0]
+    return (left + torch.randn_like(left)).std(0).mean()
+
+
 class Counted:
     """A sum over some rows' neighbours in the batch, of which the targets say how many there are."""
 
@@ -118,7 +124,9 @@ LOSSES: dict[str, Any] = {
     "labelled": labelled,
     "decorrelated": decorrelated,
     "counted": Counted(),
+    "noisy": noisy,
 }
+COMPARED = "similar", "labelled", "decorrelated", "counted"
 
 
 def sample(rows: int) -> tuple[Tensor, Tensor]:
@@ -232,7 +240,7 @@ ODD: list[dict[str, Any]] = [
 )
 def test_a_gathered_loss_is_that_of_plain_training(pool: Pool, replicas: tuple[int, ...]) -> None:
     plans = [{"replicas": replicas, **each} for each in EASY + ODD]
-    ways = [(loss, torch.float64, plan) for loss in LOSSES for plan in plans]
+    ways = [(loss, torch.float64, plan) for loss in COMPARED for plan in plans]
     ways = [way for number, way in enumerate(ways) if number % 3 == sum(replicas) % 3]
     ways += [("similar", torch.float32, plans[0])]
     for (loss, dtype, _), *results in zip(ways, *pool.run(all_of, sum(replicas), ways)):
@@ -244,15 +252,6 @@ def test_a_recorded_model_gathers_its_outputs(pool: Pool) -> None:
     ways = [("similar", torch.float64, {"replicas": (1, 2), "model": Recorded})]
     (results,) = zip(*pool.run(all_of, 3, ways))
     compare(list(results), "similar", torch.float64)
-
-
-def noisy(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    """Draws random numbers."""
-    left = outputs[0]
-    return (left + torch.randn_like(left)).std(0).mean()
-
-
-LOSSES["noisy"] = noisy
 
 
 def test_what_a_loss_draws_is_the_same_on_all_replicas(pool: Pool) -> None:

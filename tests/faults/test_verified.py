@@ -115,6 +115,14 @@ def test_a_schedule_without_all_forwards_first_is_one_line(called: Called) -> No
     assert "use plan.schedule=gpipe, or trainer.microbatch=8" in one_line(err)
 
 
+def test_a_model_of_sizes_alone_has_no_loss_to_gather(called: Called) -> None:
+    code, _, err = called(
+        "plan", "model=transformer", "cluster=dgx_a100", "trainer.gather_loss=true"
+    )
+    assert code == 2
+    assert one_line(err).endswith("use trainer.gather_loss=false")
+
+
 @pytest.mark.thorough
 def test_a_contrastive_loss_trains_in_a_pipeline_with_replicas(called: Called) -> None:
     """Losses are those of one process with one micro-batch."""

@@ -43,14 +43,15 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Device bytes by term on one device, ``keep`` and ``recompute``, and what pipelines need. The device's own
-    reserve and its allocator's gaps are not in it."""
+    """Device bytes by term on one device, ``keep`` and ``recompute``, and what pipelines need under ``schedule``. The
+    device's own reserve and its allocator's gaps are not in it."""
 
     model: str
     precision: str
     parameters: int
     rows: int
     micro_batches: int
+    schedule: str
     keep: dict[str, int]
     recompute: dict[str, int]
     pipelines: tuple[StageNeed, ...]
@@ -70,6 +71,7 @@ def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "aut
         parameters=_unique_parameters(profile),
         rows=rows,
         micro_batches=micro_batches,
+        schedule=_schedule(profile).name,
         keep=keep,
         recompute=recompute,
         pipelines=tuple(

@@ -191,6 +191,7 @@ def test_an_estimate_has_all_micro_batches_in_flight() -> None:
     last = replace(parts[-1], gathered_bytes=OUTPUTS, gathered_work=NEEDED)
     whole = replace(work, blocks=(parts[0], last), gathered_rows=ROWS)
     plain, once = (estimate(each, global_batch=ROWS, microbatch=2) for each in (work, whole))
+    assert (plain.schedule, once.schedule) == ("1f1b", "gpipe")
     assert sum(plain.keep.values()) == 2 * 100 * 2
     assert sum(once.keep.values()) == 2 * 100 * ROWS + OUTPUTS + NEEDED
     assert once.pipelines[1].keep_bytes == 100 * ROWS + OUTPUTS + NEEDED
