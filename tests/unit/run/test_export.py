@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks.zoo.catalog import TRANSFORMERS
+from benchmarks.zoo.models import hugging
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.registry import CustomModelConfig
-from parallax.model.materialise import materialise
+from parallax.model.materialise import check_weights, materialise
 from parallax.model.mlp import MLPConfig
 from parallax.run import export as subject
 from parallax.run.export import FORMS, Exported, export
@@ -127,6 +129,24 @@ def test_what_was_loaded_comes_out_again(kind: str, tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys(), "what save_pretrained writes, no tensor twice"
     configs = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("out", "from")]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", sorted({n for names in TRANSFORMERS.values() for n in names.split()})
+)
+def test_every_head_comes_out_as_it_went_in(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "from", hugging.build(name))
+    cls = getattr(transformers, name)
+    expected = cls.from_pretrained(tmp_path / "from").state_dict()
+    config = HuggingFaceConfig(pretrained=str(tmp_path / "from"))
+    chain = describe(config.build, blocks=[""], weights=config.weights, partial_weights=True)
+    assert check_weights(chain) == []
+    write(tmp_path / "run", chain)
+    run: Any = SimpleNamespace(
+        directory=tmp_path / "run", config=SimpleNamespace(model=config, seed=1)
+    )
+    check_same(loaded(export(run, HF, tmp_path / "out"), cls), expected)
 
 
 def test_large_models_are_written_in_shards(
