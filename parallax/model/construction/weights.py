@@ -22,7 +22,7 @@ from parallax.model.files.tensors import Recipe, held_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5  # names in an error
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class FileLayout(Protocol):
@@ -106,23 +106,21 @@ class CheckpointWeights:
             found = self.find(name, aliases)
             if found is not None and (held := self._shape(found)) != list(shape):
                 wrong.append(f"{found} is {held} and must be {list(shape)}")
-        problems = [f"it lacks {_list(lacking)}"] if lacking else []
-        problems += (
-            [f"it has {_list(extra)}, which the model has not"] if extra and not made else []
-        )
-        problems += [_list(wrong)] if wrong else []
+        problems = [
+            *_said("it lacks {}", lacking),
+            *_said("it has {}, which the model has not", [] if made else extra),
+            *_said("{}", wrong),
+        ]
         if problems:
             raise CheckpointError(
                 f"weights {self._path} are not of this model: {'; '.join(problems)}; name the architecture and sizes "
                 "that they were saved from"
             )
-        said = [name for name in missing if not self._layout.may_lack(name)]
-        remarks = (
-            [f"they lack {_list(said)}, which the model's constructor makes anew"] if said else []
-        )
-        return remarks + (
-            [f"they hold {_list(extra)}, which the model has not: unread"] if extra else []
-        )
+        unmade = [name for name in missing if not self._layout.may_lack(name)]
+        return [
+            *_said("they lack {}, which the model's constructor makes anew", unmade),
+            *_said("they hold {}, which the model has not: unread", extra),
+        ]
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
         """Raise :class:`CheckpointError` where what the model has once is there several times, and different."""
@@ -220,6 +218,11 @@ def _open(path: Path) -> Any:
         raise CheckpointError(
             f"weights {path}: it is no readable safetensors file ({error})"
         ) from error
+
+
+def _said(text: str, names: Sequence[str]) -> list[str]:
+    """What is to be said of ``names``, where there are any."""
+    return [text.format(_list(names))] if names else []
 
 
 def _list(names: Sequence[str]) -> str:
