@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from benchmarks.zoo.entry import Entry
-from benchmarks.zoo.models import hugging, practice, science, text, torch_own, vision
+from benchmarks.zoo.models import (
+    adapters,
+    hugging,
+    practice,
+    science,
+    text,
+    timm_own,
+    torch_own,
+    vision,
+)
 from benchmarks.zoo.training import Way
 
 TRANSFORMERS: dict[str, str] = {
@@ -94,6 +105,12 @@ OWN = {
 }
 """Models that are written out, by the room they are in."""
 
+EXTRA = {
+    "adapters": (adapters.ENTRIES, ("peft",)),
+    "timm": (timm_own.ENTRIES, ("timm", "torchvision")),
+}
+"""Models of libraries that need not be there, and these."""
+
 
 def entries() -> dict[str, Entry]:
     """Name → entry."""
@@ -103,6 +120,9 @@ def entries() -> dict[str, Entry]:
             found[f"transformers/{kind}/{name}"] = hugging.entry(kind, name)
     for room, own in OWN.items():
         found.update({f"{room}/{name}": entry for name, entry in own.items()})
+    for room, (own, libraries) in EXTRA.items():
+        if all(find_spec(library) for library in libraries):
+            found.update({f"{room}/{name}": entry for name, entry in own.items()})
     return found
 
 
