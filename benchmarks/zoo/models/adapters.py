@@ -17,7 +17,7 @@ IMPORTS = ("peft",)
 
 def adapt(build: Callable[[], nn.Module], settings: dict[str, Any]) -> nn.Module:
     """The model with adapters, as ``model.adapter`` makes them."""
-    from parallax.model.adapters import adapted
+    from parallax.model.factory.adapters import adapted
 
     return adapted(build(), settings, "")
 

@@ -42,7 +42,7 @@ NORMS_OF_ROWS = ("vit", "deit", "beit", "swin", "convnext", "resmlp", "poolforme
 
 def build(name: str, **arguments: Any) -> nn.Module:
     """The model, as ``model=timm`` makes it."""
-    from parallax.model.timm import TimmConfig
+    from parallax.model.factory.timm import TimmConfig
 
     kwargs = {"num_classes": CLASSES, **arguments}
     return TimmConfig(architecture=name, kwargs=kwargs).build()
