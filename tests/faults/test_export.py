@@ -32,6 +32,7 @@ RUN = (
 )
 
 
+@pytest.mark.thorough  # as tests/distributed/test_export.py, but of processes that the command starts
 def test_a_trained_run_computes_the_same_outside(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
