@@ -184,10 +184,13 @@ def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
     held: dict[str, Tensor] = {}
     for shard in shards:
         if not shard.is_file():
-            raise CheckpointError(
-                f"weights {path}: there is no {shard.name}; give a safetensors file, or a folder with {SINGLE} or "
-                f"{INDEX}"
+            pickled = path.is_dir() and any(path.glob("*.bin"))
+            why = (
+                "its pickled weights (*.bin) are not read: load and save it again with transformers"
+                if pickled
+                else f"give a safetensors file, or a folder with {SINGLE} or {INDEX}"
             )
+            raise CheckpointError(f"weights {path}: there is no {shard.name}; {why}")
         with _open(shard) as file:
             found = held_in(file)
         held |= found

@@ -206,6 +206,12 @@ def test_broken_folders_are_refused(text: str | None, message: str, tmp_path: Pa
         materialise(describe(llama, weights=tmp_path, sample=SAMPLE), 0, 1, CPU)
 
 
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match="load and save it again with transformers"):
+        materialise(describe(llama, weights=tmp_path, sample=SAMPLE), 0, 1, CPU)
+
+
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="no readable safetensors file"):
