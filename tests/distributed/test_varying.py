@@ -165,7 +165,15 @@ def in_turn(schedules: Iterable[str], layouts: list[tuple[int, ...]]) -> list[An
     ]
 
 
-@pytest.mark.parametrize(("schedule", "replicas"), in_turn(SCHEDULES, REPLICAS), ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    [
+        pytest.param(schedule, replicas, marks=THOROUGH if (i + j) % 3 else [])
+        for i, schedule in enumerate(SCHEDULES)
+        for j, replicas in enumerate(REPLICAS)
+    ],
+    ids=str,
+)
 def test_lengths_and_numbers_of_micro_batches_vary(
     pool: Pool, schedule: str, replicas: tuple[int, ...]
 ) -> None:

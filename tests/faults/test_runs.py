@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from parallax.common.files import cache_directory
 from parallax.errors import PlanError
+from parallax.model.profiling import measure
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.calibrate import times
 from parallax.run import rank as subject
@@ -128,6 +129,7 @@ def test_a_wrong_prediction_is_planned_again_and_corrected(
     ):  # which is measured anew where it never was
         shutil.copy(file, own)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "SECONDS_PER_BLOCK", 0.05)
     small = ["model.hidden=16", "model.sequence=16"]
     settings = [*TINY, *small, "cluster.devices=1", "plan=single", "trainer.microbatch=2"]
     code, _, err = called("plan", *settings)

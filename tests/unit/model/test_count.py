@@ -43,11 +43,24 @@ def counted(
     return count(chain, loss, sample, precision=precision, minimum_bytes=MINIMUM)
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16, FP64], ids=str)
+CONFIGS: dict[str, tuple[GPTConfig | MLPConfig, Callable[..., Tensor]]] = {
+    "gpt": (SMALL, GPT.loss),
+    "dropout": (DROPPED, GPT.loss),
+    "mlp": (MLPConfig(), MLP.loss),
+}
+
+
 @pytest.mark.parametrize(
-    ("config", "loss"),
-    [(SMALL, GPT.loss), (DROPPED, GPT.loss), (MLPConfig(), MLP.loss)],
-    ids=["gpt", "dropout", "mlp"],
+    ("config", "loss", "precision"),
+    [
+        pytest.param(
+            *(*CONFIGS[name], precision),
+            marks=[pytest.mark.thorough] if i and (i + j) % 3 else [],
+            id=f"{name}-{precision}",
+        )
+        for i, name in enumerate(CONFIGS)
+        for j, precision in enumerate((FP32, BF16, FP64))
+    ],  # one of them in all precisions, each of the others in one
 )
 def test_bytes_are_those_that_are_measured(
     config: GPTConfig | MLPConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,16 @@ def build(attention: str, entry: Entry) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", FAMILIES)
+def in_turn(names: Iterable[str], ways: Iterable[str]) -> list[Any]:
+    """Each name in one of the two ways, the next one in the other; the rest is thorough."""
+    return [
+        pytest.param(name, way, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
+        for i, name in enumerate(names)
+        for j, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize(("name", "attention"), in_turn(FAMILIES, ["sdpa", "eager"]))
 def test_blocks_compute_what_the_model_computes(name: str, attention: str) -> None:
     entry = FAMILIES[name]
     entry = Entry(lambda: build(attention, FAMILIES[name]), entry.loss, entry.batch)
@@ -133,8 +142,9 @@ def test_shapes_can_be_counted_without_a_weight(name: str) -> None:
 # ---- weights -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", ["1GB", "4KB"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+@pytest.mark.parametrize(
+    ("name", "shard"), in_turn(["llama", "gpt2", "t5", "bert", "vit"], ["4KB", "1GB"])
+)
 def test_weights_are_read_stage_by_stage(name: str, shard: str, tmp_path: Path) -> None:
     entry = FAMILIES[name]
     saved = entry.build()

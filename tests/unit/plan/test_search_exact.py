@@ -21,7 +21,7 @@ from tests.unit.plan.brute_force import brute_force
 from tests.unit.plan.searched import SIZES, check, random_case
 from tests.unit.plan_fakes import cluster
 
-CASES = 120  # of a thousand
+CASES, CHECKED = 120, 60  # of a thousand: known not to be all alike, and compared by default
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def solved(seed: int) -> tuple[Request, SearchResult]:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(CASES), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(CASES, 1000))],
+    [*range(CHECKED), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(CHECKED, 1000))],
 )
 def test_no_plan_beats_the_search_by_its_formula(seed: int) -> None:
     request, found = solved(seed)
