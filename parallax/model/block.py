@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from parallax.errors import DescribeError
+
+RAGGED_HELP = "give padded rows and a tensor of their lengths, and pack or nest them inside one of the model's blocks()"
+"""The way out where rows of several lengths are one tensor."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,14 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nest of tuples, lists, dicts and dataclasses with every other part changed. A dict that is a dataclass,
-    as models of transformers return, stays one, and so does a tuple with names."""
+    as models of transformers return, stays one, and so does a tuple with names. Raises :class:`DescribeError` for a
+    PackedSequence: a tuple of tensors of which none has rows."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, PackedSequence):
+        raise DescribeError(
+            f"a PackedSequence holds its rows one step after the other, so they cannot be told apart: {RAGGED_HELP}"
+        )
     if type(value) is tuple:
         return tuple([transform(part, change) for part in value])
     if isinstance(value, Mapping):

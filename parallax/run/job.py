@@ -15,6 +15,7 @@ from parallax.common.targets import check_call
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DataError, DescribeError, printable
 from parallax.machine.local import ClusterConfig
+from parallax.model.block import RAGGED_HELP, flatten
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
 from parallax.model.factory.huggingface import HuggingFaceConfig
@@ -198,7 +199,23 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
                 else "it needs rows to plan with"
             )
         )
+    if not text and len(batch) > 1:
+        _check_inputs(f"data.target={printable(target)}: the inputs", batch)
     return batch
+
+
+def _check_inputs(what: str, batch: Rows) -> None:
+    """Raise :class:`DataError` where rows of several lengths are given in a way in which they cannot be cut."""
+    one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
+    if any(tensor.is_nested for tensor in two):
+        raise DataError(
+            f"{what} have a nested tensor, whose rows have no size in common: {RAGGED_HELP}"
+        )
+    if len(one) != len(two):
+        raise DataError(
+            f"{what} of one row are {len(one)} tensor(s) and of two rows {len(two)}; each must have the rows in its "
+            f"first dimension: {RAGGED_HELP}"
+        )
 
 
 def plan_run(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from parallax.errors import DataError
-from parallax.model.block import tensors_in, transform
+from parallax.model.block import RAGGED_HELP, tensors_in, transform
 
 Values = Tensor | Sequence[Any] | Mapping[str, Any]
 """A tensor, or a nest of tensors."""
@@ -33,6 +33,7 @@ class TensorRows:
     def __init__(self, inputs: Values, targets: Values) -> None:
         self._inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._targets = targets
+        transform((self._inputs, targets), _check_rows)
         shapes = [tuple(tensor.shape) for tensor in tensors_in((self._inputs, targets))]
         sizes = {shape[:1] for shape in shapes}
         if len(sizes) != 1 or sizes <= {(), (0,)}:
@@ -53,6 +54,11 @@ class TensorRows:
     def targets(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of the targets."""
         return _slice(self._targets, start, stop)
+
+
+def _check_rows(part: Any) -> None:
+    if isinstance(part, Tensor) and part.is_nested:
+        raise DataError(f"rows of a nested tensor cannot be sliced: {RAGGED_HELP}")
 
 
 def _slice(values: Any, start: int, stop: int) -> Any:

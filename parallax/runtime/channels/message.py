@@ -96,6 +96,11 @@ def lay_out(spec: Spec) -> Layout:
     """The layout of such tensors."""
     numbers = [len(spec)]
     for dtype, shape in spec:
+        if not all(type(size) is int for size in shape):
+            raise TransportError(
+                f"a block returned a nested tensor of shape {tuple(shape)}, and stages exchange rows of one size: cut "
+                "the model elsewhere (model.blocks), or let the block return padded rows"
+            )
         if dtype not in _DTYPES:
             raise TransportError(
                 f"a block returned {dtype}; stages exchange {', '.join(map(str, _DTYPES))}"

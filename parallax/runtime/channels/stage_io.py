@@ -138,7 +138,7 @@ class StageIO:
             _check_rows(action, tensors, high - low, unbatched)
         return tuple(
             [
-                parts[0] if index in unbatched else torch.cat(parts)
+                parts[0] if index in unbatched else _laid_together(action, parts)
                 for index, parts in enumerate(zip(*pieces))
             ]
         )
@@ -235,6 +235,18 @@ class StageIO:
             }
             self._parts_by_size[size] = _Part(start, stop - start, below, above)
         return self._parts_by_size[size]
+
+
+def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several peers, one after the other."""
+    sizes = list(dict.fromkeys(tuple(part.shape[1:]) for part in parts))
+    if len(sizes) > 1:
+        raise TransportError(
+            f"{action}: rows of sizes {sizes[0]} and {sizes[1]} arrived from two replicas, and those of a micro-batch "
+            "are one tensor: pad them to one size for the whole batch (pad_packed_sequence(total_length=...)), or use "
+            "plan.replicas=1"
+        )
+    return torch.cat(list(parts))
 
 
 def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
