@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.allocations import allocations
 from parallax.model.profiling.measure import measure
+from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from tests.distributed.pool import Pool
 from tests.plans import make_plan
 from tests.unit.plan_fakes import cluster
 
@@ -42,20 +46,10 @@ def batch() -> TensorRows:
     return TensorRows(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, 8))
 
 
-@pytest.mark.parametrize("directive", ["keep", "recompute"])
-@pytest.mark.parametrize("microbatch", [16, 60])
-def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directive: str) -> None:
-    chain, rows = describe(model), batch()
-    plan = make_plan(
-        chain,
-        schedule="gpipe",
-        directive=directive,
-        global_batch=ROWS,
-        microbatch=microbatch,
-        gather_loss=True,
-    )
-    profile = measure(
-        chain,
+def measured() -> ModelProfile:
+    rows = batch()
+    return measure(
+        describe(model),
         pairs,
         lambda count: (rows.inputs(0, count), rows.targets(0, count)),
         (2, 4),
@@ -64,13 +58,45 @@ def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directiv
         minimum_bytes=1,
         gathered=ROWS,
     )
-    predicted = predict(profile, cluster(1), Pipeline.of(plan)).stages[0].memory
-    coming = sum(predicted[term] for term in ("gradients", "activations", "boundary", "workspace"))
-    engine = Engine.build(chain, plan, loss=pairs)
+
+
+def planned(**options: Any) -> Plan:
+    common = {"schedule": "gpipe", "global_batch": ROWS, "gather_loss": True}
+    return make_plan(describe(model), **common, **options)
+
+
+def coming(memory: dict[str, int]) -> int:
+    """What is not there before a step."""
+    return sum(memory[term] for term in ("gradients", "activations", "boundary", "workspace"))
+
+
+def peak_of(plan: Plan) -> int:
+    """What a second step allocates on this rank at most."""
+    engine, rows = Engine.build(describe(model), plan, loss=pairs), batch()
     engine.gradients(rows)  # loads libraries
     peak, _ = allocations(CPU, lambda: engine.gradients(rows))
     engine.close()
-    assert predicted["loss"] == 0  # in no micro-batch
-    assert peak <= coming
-    assert peak > 0.9 * coming
-    assert peak > 3 * ONE_MATRIX  # which a line through the losses of 2 and 4 rows knows nothing of
+    return peak
+
+
+@pytest.mark.parametrize("directive", ["keep", "recompute"])
+@pytest.mark.parametrize("microbatch", [16, 60])
+def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directive: str) -> None:
+    plan = planned(microbatch=microbatch, directive=directive)
+    memory = predict(measured(), cluster(1), Pipeline.of(plan)).stages[0].memory
+    peak = peak_of(plan)
+    assert memory["loss"] == 0  # in no micro-batch
+    assert peak <= coming(memory)
+    assert peak > 0.9 * coming(memory)
+    # Which a line through the losses of 2 and 4 rows knows nothing of.
+    assert peak > 3 * ONE_MATRIX
+
+
+@pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 1)], ids=str)
+def test_each_replica_has_room_for_the_loss(pool: Pool, replicas: tuple[int, ...]) -> None:
+    plan = planned(microbatch=30, replicas=replicas)
+    found = predict(measured(), cluster(sum(replicas)), Pipeline.of(plan))
+    stages = [stage for stage, count in enumerate(replicas) for _ in range(count)]
+    for stage, peak in zip(stages, pool.run(peak_of, sum(replicas), plan)):
+        assert peak <= coming(found.stages[stage].memory)
+        assert (peak > 3 * ONE_MATRIX) is (stage == len(replicas) - 1)
