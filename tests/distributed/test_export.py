@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallax.model.describe import describe
-from parallax.model.huggingface import HuggingFaceConfig
+from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.run.export import FORMS, export
 from parallax.run.job import usual_loss
 from parallax.runtime.batch import TensorRows

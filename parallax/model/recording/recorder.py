@@ -259,10 +259,13 @@ class ForwardRecorder(TorchFunctionMode):
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call, and write it down where it gives tensors or changes any."""
+        # As they are now: a module may put other tensors into a list that it is given.
+        named = change((args, kwargs), lambda part: part)
         given = list(tensors_of((args, kwargs)))
         before = list(map(state, given))
         context = Context(torch.is_grad_enabled(), tuple(self._autocast))
         value, answer = self._run(run, target, args, kwargs)
+        args, kwargs = named
         written = [tensor for tensor, was in zip(given, before) if state(tensor) != was]
         if any(isinstance(t, nn.Parameter) and id(t) in self._fakes.names for t in written):
             raise WritesParameter(next(self._fakes.names[id(t)] for t in written))

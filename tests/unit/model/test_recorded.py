@@ -217,6 +217,41 @@ def test_what_mixes_rows_is_not_cut() -> None:
     check_same(entry, chain, blocks, plain, 4)
 
 
+class Branches(nn.Module):
+    """Puts what its branches make into the list that it is given, as high-resolution nets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: list[Tensor]) -> list[Tensor]:
+        for i, branch in enumerate(self.branches):
+            x[i] = branch(x[i])
+        return [x[0], x[0] + x[1]]
+
+
+class HighResolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.stages = nn.ModuleList(Branches() for _ in range(20))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x, self.inner(x)]
+        for stage in self.stages:
+            parts = stage(parts)
+        out: Tensor = self.head(torch.cat(parts, dim=1))
+        return out
+
+
+def test_a_part_may_change_the_list_that_it_is_given() -> None:
+    entry = Entry(HighResolution, F.mse_loss, _floats)
+    chain, blocks, plain = both(entry)
+    assert len(chain.blocks) > 3
+    check_same(entry, chain, blocks, plain, 3)
+
+
 def test_training_and_evaluation() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
