@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.factory.adapters import adapted, save_adapter
-from parallax.model.factory.registry import CustomModelConfig, build_model
+from parallax.model.factory.huggingface import HuggingFaceConfig
+from parallax.model.factory.registry import CustomModelConfig, base_of, build_model, weights_of
 from parallax.model.materialise import materialise
 from tests.zoo import FAMILIES
 
@@ -273,6 +274,26 @@ def test_models_of_transformers_take_adapters(name: str) -> None:
     assert len(chain.blocks) > 3
     assert 0 < len(chain.frozen) < len(list(chain.model.parameters()))
     assert all("lora_" in n for n, p in chain.model.named_parameters() if p.requires_grad)
+
+
+def test_a_folder_of_transformers_is_the_base(tmp_path: Path) -> None:
+    saved = FAMILIES["gpt2"].build()
+    saved.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "use_dora": True}
+    config = HuggingFaceConfig(pretrained=str(tmp_path), adapter=adapter)
+    chain = describe(
+        partial(build_model, config), sample=FAMILIES["gpt2"].sample, base=base_of(config, 1)
+    )
+    assert (weights_of(config), chain.base) == ("", f"weights {tmp_path}")
+    assert "transformer.wte.weight" in chain.ties, "tied to the head"
+    made = values(chain)
+    for name, tensor in saved.state_dict().items():
+        inner = name.replace("c_attn.", "c_attn.base_layer.")
+        assert inner not in made or torch.equal(made[inner], tensor), name
+    found = made["transformer.h.0.attn.c_attn.lora_magnitude_vector.default.weight"]
+    weight = saved.get_parameter("transformer.h.0.attn.c_attn.weight")
+    torch.testing.assert_close(found.flatten(), weight.norm(dim=0))
 
 
 def test_a_factory_that_calls_peft_itself_is_a_model_like_any_other() -> None:
