@@ -367,7 +367,7 @@ def _remove(tree: dict[str, Any], key: str) -> None:
             f"{'.'.join(parents)} holds {', '.join(held) or 'no keys'}",
             nearest(leaf, held),
         )
-    if parents[1:2] != ["kwargs"]:
+    if parents[1:2] not in (["kwargs"], ["config"], ["adapter"]):
         refuse(f"~{key}", f"every key is needed; accepted is a value: {key}={shown(node[leaf])}")
     del node[leaf]
 

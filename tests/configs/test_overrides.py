@@ -38,6 +38,12 @@ from tests.configs.refused import CUSTOM, error_of
         ([*CUSTOM, "+model.kwargs.x.y=[1,null]"], "model.kwargs", {"x": {"y": [1, None]}}),
         ([*CUSTOM, "model.kwargs={x:1,y:a}"], "model.kwargs", {"x": 1, "y": "a"}),
         ([*CUSTOM, "model.kwargs.name=z"], "model.kwargs", {"name": "z"}),
+        (
+            [*CUSTOM, "model.adapter.peft_type=LORA", "model.adapter.r=8", "~model.adapter.r"],
+            "model.adapter",
+            {"peft_type": "LORA"},
+        ),
+        (["model=huggingface", "model.config.x=1", "~model.config.x"], "model.config", {}),
         ([*CUSTOM, "model.blocks=[a,b.*]"], "model.blocks", ["a", "b.*"]),
         (["data=custom", "data.target=a:b", "+data.kwargs.x=1"], "data.kwargs", {"x": 1}),
         (
