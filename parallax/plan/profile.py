@@ -95,6 +95,13 @@ class BlockCost:
         return self.parameter_bytes - self.frozen_bytes
 
     @property
+    def trained(self) -> int:
+        """How many of the parameters are trained."""
+        if not self.frozen_bytes:
+            return self.parameters
+        return round(self.parameters * self.trained_bytes / self.parameter_bytes)
+
+    @property
     def largest_parameter_bytes(self) -> int:
         """Bytes of its largest parameter that is trained, or more."""
         return self.largest_bytes or self.trained_bytes

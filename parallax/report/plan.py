@@ -11,6 +11,7 @@ from rich.table import Table
 from parallax.common.units import format_bytes, format_seconds
 from parallax.plan.plan import Directive, Plan, Prediction
 from parallax.plan.profile import ModelProfile
+from parallax.report.profile import parameters_of
 
 MOST_COLUMNS = 8  # positions whose terms stand side by side
 
@@ -18,9 +19,7 @@ MOST_COLUMNS = 8  # positions whose terms stand side by side
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
     """A row for each run of alike stages, the prediction in the caption."""
     prediction = plan.prediction
-    parameters = (
-        f"{sum(block.parameters for block in profile.blocks):,} parameters in " if profile else ""
-    )
+    parameters = f"{parameters_of(profile)} in " if profile else ""
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{plan.model}: {parameters}{plan.blocks} blocks",

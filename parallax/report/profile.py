@@ -19,7 +19,7 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
         box=box.SIMPLE_HEAD,
         title=f"{profile.model} on {profile.device}, {profile.precision}, {profile.source}; for {rows} row(s)",
         caption=(
-            f"{sum(block.parameters for block in profile.blocks):,} parameters; for each byte of them "
+            f"{parameters_of(profile)}; for each byte {'that is trained' if _frozen(profile) else 'of them'} "
             f"{profile.gradient_bytes:g} of gradients, {profile.optimizer_bytes:g} of optimizer states, "
             f"{profile.master_bytes:g} of full-precision copies"
         ),
@@ -55,6 +55,17 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
             format_bytes(block.output.at(rows)),
         )
     return table
+
+
+def parameters_of(profile: ModelProfile) -> str:
+    """How many there are, and how many are trained where not all are."""
+    total = f"{sum(block.parameters for block in profile.blocks):,} parameters"
+    trained = sum(block.trained for block in profile.blocks)
+    return f"{total} ({trained:,} trained)" if _frozen(profile) else total
+
+
+def _frozen(profile: ModelProfile) -> bool:
+    return any(block.frozen_bytes for block in profile.blocks)
 
 
 def _names(blocks: Sequence[BlockCost]) -> str:

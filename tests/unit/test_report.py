@@ -42,6 +42,7 @@ from parallax.report.simulation import simulation_table
 from parallax.report.swap import SwapRecord, swapped_ranks, worst_of_stages
 from parallax.report.what_if import Outcome, what_if_table
 from parallax.swap.statistics import MicroStatistics, SwapStatistics
+from tests.unit import plan_fakes as fakes
 
 MIB = 2**20
 MODEL = TransformerConfig(layers=6, hidden=128, heads=2, vocabulary=512, sequence=64)
@@ -196,6 +197,19 @@ def test_profile_shows_alike_blocks_once(
     assert "layer 0 … layer 5 (6 alike)" in shown
     assert shown.startswith("transformer on a100-80, fp32, analytic; for 2 row(s)")
     assert format_seconds(profile.blocks[1].backward_seconds.at(2)) in shown
+
+
+def test_what_is_not_trained_is_told() -> None:
+    parts = [
+        fakes.block("a", parameters=1000, parameter_bytes=4000, frozen_bytes=3000),
+        fakes.block("b", parameters=10, parameter_bytes=40, frozen_bytes=40),
+    ]
+    shown = text(profile_table(fakes.profile(parts), 2))
+    assert "1,010 parameters (250 trained); for each byte that is trained 1 of gradients" in shown
+    assert "(250 trained) in 1 blocks" not in text(plan_table(fakes.plan()))
+    assert "1,010 parameters (250 trained) in 3 blocks" in text(
+        plan_table(fakes.plan(), fakes.profile(parts))
+    )
 
 
 def test_estimate_shows_both_ways() -> None:
