@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from parallax.model.describe import Chain, describe
-from parallax.model.factory.adapters import adapted
+from parallax.model.factory.adapters import adapted, save_adapter
 from parallax.model.profiling.count import count
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.hardware import device_kind
@@ -22,7 +22,7 @@ from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
 from parallax.plan.search.search import search
-from parallax.runtime.checkpoint import checkpoint_name
+from parallax.runtime.checkpoint import CheckpointReader, checkpoint_name
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
@@ -198,6 +198,24 @@ def test_training_equals_plain_peft(pool: Pool, tmp_path: Path, way: int) -> Non
     replicas, more = WAYS[way]
     case = OverBase(lora).under(replicas, **more)
     compare(pool.run(train, case.world, case, tmp_path), plain_peft(case), 1e-9)
+
+
+def test_peft_loads_the_adapters_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    peft = pytest.importorskip(
+        "peft", reason="peft is not installed (it comes with the peft extra)"
+    )
+    case = OverBase(lora).under((1, 1))
+    found = pool.run(training, 2, case, tmp_path, 0, 2, None)
+    trained = {name: value for outcome in found for name, value in outcome.weights.items()}
+    chain, reader = case.chain(), CheckpointReader(tmp_path / checkpoint_name(2))
+    names = set(trained) - chain.left_out
+    tensors = {name: reader.read(f"model/{name}") for name in names}
+    assert save_adapter(chain.model, tensors, tmp_path / "adapter") == []
+    model = peft.PeftModel.from_pretrained(base().double(), str(tmp_path / "adapter"))
+    loaded = model.base_model.model.state_dict()
+    assert len(names) == 2 * len(LORA["target_modules"]) * 2 - 2
+    for name in names:
+        torch.testing.assert_close(loaded[name].double(), trained[name], msg=name)
 
 
 def planned(case: Case, memory: int) -> Plan:
