@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   parallax export deeper --to huggingface               runs/deeper/huggingface/step-...: from_pretrained loads it
   parallax export deeper --to huggingface --out ~/model
   parallax export deeper --to safetensors --out ~/weights   the weights alone, under the model's own names
+  parallax export tuned --to peft                       the adapters of a run with model.adapter
   parallax export theirs --to safetensors model.target=mymodel:build   a run that was begun elsewhere
 """
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         choices=FORMS,
-        help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone",
+        help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone; peft: adapters",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="a new or empty folder; one of the run's by default"

@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +25,9 @@ from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.construction.construct import construct
 from parallax.model.construction.weights import INDEX, SINGLE, FileLayout, OwnLayout
+from parallax.model.factory.adapters import has_adapters, save_adapter
 from parallax.model.factory.huggingface import HuggingFaceConfig
-from parallax.model.factory.registry import BuiltModelConfig
+from parallax.model.factory.registry import BuiltModelConfig, base_of, build_model
 from parallax.model.files.conversions import (
     PretrainedLayout,
     class_of_transformers,
@@ -133,7 +135,28 @@ class HuggingFaceForm:
         return []
 
 
-FORMS: dict[str, ExportForm] = {form.name: form for form in (HuggingFaceForm(), SafetensorsForm())}
+class PeftForm:
+    """The adapters alone, as ``PeftModel.from_pretrained(base, folder)`` loads them."""
+
+    name = "peft"
+
+    def layout(self, model: nn.Module) -> FileLayout:
+        """See :class:`ExportForm`."""
+        if not has_adapters(model):
+            raise ConfigError(
+                f"--to peft: the run's {type(model).__name__} has no adapters; use --to huggingface or --to safetensors"
+            )
+        return OwnLayout()
+
+    def write_beside(self, model: nn.Module, source: Path | None, folder: Path) -> list[str]:
+        """See :class:`ExportForm`."""
+        del model, source, folder
+        return []
+
+
+FORMS: dict[str, ExportForm] = {
+    form.name: form for form in (HuggingFaceForm(), SafetensorsForm(), PeftForm())
+}
 
 
 def export(run: PreparedRun, form: ExportForm, out: Path | None) -> Exported:
@@ -143,9 +166,16 @@ def export(run: PreparedRun, form: ExportForm, out: Path | None) -> Exported:
     out = out or run.directory / form.name / checkpoint.name
     _check_free(out)
     config = built_model(run.config)
-    model = construct(config.build, run.config.seed).model
+    model = construct(partial(build_model, config), run.config.seed).model
+    adapting = base_of(config, run.config.seed) != ""
+    if adapting and not isinstance(form, PeftForm):
+        raise ConfigError(
+            f"--to {form.name}: the run trains adapters, and its checkpoints do not hold their base; use --to peft"
+        )
     layout = form.layout(model)
     reader = CheckpointReader(checkpoint)
+    if adapting:
+        return _export_adapters(model, reader, out, base=getattr(config, "weights", ""))
     tensors = _tensors_of(model, reader)
     sources = {layout.kept_name(names): names[0] for names in _names(model)}
     held = {name: tensors[source] for name, source in sources.items()}
@@ -165,6 +195,18 @@ def export(run: PreparedRun, form: ExportForm, out: Path | None) -> Exported:
             f"{format_bytes(disk_free_bytes(out))} free; nothing is left of it"
         ) from error
     return Exported(out, reader.step, size, tuple(files), tuple(remarks))
+
+
+def _export_adapters(
+    model: nn.Module, reader: CheckpointReader, out: Path, *, base: str
+) -> Exported:
+    tensors = {name: reader.read(f"model/{name}") for name in reader.model_tensors()}
+    with making_folder(out) as folder:
+        left = save_adapter(model, tensors, folder, base=base)
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if name not in left)
+    remarks = (f"files of peft have no place for {', '.join(left)}",) if left else ()
+    return Exported(out, reader.step, size, tuple(files), remarks)
 
 
 def _check_as_configured(model: Any) -> None:

@@ -36,12 +36,12 @@ def test_text_comes_back_exactly() -> None:
         (
             "name: gpt",
             "name: gptt",
-            "model.name=gptt: accepted are custom, gpt, huggingface, mlp, transformer (did you mean 'gpt'?)",
+            "model.name=gptt: accepted are custom, gpt, huggingface, mlp, timm, transformer (did you mean 'gpt'?)",
         ),
         (
             "name: gpt",
             "name: [gpt]",
-            "model.name=['gpt']: accepted are custom, gpt, huggingface, mlp, transformer",
+            "model.name=['gpt']: accepted are custom, gpt, huggingface, mlp, timm, transformer",
         ),
         ("heads: 5", "heads: 7", "model.heads=7: must divide"),
         ("path: auto", "path: ${oc.env:HOME}", ""),

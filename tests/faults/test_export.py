@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax import config
+from parallax import cli, config
 from parallax.run.job import open_source, usual_loss
 from tests.faults.commands import TINY, one_line, prepared, weights
 from tests.results import read_metrics
@@ -62,6 +62,33 @@ def test_a_trained_run_computes_the_same_outside(
     code, _, err = called("export", "run", "--to", "huggingface", "--out", "out")
     assert code == 2
     assert "--out out: it is not empty" in one_line(err)
+
+
+def test_peft_loads_the_adapters_of_a_run(
+    here: Path, called: Callable[..., tuple[int, str, str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip(
+        "peft", reason="peft is not installed (it comes with the peft extra)"
+    )
+    torch.manual_seed(3)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    base.save_pretrained(here / "from")
+    adapter = ("+model.adapter.peft_type=LORA", "+model.adapter.target_modules=[q_proj,v_proj]")
+    run = prepared(*RUN, *adapter, "trainer.eval_every=0")
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 0, err
+    assert cli.main(["export", "run", "--to", "peft", "--out", "out"]) == 0
+    found = peft.PeftModel.from_pretrained(base, "out").base_model.model.state_dict()
+    trained = weights(run)
+    moved = [name for name in found if "lora_B" in name]
+    assert len(moved) == 4
+    for name in moved:
+        assert torch.equal(found[name], trained[f"model/{name}"]), name
+        assert found[name].any(), name
+    capfd.readouterr()
+    assert cli.main(["export", "run", "--to", "huggingface", "--out", "other"]) == 2
+    assert "use --to peft" in capfd.readouterr().err
+    assert not (here / "other").exists()
 
 
 @pytest.mark.parametrize(

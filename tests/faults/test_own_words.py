@@ -107,7 +107,7 @@ def stranger(folder: Path, key: str) -> Path:
     group, name = key.split(".")
     own = {"name": "custom", "target": "marks:listing", "kwargs": {}}
     groups = {
-        "model": own | {"blocks": [], "weights": "", "verify": "auto"},
+        "model": own | {"blocks": [], "weights": "", "adapter": {}, "verify": "auto"},
         "data": own,
         "plan": data["plan"] | {name: "marks:listing"},
     }

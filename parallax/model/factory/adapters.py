@@ -125,6 +125,11 @@ def _refusal(method: str, tuner: Any) -> str:
     return "its modules share what is in none of them" if tuner.uses_shared_state else ""
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` has adapters of :func:`adapted`."""
+    return ADAPTER in getattr(model, "peft_config", {})
+
+
 def save_adapter(
     model: nn.Module, tensors: Mapping[str, Tensor], directory: Path, *, base: str = ""
 ) -> list[str]:
