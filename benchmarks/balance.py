@@ -1,8 +1,9 @@
 """Are two, three and four stages of a model with repeated layers even?  ``python -m benchmarks.balance [--json]``
 
 Models of several kinds, written by others, with so many repeated layers. Each is cut into blocks by its recorded
-forward and measured, and the planner divides it into stages, one device each. Then the stages run in one process of one
-thread, forward and backward of one micro-batch after another, and each is timed alone. ``balance`` is the slowest
+forward and measured, and divided into stages where the slowest is as fast as can be by these figures, as the planner
+does it where each stage has a core of its own. Then the stages run in one process of one thread, forward and backward
+of one micro-batch after another, and each is timed alone. ``balance`` is the slowest
 stage's time over that of an even split, the mean of all: the bar is 1.2. Stages are timed by turns within each
 micro-batch, so what slows the machine down slows all of them; each counts with its median.
 """
@@ -10,6 +11,7 @@ micro-batch, so what slows the machine down slows all of them; each counts with 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,13 +27,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.teams import Ask, Place, plans
+from benchmarks.teams import Place, plans
 from parallax.model.block import has_gradient
 from parallax.model.describe import Chain, as_tuple, describe
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
-from parallax.plan.config import PlanConfig
-from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 
 STAGES = 2, 3, 4
@@ -171,10 +171,31 @@ class Repeated:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def stage_seconds(model: Repeated, chain: Chain, plan: Plan, sizes: Sizes) -> list[float]:
-    """Forward and backward of each stage of ``plan``: the median of its times, taken by turns."""
+def cuts(costs: Sequence[float], count: int) -> list[int]:
+    """Where to cut blocks that take ``costs`` into ``count`` stages, so that the slowest is as fast as can be."""
+    sums = [0.0, *itertools.accumulate(costs)]
+    best = {
+        0: (0.0, [0])
+    }  # end of the stages so far → seconds of the slowest, and where they were cut
+    for stage in range(1, count + 1):
+        stops = range(stage, len(sums) - count + stage)
+        best = {
+            stop: min(
+                (max(slowest, sums[stop] - sums[start]), [*cut, stop])
+                for start, (slowest, cut) in best.items()
+                if start < stop
+            )
+            for stop in stops
+        }
+    return best[len(costs)][1]
+
+
+def stage_seconds(
+    model: Repeated, chain: Chain, bounds: Sequence[int], sizes: Sizes
+) -> list[float]:
+    """Forward and backward of each stage between ``bounds``: the median of its times, taken by turns."""
     device = torch.device("cpu")
-    stages = [materialise(chain, stage.start, stage.stop, device) for stage in plan.stages]
+    stages = [materialise(chain, *pair, device) for pair in itertools.pairwise(bounds)]
     batch = model.batch(sizes.rows)
     taken: list[list[float]] = [[] for _ in stages]
     for repetition in range(-3, sizes.repetitions):
@@ -216,17 +237,12 @@ def run(sizes: Sizes, say: Callable[[str], None]) -> list[dict[str, Any]]:
             model = Repeated(name=name, length=sizes.length)
             say(f"{name}: measuring its blocks")
             line: dict[str, Any] = {"model": name}
-            with plans(model, sizes.rows, Place(), cache) as (_, plan):
+            with plans(model, sizes.rows, Place(), cache) as (costs, _):
                 chain = model.chain()
                 line["blocks"] = len(chain.blocks)
                 for count in STAGES:
-                    config = PlanConfig(stages=count, replicas=1, schedule="1f1b")
-                    answer = plan(Ask(devices=count, config=config, microbatch=sizes.rows))
-                    if answer.plan is None:
-                        line[str(count)] = {"reason": answer.reason}
-                        continue
                     say(f"{name}: timing {count} stages")
-                    seconds = stage_seconds(model, chain, answer.plan, sizes)
+                    seconds = stage_seconds(model, chain, cuts(costs, count), sizes)
                     line[str(count)] = {
                         "balance": max(seconds) * count / sum(seconds),
                         "milliseconds": [1000 * each for each in seconds],
@@ -247,14 +263,13 @@ def main() -> None:
     errors = Console(stderr=True)
     with errors.status("starting") as status:
         found = run(sizes, status.update)
-    worst = max(line[str(n)].get("balance", 0.0) for line in found for n in STAGES)
+    worst = max(line[str(n)]["balance"] for line in found for n in STAGES)
     if options.json:
         print(json.dumps({"sizes": asdict(sizes), "models": found, "worst": worst}))
         return
     table = Table("model", "blocks", *(f"{n} stages" for n in STAGES))
     for line in found:
-        cells = [line[str(n)] for n in STAGES]
-        shown = [f"{c['balance']:.3f}" if "balance" in c else c["reason"][:40] for c in cells]
+        shown = [f"{line[str(n)]['balance']:.3f}" for n in STAGES]
         table.add_row(line["model"], str(line["blocks"]), *shown)
     Console().print(table)
     print(f"worst {worst:.3f}, bar {BAR}")
