@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from parallax.machine.host import ResidentMeter
 from parallax.model.precision import PrecisionConfig
@@ -12,22 +14,28 @@ from parallax.model.split_backward import WeightGradStore
 from parallax.runtime.optim.optimizer import OptimizerConfig
 
 
-def device_memory(device: torch.device, precision: PrecisionConfig) -> Callable[[], int]:
-    """Starts to watch the device's memory; the function gives the high water since."""
+def device_memory(
+    device: torch.device, precision: PrecisionConfig, *, recomputes: bool
+) -> Callable[[], int]:
+    """Starts to watch the device's memory; the function gives the high water since. ``recomputes``: whether blocks do,
+    for which torch loads its compiler."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: int(torch.cuda.max_memory_allocated(device))
-    _touch_libraries(precision)
+    _touch_libraries(precision, recomputes=recomputes)
     return ResidentMeter().peak_bytes
 
 
-def _touch_libraries(precision: PrecisionConfig) -> None:
+def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
     """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
     with torch.random.fork_rng(devices=[]):
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype
         )
         optimizer = OptimizerConfig().build(layer.parameters(), torch.device("cpu"))
+        if recomputes:
+            again = checkpoint(torch.nn.Linear(2, 2), torch.zeros(1, 2), use_reentrant=False)
+            again.sum().backward()
         for _ in range(2):
             halves = WeightGradStore()
             with precision.autocast("cpu"), halves.splitting():
@@ -37,7 +45,8 @@ def _touch_libraries(precision: PrecisionConfig) -> None:
                 loss = torch.nn.functional.cross_entropy(
                     outputs.float(), torch.zeros(8, dtype=torch.int64)
                 )
-            loss.backward()
+            # As a stage that sends its outputs on: torch imports much for a backward that begins at edges of the graph.
+            torch.autograd.backward([get_gradient_edge(loss)], [torch.ones_like(loss)])
             halves.finish()
             torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
             optimizer.step()
