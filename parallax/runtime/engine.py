@@ -28,7 +28,7 @@ from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.plan.plan import Directive, Plan, StagePlan
+from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
@@ -78,8 +78,7 @@ class Engine:
         self._optimizer_config = configs.optimizer
         self._shared = shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
-        recomputes = any(Directive.RECOMPUTE in each.directives for each in plans.values())
-        self._memory = device_memory(mesh.device, configs.precision, recomputes=recomputes)
+        self._memory = device_memory(mesh.device, configs.precision, plans.values())
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
         self._stage = Stage(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -11,17 +11,20 @@ from torch.utils.checkpoint import checkpoint
 from parallax.machine.host import ResidentMeter
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
+from parallax.plan.plan import Directive, StagePlan
 from parallax.runtime.optim.optimizer import OptimizerConfig
 
 
 def device_memory(
-    device: torch.device, precision: PrecisionConfig, *, recomputes: bool
+    device: torch.device, precision: PrecisionConfig, stages: Iterable[StagePlan]
 ) -> Callable[[], int]:
-    """Starts to watch the device's memory; the function gives the high water since. ``recomputes``: whether blocks do,
-    for which torch loads its compiler."""
+    """Starts to watch the memory of a rank's device, which will hold ``stages``; the function gives the high water
+    since."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: int(torch.cuda.max_memory_allocated(device))
+    # For these torch loads its compiler.
+    recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)
     return ResidentMeter().peak_bytes
 
