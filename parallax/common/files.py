@@ -62,15 +62,16 @@ def making_folder(path: Path) -> Iterator[Path]:
         made.mkdir()
         yield made
         for inside in (*made.rglob("*"), made):
-            _sync(inside)
+            sync(inside)
         os.replace(made, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(name, ignore_errors=True)
         os.close(handle)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -17,7 +17,6 @@ in it, but a mark of each of its tensors, by which it is known again.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -29,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallax.common.files import disk_free_bytes
+from parallax.common.files import disk_free_bytes, sync
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import held_in
@@ -114,7 +113,7 @@ def write_parts(
 def _write_part(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     try:
         save_file(tensors, path)
-        _sync(path)
+        sync(path)
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(
@@ -137,12 +136,12 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
     text = json.dumps({"version": VERSION, **index}, indent=1)
     try:
         path.write_text(text, encoding="utf-8")
-        _sync(path)
-        _sync(partial)
+        sync(path)
+        sync(partial)
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
     except OSError as error:
         size = format_bytes(len(text))
         raise CheckpointError(
@@ -271,11 +270,3 @@ def _listed(names: set[str]) -> str:
 
 def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
