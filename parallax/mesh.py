@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, PlanError
+from parallax.machine.accelerators import accelerator_of
 from parallax.plan.plan import Plan
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
@@ -78,8 +79,9 @@ class Mesh:
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = plan.locate(rank)
-        direct = device.type == "cuda" and size > 1 and torch.cuda.device_count() >= size
-        backend = "nccl" if direct else "gloo"
+        direct = _direct_backend(device, size)
+        alone = not shared and all(stage.replicas == 1 for stage in plan.stages)
+        backend = direct or ("gloo" if alone else _shared_backend(device))
         own, updates, statistics = _replica_groups(plan, stage, backend)
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
@@ -93,6 +95,7 @@ class Mesh:
             if direct
             else {}
         )
+        _connect(edges, rank, device)
         return cls(
             plan,
             rank,
@@ -185,6 +188,45 @@ def _replica_groups(
         made.append((own, updates, _group(ranks, backend) if several else None))
     own, updates, statistics = made[position]
     return own, updates, statistics
+
+
+def _direct_backend(device: torch.device, size: int) -> str:
+    """The backend that carries tensors from device to device, where every rank has one of its own; otherwise ''. Ranks
+    may see and number devices as they like: what counts is which device of which host each has."""
+    if device.type == "cpu" or size == 1:
+        return ""
+    accelerator = accelerator_of(device)
+    mine = accelerator.identity(device.index or 0) if accelerator.backend else None
+    found: list[str | None] = [None] * size
+    dist.all_gather_object(found, mine)
+    return accelerator.backend if None not in found and len(set(found)) == size else ""
+
+
+def _shared_backend(device: torch.device) -> str:
+    """The backend of replicas, and of stages that share parameters, that have no :func:`_direct_backend`."""
+    if device.type == "cpu":
+        return "gloo"
+    backend = accelerator_of(device).shared_backend
+    if not backend:
+        raise PlanError(
+            f"replicas, and stages that share parameters, need a device of kind {device.type} each: use fewer ranks "
+            "(cluster.devices), or plan with plan.replicas=1"
+        )
+    return backend
+
+
+def _connect(edges: Mapping[Edge, dist.ProcessGroup], rank: int, device: torch.device) -> None:
+    """Let both ends of each edge meet, every rank in the same order of edges. NCCL connects two ranks when they first
+    send and receive in a group, and blocks their hosts until both have come: left to the first step, in which every
+    rank begins with a message of another edge, all would wait for each other."""
+    for edge, group in edges.items():
+        if rank in (edge.sender, edge.receiver):
+            one = torch.zeros(1, dtype=torch.uint8, device=device)
+            if rank == edge.sender:
+                work = group.send([one], dist.get_group_rank(group, edge.receiver), edge.boundary)
+            else:
+                work = group.recv([one], dist.get_group_rank(group, edge.sender), edge.boundary)
+            work.wait()
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ always done and waiting for it does nothing. All logic above this file is theref
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallax.common.units import format_bytes
-from parallax.errors import SwapError
-
-_REMEDY = (
-    "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
-)
-_CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
+from parallax.machine.accelerators import accelerator_of
+from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
 def no_delay() -> float:
@@ -74,12 +69,12 @@ class TimedEvent(DoneEvent):
         return self._seconds
 
 
-class CudaEvent:
-    """A CUDA event recorded on a stream; ``start`` is the event before the copy that it ends."""
+class StreamEvent:
+    """An event recorded on a stream; ``start`` is the event before the copy that it ends."""
 
-    def __init__(self, stream: torch.cuda.Stream, start: torch.cuda.Event | None = None) -> None:
+    def __init__(self, stream: torch.Stream, start: torch.Event | None = None) -> None:
         self._device = stream.device
-        self._start, self._event = start, torch.cuda.Event(enable_timing=start is not None)
+        self._start, self._event = start, torch.Event(self._device, enable_timing=start is not None)
         self._event.record(stream)
 
     def done(self) -> bool:
@@ -92,61 +87,11 @@ class CudaEvent:
 
     def wait_stream(self) -> None:
         """Order the current stream after it."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def seconds(self) -> float:
         """The device's own measure."""
         return self._start.elapsed_time(self._event) / 1000 if self._start is not None else 0.0
-
-
-class Arena(Protocol):
-    """Host bytes for copies, allocated once. ``allocated_bytes`` tells what they cost."""
-
-    data: Tensor
-    allocated_bytes: int
-
-    def close(self) -> None:
-        """Give them back. The caller has waited for the copies."""
-
-
-class PlainArena:
-    """Ordinary memory."""
-
-    def __init__(self, count: int) -> None:
-        self.data, self.allocated_bytes = torch.empty(count, dtype=torch.uint8), count
-
-    def close(self) -> None:
-        """Let go."""
-        self.data = torch.empty(0, dtype=torch.uint8)
-
-
-class PinnedArena:
-    """Whole pages registered with CUDA: torch's own pinned allocator would round up to a power of two."""
-
-    def __init__(self, count: int, remedy: str = _REMEDY) -> None:
-        self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
-        try:
-            pages = mmap.mmap(-1, self.allocated_bytes)
-        except (OSError, OverflowError) as error:
-            raise SwapError(
-                f"cannot allocate {format_bytes(count)} of host memory: {error}; {remedy}"
-            ) from error
-        whole = torch.frombuffer(pages, dtype=torch.uint8)
-        self.data, self._address = whole[:count], whole.data_ptr()
-        # 1: for all contexts.
-        code = int(torch.cuda.cudart().cudaHostRegister(self._address, self.allocated_bytes, 1))
-        if code:
-            raise SwapError(
-                f"cannot pin {format_bytes(count)} of host memory: CUDA error {code}; {remedy}"
-            )
-        self._pinned = True
-
-    def close(self) -> None:
-        """Unpin; the pages go with the last view of them."""
-        if self._pinned:
-            self._pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-        self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class Bounce(Protocol):
@@ -286,15 +231,19 @@ class CpuCopies:
         """Nothing runs behind this thread's back."""
 
 
-class CudaCopies:
+class StreamCopies:
     """One side stream for each direction, so that offloads and fetches do not queue behind each other. ``delay``
     holds each copy up on its stream, to show a missing wait."""
 
     def __init__(
-        self, device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = _REMEDY
+        self,
+        device: torch.device,
+        delay: Callable[[], float] = no_delay,
+        remedy: str = PINNING_REMEDY,
     ) -> None:
         self._device, self._delay, self._remedy = device, delay, remedy
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._accelerator = accelerator_of(device)
+        self._down, self._up = torch.Stream(device), torch.Stream(device)
 
     def empty_host(self, count: int) -> Tensor:
         """Pinned memory."""
@@ -302,7 +251,7 @@ class CudaCopies:
 
     def arena(self, count: int) -> Arena:
         """Pinned memory."""
-        return PinnedArena(count, self._remedy)
+        return self._accelerator.arena(count, self._remedy)
 
     def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
         """Pinned buffers."""
@@ -310,48 +259,53 @@ class CudaCopies:
 
     def mark(self) -> Event:
         """An event on the compute stream."""
-        return CudaEvent(torch.cuda.current_stream(self._device))
+        return StreamEvent(torch.accelerator.current_stream(self._device))
 
     def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
         """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""
-        if not source.is_cuda and not target.is_cuda:
+        if source.is_cpu and target.is_cpu:
             begun = time.perf_counter()
             target.copy_(source)
             return TimedEvent(time.perf_counter() - begun)
-        stream = self._down if source.is_cuda else self._up
+        stream = self._up if source.is_cpu else self._down
         if ordered:
             # The source's last kernel, or the last user of the block that the target was carved from, is on the
             # compute stream: without this wait the allocator's reuse is a race.
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            seconds = self._delay()
-            if seconds:
-                torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
-            start = torch.cuda.Event(enable_timing=True)
+            stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            self._accelerator.hold(self._delay())
+            start = torch.Event(self._device, enable_timing=True)
             start.record(stream)
             target.copy_(source, non_blocking=True)
-        return CudaEvent(stream, start)
+        return StreamEvent(stream, start)
 
     def adopt(self) -> None:
         """Otherwise a new thread would work for the first device, and make a context there."""
-        torch.cuda.set_device(self._device)
+        torch.accelerator.set_device_index(self._device)
 
     def synchronize(self) -> None:
         """Wait for every stream of the device."""
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
 
 
 def copies_for(
-    device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = _REMEDY
+    device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = PINNING_REMEDY
 ) -> CopyEngine:
     """The copy engine of a device; ``remedy`` for who cannot have so much host memory."""
-    return CudaCopies(device, delay, remedy) if device.type == "cuda" else CpuCopies()
+    return CpuCopies() if device.type == "cpu" else StreamCopies(device, delay, remedy)
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a local rank; several ranks may share one GPU."""
-    if kind != "cuda":
+    """The device of a local rank; several ranks may share one."""
+    if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device(kind, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device)
     return device
+
+
+def private_random_state(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Keep the caller's random state on the host and on ``device`` untouched by what is seeded and drawn in here."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)

@@ -27,12 +27,11 @@ from parallax.common.files import disk_free_bytes, existing_parent
 from parallax.common.terminal import safe_console
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError
+from parallax.machine.accelerators import present_devices, present_kind
 from parallax.machine.host import (
     MemoryLimit,
     available_memory,
     cpu_model,
-    cuda_devices,
-    cuda_free_bytes,
     memory_limits,
     reset_peak_resident,
     shared_memory_bytes,
@@ -122,14 +121,16 @@ def examine(runs: Path) -> Report:
 
 
 def _device_facts() -> list[dict[str, str | int]]:
+    kind = present_kind() or "cpu"
     found: list[dict[str, str | int]] = [
         {
-            "kind": "cuda",
+            "kind": kind,
             "name": f"{device.index}: {device.name}",
             "total_bytes": device.total_bytes,
-            "free_bytes": cuda_free_bytes(device.index),
+            # Asking makes a context there (some hundred MiB) in this process.
+            "free_bytes": torch.accelerator.get_memory_info(device.index)[0],
         }
-        for device in cuda_devices()
+        for device in (present_devices(kind) if kind != "cpu" else ())
     ]
     if found:
         return found
@@ -194,7 +195,7 @@ def _devices() -> Iterator[Finding]:
             f"cluster.devices=auto means {choice.count} processes here, but {cores:g} cores can be used",
             f"fine for trying things; for speed use cluster.devices={max(1, int(cores))} or fewer",
         )
-    if choice.kind == "cuda":
+    if choice.kind != "cpu":
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked != resource.RLIM_INFINITY and locked < LOCKED_MEMORY_WANTED:
             yield Finding(

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import psutil
-import torch
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 # Of tensors between two looks at the process's memory, each of some microseconds.
@@ -314,30 +313,6 @@ class ResidentMeter:
         reset_peak_resident()
         self._peak = max(self._peak, now)
         return self._peak
-
-
-@dataclass(frozen=True, slots=True)
-class CudaDevice:
-    """A CUDA device as torch sees it."""
-
-    index: int
-    name: str
-    total_bytes: int
-
-
-def cuda_devices() -> tuple[CudaDevice, ...]:
-    """The visible CUDA devices. Only their properties are read: no context is made, so no memory is taken."""
-    if not torch.cuda.is_available():
-        return ()
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return tuple(
-        CudaDevice(i, found.name, found.total_memory) for i, found in enumerate(properties)
-    )
-
-
-def cuda_free_bytes(index: int) -> int:
-    """Free memory of a CUDA device; asking makes a context on it (some hundred MiB) in this process."""
-    return torch.cuda.mem_get_info(index)[0]
 
 
 def cpu_model() -> str:

@@ -10,7 +10,8 @@ import torch
 
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, check_choice, check_count
-from parallax.machine.host import available_memory, cuda_devices, usable_cores
+from parallax.machine.accelerators import known_kinds, present_devices, present_kind
+from parallax.machine.host import available_memory, usable_cores
 from parallax.machine.probes import Probes, measure_speeds
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.cluster import Cluster, Device, Link, Node
@@ -29,10 +30,10 @@ HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to
 class ClusterConfig:
     """The devices to use; ``auto`` asks the machine.
 
-    ``kind``: cuda or cpu (auto: cuda where present). ``devices``: how many; every one of them works. On a CPU
-    a device is a process that computes on ``threads`` cores. ``device_memory``: the budget of each device, a
-    hard limit for parameters, gradients, optimizer states and activations. ``host_memory`` and ``disk``:
-    bytes that all offloaded data of this machine may take in either tier.
+    ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: what is present). ``devices``: how many; every
+    one of them works. On a CPU a device is a process that computes on ``threads`` cores. ``device_memory``: the budget
+    of each device, a hard limit for parameters, gradients, optimizer states and activations. ``host_memory`` and
+    ``disk``: bytes that all offloaded data of this machine may take in either tier.
     """
 
     name: str = "local"
@@ -44,7 +45,7 @@ class ClusterConfig:
     disk: int | str = AUTO
 
     def __post_init__(self) -> None:
-        check_choice("cluster.kind", self.kind, [AUTO, "cpu", "cuda"])
+        check_choice("cluster.kind", self.kind, [AUTO, "cpu", *known_kinds()])
         for key in ("devices", "threads"):
             check_count(f"cluster.{key}", getattr(self, key))
         for key in ("device_memory", *ROOM_KEYS):
@@ -66,20 +67,20 @@ class DeviceChoice:
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU.
 
-    Raises :class:`ConfigError` where CUDA is asked for and absent, or more than eight ranks would share a GPU.
+    Raises :class:`ConfigError` where an accelerator is asked for and absent, or more than eight ranks would share one.
     """
-    present = len(cuda_devices())
-    kind = config.kind if config.kind != AUTO else "cuda" if present else "cpu"
+    kind = config.kind if config.kind != AUTO else present_kind() or "cpu"
+    present = 0 if kind == "cpu" else len(present_devices(kind))
     cores = usable_cores()
     # Three processes even on one core: a pipeline with a replicated stage then shows on any machine.
-    count = max(at_least, present if kind == "cuda" else min(8, max(3, int(cores))))
+    count = max(at_least, present if kind != "cpu" else min(8, max(3, int(cores))))
     if config.devices != AUTO:
         count = int(config.devices)
-    if kind == "cuda" and not 0 < count <= RANKS_PER_GPU * present:
-        asked = "cluster.kind=cuda" if config.devices == AUTO else f"cluster.devices={count}"
+    if kind != "cpu" and not 0 < count <= RANKS_PER_GPU * present:
+        asked = f"cluster.kind={kind}" if config.devices == AUTO else f"cluster.devices={count}"
         remedy = f"use {RANKS_PER_GPU * present} or fewer" if present else "use cluster.kind=cpu"
         raise ConfigError(
-            f"{asked}: torch {torch.__version__} sees {present} CUDA devices here; {remedy}"
+            f"{asked}: torch {torch.__version__} sees {present} {kind} devices here; {remedy}"
         )
     threads = max(1, int(cores) // count) if config.threads == AUTO else int(config.threads)
     return DeviceChoice(kind, count, threads, exact=kind == "cpu" and config.device_memory != AUTO)
@@ -124,7 +125,11 @@ def build_cluster(
         )
         for memory in _device_memory(config, choice)
     )
-    able = len(cuda_devices()) if choice.kind == "cuda" else usable_cores() / choice.threads
+    able = (
+        len(present_devices(choice.kind))
+        if choice.kind != "cpu"
+        else usable_cores() / choice.threads
+    )
     concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
     node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent, speeds=speeds)
@@ -148,13 +153,13 @@ def _copying_share(choice: DeviceChoice) -> float:
     """What a thread that copies to and from the tier gets of a core: where ranks leave none for it, it shares one with
     its rank, which computes as much more slowly."""
     spare = usable_cores() - choice.count * choice.threads
-    return 1.0 if choice.kind == "cuda" or spare >= choice.count else 0.5
+    return 1.0 if choice.kind != "cpu" or spare >= choice.count else 0.5
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
     """What a rank computes with while threads of its own copy to and from the tier: where all of them have more work
     than there are cores, each thread gets its share."""
-    if _copying_share(choice) < 1 or choice.kind == "cuda":
+    if _copying_share(choice) < 1 or choice.kind != "cpu":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
@@ -171,8 +176,9 @@ def _host_update_seconds(tier: Tier, probes: Probes, write: float, read: float) 
 
 
 def _gap_share(choice: DeviceChoice) -> float:
-    """What the allocator loses; CUDA's reports allocated bytes, and its own gaps are kept out of the budget."""
-    if choice.kind == "cuda":
+    """What the allocator loses; an accelerator's reports allocated bytes, and its own gaps are kept out of the
+    budget."""
+    if choice.kind != "cpu":
         return 0.0
     return EXACT_GAPS if choice.exact else HEAP_GAPS
 
@@ -180,8 +186,8 @@ def _gap_share(choice: DeviceChoice) -> float:
 def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
     if config.device_memory != AUTO:
         return [parse_bytes(config.device_memory, "cluster.device_memory")] * choice.count
-    if choice.kind == "cuda":
-        gpus = cuda_devices()
+    if choice.kind != "cpu":
+        gpus = present_devices(choice.kind)
         sharing = -(-choice.count // len(gpus))
         return [
             gpus[rank % len(gpus)].total_bytes * 9 // 10 // sharing for rank in range(choice.count)

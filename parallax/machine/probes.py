@@ -26,7 +26,8 @@ import torch
 
 from parallax.common.files import cache_directory, existing_parent, replacing
 from parallax.errors import ConfigError, check_positive
-from parallax.machine.host import cpu_model, cuda_devices, return_freed_memory, usable_cores
+from parallax.machine.accelerators import present_devices, present_kind
+from parallax.machine.host import cpu_model, return_freed_memory, usable_cores
 
 PROBE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
@@ -159,14 +160,14 @@ def probe_local_link() -> tuple[float, float]:
     return rate, latency
 
 
-def probe_cuda_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Bytes per second of copies that involve a CUDA device (pinned host memory or another device)."""
+def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Bytes per second of copies that involve an accelerator (pinned host memory or another device)."""
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
         for tensor in (source, target):
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
+            if not tensor.is_cpu:
+                torch.accelerator.synchronize(tensor.device)
 
     copy()  # the first copy also makes contexts and opens the peer path
     return max(_rate(source.nbytes, copy) for _ in range(4))
@@ -177,12 +178,12 @@ def _probe(directory: Path) -> Probes:
     write, read, synced = probe_disk(directory)
     local, latency = probe_local_link()
     host_write = host_read = copy
-    if torch.cuda.is_available():
+    if (kind := present_kind()) is not None:
         host = torch.zeros(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-        device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cuda:0")
-        host_write, host_read = probe_cuda_copy(device, host), probe_cuda_copy(host, device)
-        if torch.cuda.device_count() > 1:
-            local = probe_cuda_copy(device, device.to("cuda:1"))
+        device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
+        host_write, host_read = probe_device_copy(device, host), probe_device_copy(host, device)
+        if len(present_devices(kind)) > 1:
+            local = probe_device_copy(device, device.to(torch.device(kind, 1)))
     return Probes(
         directory=str(directory),
         copy=copy,
@@ -203,7 +204,13 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
     CPU, torch version and file system; ``fresh`` measures again and keeps the new one.
     """
     device = existing_parent(directory).stat().st_dev
-    known = [socket.gethostname(), cpu_model(), torch.__version__, str(device), str(cuda_devices())]
+    known = [
+        socket.gethostname(),
+        cpu_model(),
+        torch.__version__,
+        str(device),
+        str(present_devices()),
+    ]
     cache = (
         cache_directory()
         / f"machine-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"

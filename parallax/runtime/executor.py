@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from parallax.common.events import Span
+from parallax.machine.device import private_random_state
 from parallax.mesh import Mesh
 from parallax.model.block import apart, to_device
 from parallax.model.describe import Chain
@@ -32,7 +33,7 @@ from parallax.runtime.channels.transport import Channels
 from parallax.runtime.entry import GraphEntry
 from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.replicas.replicate import GradientSync
-from parallax.runtime.stage import MicroBatchContext, Stage, private_random_state
+from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.swap.activations.manager import SwapManager
 
 Keep = Callable[[int, Any], None]

@@ -20,9 +20,9 @@ def device_memory(
 ) -> Callable[[], int]:
     """Starts to watch the memory of a rank's device, which will hold ``stages``; the function gives the high water
     since."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return lambda: int(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return lambda: int(torch.accelerator.max_memory_allocated(device))
     # For these torch loads its compiler.
     recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from parallax.common.seeds import block_seed
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
+from parallax.machine.accelerators import accelerator_of
 from parallax.machine.host import relieve_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import ChangingBuffers, Found
@@ -345,10 +345,5 @@ def first_below(sizes: Sequence[int], share: float) -> int:
 def seed_block(device: torch.device, seed: int) -> None:
     """Seed the generator that a block on ``device`` draws from (torch.manual_seed costs 70 times as much)."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def private_random_state(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Keep the caller's random state untouched by :func:`seed_block`."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    if device.type != "cpu":
+        accelerator_of(device).generator(device.index or 0).manual_seed(seed)

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallax.common.events import Span
 from parallax.errors import ConfigError, check_choice
+from parallax.machine.accelerators import accelerator_of
 from parallax.machine.host import resident_bytes
 from parallax.report.trace import chrome_trace
 from parallax.runtime.engine import StepResult
@@ -74,12 +75,11 @@ def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.devi
     path = directory / f"{config.record}-rank{rank}.json"
     if config.record == "profiler":
         return Window(config.steps, *_profiler(path, device))
-    cuda = device.type == "cuda"
-    about = (
-        _allocations(path.with_suffix(".pickle"), device)
-        if cuda
-        else _profiler(path, device, memory=True)
-    )
+    about = None
+    if device.type != "cpu":
+        accelerator, pickle = accelerator_of(device), path.with_suffix(".pickle")
+        about = accelerator.allocation_history(pickle, device, _ALLOCATIONS)
+    about = about or _profiler(path, device, memory=True)
     return MemoryTable(Window(config.steps, *about), path.with_suffix(".csv"), device)
 
 
@@ -154,7 +154,8 @@ class Window:
 
 def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tuple[Call, Call]:
     """torch.profiler; with ``memory`` it also notes every allocation, and from where it came."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    own = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    activities = list(dict.fromkeys([ProfilerActivity.CPU, own]))
     profiler = profile(
         activities=activities, record_shapes=memory, profile_memory=memory, with_stack=memory
     )
@@ -164,19 +165,6 @@ def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tupl
         profiler.export_chrome_trace(str(path))
 
     return profiler.start, stop
-
-
-def _allocations(path: Path, device: torch.device) -> tuple[Call, Call]:
-    """The history of a CUDA device's allocator. It is a pickle, which nothing here ever reads."""
-
-    def start() -> None:
-        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS, device=device)
-
-    def stop() -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None, device=device)
-
-    return start, stop
 
 
 class MemoryTable:
@@ -201,9 +189,9 @@ class MemoryTable:
             "swapped_out_bytes": result.swap.bytes_out,
             "swapped_in_bytes": result.swap.bytes_in,
         }
-        if self._device.type == "cuda":
-            line["allocated_bytes"] = torch.cuda.memory_allocated(self._device)
-            line["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
+        if self._device.type != "cpu":
+            line["allocated_bytes"] = torch.accelerator.memory_allocated(self._device)
+            line["reserved_bytes"] = torch.accelerator.memory_reserved(self._device)
         if self._table is None:
             self._table = csv.DictWriter(self._file, list(line))
             self._table.writeheader()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.machine.device import CudaCopies
+from parallax.machine.device import StreamCopies
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
@@ -70,7 +70,7 @@ def test_ranks_that_share_a_gpu_train_like_one(pool: Pool, scratch: Path) -> Non
 
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
 def test_a_storage_survives_the_way_down_and_up(kind: type, scratch: Path) -> None:
-    copies = CudaCopies(torch.device("cuda", 0))
+    copies = StreamCopies(torch.device("cuda", 0))
     options: dict[str, Any] = {} if kind is HostStore else {"threads": 2}
     arguments = (64 * MIB, copies) if kind is HostStore else (scratch, 64 * MIB, copies)
     store = kind(*arguments, **options)

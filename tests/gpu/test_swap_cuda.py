@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.machine.device import PinnedArena, copies_for
+from parallax.machine.accelerators import accelerator_named
+from parallax.machine.device import copies_for
+from parallax.machine.pinned import PINNING_REMEDY
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -25,7 +27,7 @@ MIB = 2**20
 
 def test_the_arena_is_pinned_and_no_larger_than_asked() -> None:
     count = 5 * MIB + 7
-    arena = PinnedArena(count)
+    arena = accelerator_named("cuda").arena(count, PINNING_REMEDY)
     assert arena.data.is_pinned()
     assert arena.allocated_bytes - count < 4096
     device = torch.arange(count, device="cuda").to(torch.uint8)

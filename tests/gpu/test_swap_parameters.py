@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from parallax.machine.device import CudaCopies
+from parallax.machine.device import StreamCopies
 from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import DiskStore, HostStore
@@ -55,7 +55,7 @@ def test_steps_are_those_of_a_resident_model(scratch: Path, tier: str) -> None:
     plain = nn.ModuleList(Block() for _ in range(6)).cuda()
     mine = copy.deepcopy(plain)
     delay = Delays(most_seconds=0.002)
-    copies = CudaCopies(torch.device("cuda", 0), delay)
+    copies = StreamCopies(torch.device("cuda", 0), delay)
     with contextlib.ExitStack() as stack:
         disk = tier == "disk"
         store = (

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from parallax.errors import SwapError
 from parallax.machine.device import (
-    Arena,
     Bounce,
     BounceRing,
     CpuCopies,
     DoneEvent,
     Event,
-    PlainArena,
     no_delay,
 )
+from parallax.machine.pinned import Arena, PlainArena
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager

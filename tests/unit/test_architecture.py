@@ -24,13 +24,12 @@ MOST_MODULES = 12  # of a folder, its __init__.py among them
 
 # Private names of torch may change with any release, so each stands in one small file and has a reason.
 PRIVATE = {
-    "machine/device.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does",
+    "machine/cuda.py": "torch.cuda._sleep: swap.verify holds copies up on their own stream, and no public call does; "
+    "torch.cuda.memory: the history of allocations has no public name, and without it a snapshot is of little use",
     "model/profiling/count.py": "fake tensors and dispatch modes are documented, but only under private names",
     "model/recording/fakes.py": "fake tensors, and the way out of their mode, have no public names",
     "model/private.py": "whether functorch wraps a tensor, which operator saves one, and what sees every operator and "
     "every call of a constructor have no public names",
-    "train/debug.py": "torch.cuda.memory: the history of allocations has no public name, and without it a snapshot is "
-    "of little use",
     "runtime/replicas/reducer.py": "reducer: DDP arms its hooks in forward only, a pipeline decides "
     "before the last backward",
 }

@@ -15,13 +15,13 @@ from parallax.common.files import temporary_folder
 
 def allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, int]:
     """The most bytes that ``call`` allocates beyond those before it, and how many more there are after it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         call()
-        most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return int(most) - before, int(after) - before
+        most = torch.accelerator.max_memory_allocated(device)
+        return int(most) - before, int(torch.accelerator.memory_allocated(device)) - before
     with (
         _quiet_stderr(),
         torch.profiler.profile(

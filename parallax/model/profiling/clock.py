@@ -28,15 +28,15 @@ class Clock:
         """Seconds since some moment, with all work on the device done."""
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
     def elapsed(self) -> float:
         """Seconds since some moment, waits for other threads of the process included, those for a core excluded where
         the system tells them: when threads work together, but whoever else uses the machine should not count."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
             return time.perf_counter()
         return time.perf_counter() - _queued_seconds()
 

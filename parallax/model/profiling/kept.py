@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallax.common.files import cache_directory, replacing
 from parallax.errors import PlanError
+from parallax.machine.accelerators import accelerator_of
 from parallax.machine.host import cpu_model
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
@@ -74,7 +75,9 @@ def remember(profile: ModelProfile, path: Path) -> None:
 
 def device_name(device: torch.device) -> str:
     """What the profile says that it was measured on."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    if device.type == "cpu":
+        return cpu_model()
+    return accelerator_of(device).devices()[device.index or 0].name
 
 
 def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:

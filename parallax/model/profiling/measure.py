@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError
+from parallax.machine.device import private_random_state
 from parallax.model.block import apart, has_gradient, tensors_in, to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
@@ -92,7 +93,7 @@ def measure(
     if (known := recall(path, name)) is not None:
         progress(f"profile of {name} from {path}")
         return known
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with private_random_state(device):
         within = not gathered
         bench = _Bench(
             chain, loss, device, precision, minimum_bytes, offloader, progress, with_loss=within

@@ -132,7 +132,7 @@ class PinnedStaging:
 
 def staging_for(mesh: Mesh, copies: CopyEngine) -> Staging:
     """The staging of a rank's device."""
-    if mesh.device.type == "cuda" and not mesh.direct:
+    if mesh.device.type != "cpu" and not mesh.direct:
         return PinnedStaging(mesh.device, copies)
     return DirectStaging(mesh.device)
 

@@ -63,7 +63,7 @@ def _short(compress: str, group: dist.ProcessGroup) -> tuple[Callable[..., Any],
 def _power_sgd(
     rank: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Callable[..., Any], Any]:
-    if device.type == "cpu" and torch.cuda.is_available():
+    if device.type == "cpu" and torch.accelerator.is_available():
         raise PlanError(
             "replicas.compress=powersgd waits for a GPU that the stage is not on: hide it with "
             "CUDA_VISIBLE_DEVICES='', or use replicas.compress=bf16"

@@ -59,7 +59,7 @@ class ReplicaSync:
         self._trained = sum(parameter.numel() for parameter in parameters.values())
         self._ddp = DistributedDataParallel(
             nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
-            device_ids=[device.index] if device.type == "cuda" else None,
+            device_ids=[device.index] if device.type != "cpu" else None,
             process_group=group,
             bucket_cap_mb=BUCKET_MEBIBYTES,
             gradient_as_bucket_view=True,

@@ -154,6 +154,6 @@ def _free_bytes(device: torch.device) -> int:
     """What new tensors may take: a tenth of a GPU, a fifth of the RAM stays for what no limit counts."""
     if device.type == "cpu":
         return available_memory() * 8 // 10
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.accelerator.get_memory_info(device)
+    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return max(0, free + cached - total // 10)

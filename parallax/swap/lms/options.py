@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallax.errors import ConfigError
+from parallax.machine.accelerators import known_kinds
 from parallax.machine.device import copies_for, no_delay
 from parallax.machine.host import available_memory
 from parallax.plan.tier import NONE, Tier, check_tier, choose_tier
@@ -76,10 +77,11 @@ class Options:
 def device_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
     """The one device that all of it is on."""
     found = {tensor.device for tensor in held_tensors(model, optimizers)}
-    if len(found) > 1 or {device.type for device in found} - {"cpu", "cuda"}:
+    if len(found) > 1 or {device.type for device in found} - {"cpu", *known_kinds()}:
         names = ", ".join(sorted(str(device) for device in found))
         raise ConfigError(
-            f"model {type(model).__name__} is on {names}: swap keeps the limit of one CPU or CUDA device"
+            f"model {type(model).__name__} is on {names}: swap keeps the limit of one device: cpu, "
+            f"{', '.join(known_kinds())}"
         )
     return found.pop() if found else torch.device("cpu")
 

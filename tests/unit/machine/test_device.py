@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import weakref
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from parallax.errors import SwapError
-from parallax.machine.device import BounceRing, CpuCopies, PinnedArena, PlainArena, copies_for
+from parallax.machine.accelerators import accelerator_named
+from parallax.machine.device import BounceRing, CpuCopies, copies_for
+from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena, RegisteredArena
 from parallax.swap.stores.store import DiskStore
 from tests.unit.swap_fakes import MIB, LateCopies
 
@@ -34,11 +37,37 @@ class Runtime:
         return 0
 
 
+def pin(runtime: Runtime, count: int, monkeypatch: pytest.MonkeyPatch) -> Arena:
+    """As on a CUDA device."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    return accelerator_named("cuda").arena(count, PINNING_REMEDY)
+
+
+def test_what_a_failed_owner_leaves_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    arena = pin(runtime, 3 * MIB, monkeypatch)
+    assert runtime.registered
+    del arena
+    gc.collect()
+    assert not runtime.registered
+
+
+def test_pages_are_touched_by_threads_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: asked.append(set(cpus)))
+    monkeypatch.setattr("parallax.machine.pinned.usable_cores", lambda: 3.0)
+    pinned = RegisteredArena(9 * MIB + 5, lambda *_: 0, lambda _: 0, cpus={1, 2})
+    assert asked == [{1, 2}] * 3
+    assert not pinned.data.any()
+    pinned.close()
+
+
 @pytest.mark.parametrize("count", [1, 4096, 4097, 100_000_007])
 def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    arena = PinnedArena(count)
+    arena = pin(runtime, count, monkeypatch)
     assert arena.data.numel() == count
     assert list(runtime.registered.values()) == [arena.allocated_bytes]
     assert 0 <= arena.allocated_bytes - count < mmap.PAGESIZE
@@ -54,16 +83,15 @@ def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     with pytest.raises(
         SwapError,
-        match=r"cannot pin 1\.0 MiB of host memory: CUDA error 2; lower cluster\.host_memory, .*ulimit -l",
+        match=r"cannot pin 1\.0 MiB .*: error 2 of the device's runtime; lower cluster\.host_memory, .*ulimit -l",
     ):
-        PinnedArena(MIB)
+        pin(Runtime(code=2), MIB, monkeypatch)
     with pytest.raises(
         SwapError, match=r"cannot allocate .* of host memory: .*; lower cluster\.host_memory"
     ):
-        PinnedArena(2**60)
+        pin(Runtime(), 2**60, monkeypatch)
 
 
 def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> None:

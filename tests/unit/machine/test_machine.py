@@ -273,7 +273,7 @@ def test_auto_shows_a_pipeline_on_any_machine() -> None:
 @no_cuda
 @pytest.mark.parametrize("devices", ["auto", 2])
 def test_more_cuda_devices_than_present(devices: int | str) -> None:
-    with pytest.raises(ConfigError, match=r"sees 0 CUDA devices here; use cluster.kind=cpu"):
+    with pytest.raises(ConfigError, match=r"sees 0 cuda devices here; use cluster.kind=cpu"):
         choose_devices(ClusterConfig(kind="cuda", devices=devices))
 
 

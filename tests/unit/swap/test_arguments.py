@@ -16,7 +16,8 @@ from torch import nn
 
 import parallax
 from parallax.errors import BudgetExceeded, ConfigError, ParallaxError, SwapError
-from parallax.machine.device import CpuCopies, PinnedArena, copies_for
+from parallax.machine.device import CpuCopies, copies_for
+from parallax.machine.pinned import RegisteredArena
 from parallax.swap.stores.remedies import ENGINE, SCOPE
 from parallax.swap.stores.store import DiskStore, HostStore
 
@@ -352,10 +353,12 @@ def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"
     ):
-        PinnedArena(2**60, SCOPE.pinning)
+        RegisteredArena(2**60, lambda *_: 0, lambda _: 0, remedy=SCOPE.pinning)
     with pytest.raises(SwapError, match=r"or set swap\.tier=disk$"):
-        PinnedArena(2**60)
-    monkeypatch.setattr("torch.cuda.Stream", lambda device: None)
+        RegisteredArena(2**60, lambda *_: 0, lambda _: 0)
+    monkeypatch.setattr("torch.Stream", lambda device: None)
+    for name in ("cudart", "current_device", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: None)
     copies = copies_for(torch.device("cuda"), remedy=SCOPE.pinning)
     with pytest.raises(SwapError, match="lower tier_bytes"):
         copies.arena(2**60)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.machine.device import CpuCopies, PlainArena
+from parallax.machine.device import CpuCopies
+from parallax.machine.pinned import PlainArena
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager

@@ -1,0 +1,85 @@
+"""Kinds of devices beside the CPU.
+
+torch.accelerator offers streams, events, memory counts and devices of any accelerator by the same names. What it does
+not offer for all of them is here: each method has a default that works wherever torch does, and a kind of device that
+does better overrides it (:mod:`parallax.machine.cuda`). Nothing else in the package asks which accelerator it is on. A
+kind of one's own is one class and one registration (:func:`parallax.machine.accelerators.register_accelerator`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallax.machine.pinned import Arena, TorchArena
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """A device as torch sees it."""
+
+    index: int
+    name: str
+    total_bytes: int
+
+
+class Accelerator:
+    """One kind of device, by the name that torch gives its devices. ``backend`` is the process-group backend that
+    carries its tensors from device to device; without one they are staged through the host. ``shared_backend`` reduces
+    them where ranks share a device or have none of ``backend``."""
+
+    def __init__(self, kind: str, backend: str = "", shared_backend: str = "") -> None:
+        self.kind, self.backend, self.shared_backend = kind, backend, shared_backend
+
+    @property
+    def module(self) -> Any:
+        """torch's own module for the kind, as torch.cuda."""
+        return torch.get_device_module(self.kind)
+
+    def devices(self) -> tuple[DeviceFacts, ...]:
+        """The visible devices. Only their properties are read: no context is made, so no memory is taken."""
+        if not self.module.is_available():
+            return ()
+        found = [self.module.get_device_properties(i) for i in range(self.module.device_count())]
+        return tuple(DeviceFacts(i, each.name, each.total_memory) for i, each in enumerate(found))
+
+    def identity(self, index: int) -> str:
+        """What tells a device from every other one of all hosts, however ranks number those that they see."""
+        device = getattr(self.module.get_device_properties(index), "uuid", None)
+        return f"{socket.gethostname()}/{device or f'{self.kind}:{index} of process {os.getpid()}'}"
+
+    def generator(self, index: int) -> torch.Generator:
+        """The default one of a device."""
+        found: torch.Generator = self.module.default_generators[index]
+        return found
+
+    def limit_memory(self, device: torch.device, limit_bytes: int) -> bool:
+        """Let torch's allocator refuse what goes beyond ``limit_bytes`` on ``device``, as if the device were so small;
+        whether it can."""
+        if not hasattr(self.module, "set_per_process_memory_fraction"):
+            return False
+        total = self.module.get_device_properties(device.index or 0).total_memory
+        self.module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        return True
+
+    def arena(self, count: int, remedy: str) -> Arena:
+        """``count`` bytes of pinned host memory. Raises :class:`SwapError`, which ends with ``remedy``, where there is
+        not so much."""
+        return TorchArena(count, remedy)
+
+    def hold(self, seconds: float) -> None:
+        """Keep the current stream busy for about so long; tests of waits hold copies up. No time at all by default."""
+
+    def allocation_history(
+        self, path: Path, device: torch.device, entries: int
+    ) -> tuple[Callable[[], None], Callable[[], None]] | None:
+        """What begins to record the last ``entries`` allocations on ``device``, and what ends it and writes ``path``;
+        None where torch records none."""
+        del path, device, entries
+        return None

@@ -1,0 +1,57 @@
+"""The kinds of accelerators that are known here, by the names of torch's devices.
+
+A kind of one's own is registered in every process that plans or trains::
+
+    register_accelerator(MyAccelerator("mine"))            # torch.device("mine", 0), cluster.kind=mine
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parallax.errors import ConfigError, printable
+from parallax.machine.accelerator import Accelerator, DeviceFacts
+from parallax.machine.cuda import Cuda
+
+_KNOWN: dict[str, Accelerator] = {
+    each.kind: each
+    # Of devices' tensors gloo takes CUDA's alone.
+    for each in (Cuda("cuda", "nccl", "gloo"), Accelerator("xpu", "xccl"))
+}
+
+
+def register_accelerator(accelerator: Accelerator) -> None:
+    """Make a kind of device known as ``cluster.kind``, and to everything that runs on one."""
+    _KNOWN[accelerator.kind] = accelerator
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """What is known of the kind of ``device``, which is no CPU."""
+    return accelerator_named(device.type)
+
+
+def accelerator_named(kind: str) -> Accelerator:
+    """The same by the kind's name. Raises :class:`ConfigError` for one that was not registered."""
+    if kind not in _KNOWN:
+        raise ConfigError(
+            f"devices of kind {printable(kind)} are not known: use cpu, {', '.join(known_kinds())}, or "
+            "register_accelerator"
+        )
+    return _KNOWN[kind]
+
+
+def known_kinds() -> list[str]:
+    """The names of all kinds that were registered."""
+    return sorted(_KNOWN)
+
+
+def present_kind() -> str | None:
+    """The kind of accelerator that torch can use on this host; None where there is none, or nobody registered it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in _KNOWN else None
+
+
+def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
+    """The devices of ``kind``, or of the kind that is present, which torch sees here. No memory of them is taken."""
+    kind = kind or present_kind()
+    return accelerator_named(kind).devices() if kind is not None else ()

@@ -1,0 +1,62 @@
+"""What is CUDA's own, and ROCm's, which torch calls by the same names: everything else is torch.accelerator's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallax.machine.accelerator import Accelerator
+from parallax.machine.pinned import Arena, RegisteredArena
+
+_CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
+_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
+
+
+class Cuda(Accelerator):
+    """NVIDIA's devices, and AMD's."""
+
+    def arena(self, count: int, remedy: str) -> Arena:
+        """Registered pages: torch's own pinned allocator would round up to a power of two."""
+        runtime = torch.cuda.cudart()
+        return RegisteredArena(
+            count,
+            lambda address, size: int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS)),
+            lambda address: runtime.cudaHostUnregister(address),
+            cpus=self._near_cpus(),
+            remedy=remedy,
+        )
+
+    def hold(self, seconds: float) -> None:
+        """A kernel that spins."""
+        if seconds:
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
+
+    def allocation_history(
+        self, path: Path, device: torch.device, entries: int
+    ) -> tuple[Callable[[], None], Callable[[], None]] | None:
+        """The allocator's own. The file is a pickle, which nothing here ever reads."""
+
+        def start() -> None:
+            torch.cuda.memory._record_memory_history(max_entries=entries, device=device)
+
+        def stop() -> None:
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None, device=device)
+
+        return start, stop
+
+    def _near_cpus(self) -> frozenset[int]:
+        """Those of the current device's NUMA node that this process may use; none where the system does not say."""
+        found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        try:
+            place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+            listed = Path(f"/sys/bus/pci/devices/{place}/local_cpulist").read_text().strip()
+            ranges = [part.split("-") for part in listed.split(",") if part]
+            near = {cpu for part in ranges for cpu in range(int(part[0]), int(part[-1]) + 1)}
+        except (AttributeError, OSError, ValueError):
+            return frozenset()
+        return frozenset(near & os.sched_getaffinity(0))

@@ -1,0 +1,127 @@
+"""Host memory for copies to and from a device, allocated once and no more than asked."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallax.common.units import format_bytes
+from parallax.errors import SwapError
+from parallax.machine.host import usable_cores
+
+PINNING_REMEDY = (
+    "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
+)
+_HUGE = 2 * 2**20  # bytes of a huge page, where there are some
+_TOUCHING = (
+    8  # threads that touch an arena's pages: the kernel clears each when it is touched first
+)
+
+
+class Arena(Protocol):
+    """Host bytes for copies, allocated once. ``allocated_bytes`` tells what they cost."""
+
+    data: Tensor
+    allocated_bytes: int
+
+    def close(self) -> None:
+        """Give them back. The caller has waited for the copies."""
+
+
+class PlainArena:
+    """Ordinary memory."""
+
+    def __init__(self, count: int) -> None:
+        self.data, self.allocated_bytes = torch.empty(count, dtype=torch.uint8), count
+
+    def close(self) -> None:
+        """Let go."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+class TorchArena:
+    """Pinned by torch, which rounds up to a power of two: for devices that cannot register what others allocated."""
+
+    def __init__(self, count: int, remedy: str = PINNING_REMEDY) -> None:
+        self.allocated_bytes = 1 << max(0, count - 1).bit_length()
+        try:
+            self.data = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise SwapError(
+                f"cannot pin {format_bytes(count)} of host memory: {str(error).splitlines()[0]}; {remedy}"
+            ) from error
+
+    def close(self) -> None:
+        """Let go; torch waits for the copies."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+class RegisteredArena:
+    """Whole pages that ``register`` pins, given their address and bytes; it returns 0, or what the runtime says is
+    wrong. They are the process's own, huge where the system has such, touched by several threads, on ``cpus`` where
+    those near the device are known: a page lies in the memory of the processor that touches it first. What an owner
+    that failed leaves behind is given to ``unregister`` when it is collected.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        register: Callable[[int, int], int],
+        unregister: Callable[[int], object],
+        *,
+        cpus: Collection[int] = (),
+        remedy: str = PINNING_REMEDY,
+    ) -> None:
+        self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
+        try:
+            pages = mmap.mmap(-1, self.allocated_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if self.allocated_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, OverflowError) as error:
+            raise SwapError(
+                f"cannot allocate {format_bytes(count)} of host memory: {error}; {remedy}"
+            ) from error
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        self.data = whole[:count]
+        _touch(whole, cpus)
+        code = register(whole.data_ptr(), self.allocated_bytes)
+        if code:
+            raise SwapError(
+                f"cannot pin {format_bytes(count)} of host memory: error {code} of the device's runtime; {remedy}"
+            )
+        # The map is held here, too: it must not be gone before it is unregistered.
+        self._unpin = weakref.finalize(self, _unregister, unregister, whole)
+
+    def close(self) -> None:
+        """Unpin; the pages go with the last view of them."""
+        self._unpin()
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _unregister(unregister: Callable[[int], object], whole: Tensor) -> None:
+    unregister(whole.data_ptr())
+
+
+def _touch(whole: Tensor, cpus: Collection[int]) -> None:
+    """Let the kernel allocate all pages now."""
+    threads = max(1, min(_TOUCHING, int(usable_cores()), -(-whole.numel() // _HUGE)))
+    if threads < 2 and not cpus:
+        whole[:: mmap.PAGESIZE].zero_()
+        return
+
+    def touch(part: Tensor) -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread alone
+        part[:: mmap.PAGESIZE].zero_()
+
+    share = -(-whole.numel() // threads // _HUGE) * _HUGE
+    with ThreadPoolExecutor(threads, "parallax-touch") as pool:
+        for done in [pool.submit(touch, part) for part in whole.split(share)]:
+            done.result()
