@@ -6,8 +6,10 @@ tensors alone and the same under every plan. Weights from a file are put in thei
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import nn
@@ -53,7 +55,28 @@ def materialise_each(
             state = block.state_dict(keep_vars=True)
             for inner, name in saved.items():
                 weights.fill(state[inner], name)
-        yield block.to(device=device)
+        with _same_parameters(device):
+            block.to(device=device)
+        yield block
+
+
+@contextlib.contextmanager
+def _same_parameters(device: torch.device) -> Iterator[None]:
+    """What moves to ``device`` stays the parameter that it is. Between a CPU and CUDA it does by itself; to some kinds
+    of devices torch makes another for every name, and a tied weight would be tied no more."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swaps or not _keeps_parameters(device))
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+@cache
+def _keeps_parameters(device: torch.device) -> bool:
+    module = nn.Linear(1, 1, device="cpu")
+    weight = module.weight
+    return module.to(device=device).weight is weight
 
 
 def check_weights(chain: Chain) -> list[str]:

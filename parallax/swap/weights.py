@@ -73,6 +73,10 @@ class BucketWeights(Protocol):
         """What is in the bucket, in order."""
 
     @property
+    def device(self) -> torch.device:
+        """Where they are stepped."""
+
+    @property
     def kept(self) -> list[Tensor | None]:
         """The masters of each segment, which whoever keeps the states keeps with them: None where it is not made, or
         elsewhere. Empty where there are none, or these weights keep their own."""
@@ -114,7 +118,7 @@ class ResidentWeights:
 
     def __init__(self, segments: Sequence[ParameterSegment]) -> None:
         self.segments = segments
-        dtype = segments[0].parameter.dtype
+        self.device, dtype = segments[0].parameter.device, segments[0].parameter.dtype
         self.kept: list[Tensor | None] = (
             [] if stepped_in(dtype) is dtype else [None] * len(segments)
         )
@@ -181,6 +185,7 @@ class CopiedWeights:
         owned: bool,
     ) -> None:
         self.segments, self._copies, self._place, self._owned = segments, copies, place, owned
+        self.device = torch.device("cpu")
         self._dtype = stepped_in(segments[0].parameter.dtype)
         self._master: list[Tensor | None] = [None] * len(segments)
         self._landed: list[Event] = []

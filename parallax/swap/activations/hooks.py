@@ -7,6 +7,7 @@ tensors that stay and tensors that leave alike, with torch's own words.
 from __future__ import annotations
 
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,8 +18,13 @@ from parallax.model.saved import NOT_PLAIN, Selector
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.records import Entry
 
-_NOTHING = torch.empty(0)
 _FEW = 2048  # saved tensors alive at one time, up to which the history of each is looked at
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """A tensor without bytes: torch lets ``.data`` change within a kind of device only."""
+    return torch.empty(0, device=device)
 
 
 class _KeptTensor:
@@ -52,7 +58,7 @@ class _MovedTensor:
         self._shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self._version = tensor.dtype, tensor._version
         self._counter = tensor.detach()
-        self._counter.data = _NOTHING
+        self._counter.data = _nothing(tensor.device)
         self._leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def unpack(self) -> Tensor:

@@ -52,9 +52,11 @@ class Bucket:
         self.places: tuple[_BucketPlace, ...] = ()
         self.due = self.count = len({segment.parameter for segment in self.segments})
         self.future: Future[None] | None = None
-        self._stepped = [
-            nn.Parameter(_nothing(segment), requires_grad=False) for segment in self.segments
+        self._empty = [
+            torch.empty(0, dtype=stepped_in(s.parameter.dtype), device=weights.device)
+            for s in self.segments
         ]
+        self._stepped = [nn.Parameter(empty, requires_grad=False) for empty in self._empty]
         members: dict[int, list[nn.Parameter]] = {}
         for segment, stepped in zip(self.segments, self._stepped):
             members.setdefault(groups[segment.parameter], []).append(stepped)
@@ -77,8 +79,8 @@ class Bucket:
                 gradient.mul_(coefficient)
             stepped.data, stepped.grad = weight, gradient
         self._kernel.step()
-        for stepped, segment in zip(self._stepped, self.segments):
-            stepped.data, stepped.grad = _nothing(segment), None
+        for stepped, empty in zip(self._stepped, self._empty):
+            stepped.data, stepped.grad = empty, None
         self.weights.stepped()
 
     def states(self, index: int) -> dict[str, Any]:
@@ -288,10 +290,6 @@ def _cut(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
             .copy_(value)
         )
     return value.clone() if value.dim() == 0 else part_of(value, segment).clone()
-
-
-def _nothing(segment: ParameterSegment) -> Tensor:
-    return torch.empty(0, dtype=stepped_in(segment.parameter.dtype))
 
 
 def _view(flat: Tensor, place: _BucketPlace) -> Tensor:

@@ -176,7 +176,7 @@ class Chunk:
         gradients: Mapping[nn.Parameter, Gradient],
         aged: Callable[[StoreSlot | None], None],
     ) -> None:
-        self.segments, self.start = tuple(segments), start
+        self.segments, self.start, self.device = tuple(segments), start, torch.device("cpu")
         self.size = sum(span(segment) for segment in segments[:-1]) + bytes_of(segments[-1])
         self.updating = False
         self._tier, self._gradients, self._aged = tier, gradients, aged

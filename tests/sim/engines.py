@@ -1,0 +1,112 @@
+"""Whole engines on the simulated accelerator, of one rank and of several that share it or have one each.
+
+A rank is a process, and each has a simulated device of its own. ``direct``: its identity says so, and tensors travel
+between devices by the group of :mod:`tests.sim.group`; otherwise all say the same, and everything is staged.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from parallax.machine.accelerators import register_accelerator
+from parallax.model.describe import Chain, describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.plan.plan import Plan
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
+from tests.plans import make_plan
+from tests.sim import group
+from tests.sim.device import SIM, C, Sim
+from tests.sim.races import Verdict, judge
+
+MIB = 2**20
+SEQUENCE = 32
+STEPS = 3
+
+
+class Ran(NamedTuple):
+    """``losses`` of the steps, what was noticed in all of them, and ``counts`` of the last."""
+
+    losses: list[float]
+    verdict: Verdict
+    counts: dict[str, int]
+    allocated_bytes: list[int]
+
+
+class Shared(Sim):
+    """One device for all ranks."""
+
+    def identity(self, index: int) -> str:
+        return "the only one"
+
+
+class Apart(Sim):
+    """A device of its own for each."""
+
+    def __init__(self) -> None:
+        super().__init__("sim", group.NAME)
+
+
+def batch() -> TensorRows:
+    tokens = torch.randint(0, 256, (8, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    return TensorRows(tokens[:, :-1], tokens[:, 1:])
+
+
+def without_slack(plan: Plan, chain: Chain) -> Plan:
+    """Room below for all weights and gradients of fp32, and once more for the largest block's, as the planner gives."""
+    sizes = [sum(p.nbytes for p in block.module.parameters()) for block in chain.blocks]
+    needed = 2 * (sum(sizes) + max(sizes))
+    return replace(plan, stages=tuple(replace(s, streamed_bytes=needed) for s in plan.stages))
+
+
+def train(
+    device: str,
+    replicas: Sequence[int],
+    options: dict[str, Any],
+    *,
+    direct: bool = False,
+    steps: int = STEPS,
+    layers: int = 4,
+    lateness: int = 2,
+    tied: bool = False,
+    exact: bool = False,
+) -> Ran:
+    """Some steps of a small decoder under the plan of ``options``; called by every rank. ``exact``: streamed parameters
+    have no more room below than they need."""
+    register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
+    config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
+    chain = describe(config.build)
+    plan = make_plan(chain, replicas=replicas, **{"tier": "host", "swap_limit": 2 * MIB, **options})
+    if exact:
+        plan = without_slack(plan, chain)
+    losses: list[float] = []
+    counts: dict[str, int] = {}
+    allocated: list[int] = []
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Engine.build(
+                chain,
+                plan,
+                loss=GPT.loss,
+                device=SIM if device == "sim" else torch.device("cpu"),
+                swap=SwapConfig(minimum_bytes=1024),
+                scratch=Path(folder),
+            )
+            assert engine.mesh.direct == (direct and len(replicas) > 1)
+            for _ in range(steps):
+                before = C.counts()
+                losses.append(engine.step(batch()).loss)
+                allocated.append(torch.accelerator.memory_allocated(SIM))
+            counts.update({k: n - before.get(k, 0) for k, n in C.counts().items()})
+            engine.close()
+
+    verdict = judge(run, lateness=lateness)
+    return Ran(losses, verdict, counts, allocated)

@@ -1,0 +1,44 @@
+"""What a worker of a pool runs: its imports give the simulated accelerator to that process for good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def scenario(name: str, lateness: int = 2) -> Any:
+    """A part of the swap."""
+    from tests.sim.races import judge
+    from tests.sim.swapping import SCENARIOS
+
+    return tuple(judge(SCENARIOS[name], lateness=lateness))
+
+
+def engine(*args: Any, **options: Any) -> Any:
+    """A rank of an engine."""
+    from tests.sim.engines import train
+
+    ran = train(*args, **options)
+    return ran._replace(verdict=tuple(ran.verdict))._asdict()
+
+
+def scenario_names() -> list[str]:
+    from tests.sim.swapping import SCENARIOS
+
+    return list(SCENARIOS)
+
+
+def missing_wait() -> Any:
+    """A copy that does not wait for who used its target's block before."""
+    import torch
+
+    from parallax.machine.device import StreamCopies
+    from tests.sim.device import SIM
+    from tests.sim.races import judge
+
+    def copy() -> None:
+        copies = StreamCopies(SIM)
+        source = torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(1000, dtype=torch.uint8, device=SIM)
+        copies.copy(source, target, ordered=False).wait_host()
+
+    return tuple(judge(copy))

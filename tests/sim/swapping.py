@@ -1,0 +1,211 @@
+"""Parts of the swap on the simulated accelerator: each trains something with and without, and compares."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import parallax
+from parallax.machine.device import StreamCopies, copies_for
+from parallax.model.saved import Selector
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
+from parallax.swap.config import SwapConfig
+from parallax.swap.optimizer.host import HostOptimizer
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.stores.store import DiskStore, HostStore, Store
+from tests.sim.device import SIM
+
+MIB, WIDTH = 2**20, 64
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    """A residual block with a few kinds of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = x + self.down(torch.sigmoid(self.up(self.norm(x))))
+        return changed
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def rows(seed: int, count: int = 16) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).to(SIM)
+
+
+def activations(tier: str, *, eager: bool, verify: bool = False) -> None:
+    """Gradients are the same to the last bit."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers).to(SIM)
+    selector = Selector([*model.parameters()], minimum_bytes=1)
+
+    def gradients(manager: SwapManager | None) -> list[Tensor]:
+        model.zero_grad()
+        for seed in range(4):
+            hooks = offloading(manager, selector, 0) if manager else contextlib.nullcontext()
+            with hooks:
+                loss = model(rows(seed, 32)).square().mean()
+            loss.backward()
+        return [p.grad.clone().cpu() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients(None)
+    with tempfile.TemporaryDirectory() as folder:
+        store = SwapConfig(verify=verify).open_store(tier, 64 * MIB, copies_for(SIM), Path(folder))
+        manager = SwapManager(
+            store, limit_bytes=48 * 1024, policy=Policy(eager=eager), verify=verify
+        )
+        for _ in range(3):
+            assert all(map(torch.equal, plain, gradients(manager))), "gradients differ"
+        moved = manager.take_statistics()
+        manager.close()
+    assert moved.bytes_out > 0
+    assert moved.bytes_in > 0
+
+
+def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
+    """Weights that stream, stepped below: losses, gradients and weights are those of plain training."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Block() for _ in range(6)).to(SIM)
+    mine = copy.deepcopy(plain)
+    copies = StreamCopies(SIM)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        store: Store = (
+            DiskStore(Path(folder), 64 * MIB, copies, threads=2)
+            if tier == "disk"
+            else HostStore(64 * MIB, copies)
+        )
+        stack.callback(store.close)
+        streamed = StreamedParameters([b.parameters() for b in mine], store, chunk_bytes=16384)
+        stack.callback(streamed.close)
+        for index, block in enumerate(mine):
+            streamed.attach(index, block)
+        below = HostOptimizer(make(mine.parameters()), [], copies=copies, extra=streamed.chunks)
+        stack.callback(below.close)
+        theirs = make(plain.parameters())
+        for _ in range(steps):
+            theirs.zero_grad()
+            below.finish()
+            streamed.zero_gradients(set_to_none=True)
+            torch.testing.assert_close(_losses(mine), _losses(plain), atol=1e-6, rtol=0)
+            for p, q in zip(mine.parameters(), plain.parameters()):
+                torch.testing.assert_close(
+                    streamed.read_gradient(p), q.grad, atol=1e-6, rtol=1e-5, check_device=False
+                )
+            below.commit()
+            theirs.step()
+        below.finish()
+        new = [t for index in range(len(mine)) for t in streamed.read_full(index)]
+        for found, q in zip(new, plain.parameters()):
+            torch.testing.assert_close(found, q.detach().cpu(), atol=1e-5, rtol=0)
+
+
+def _losses(blocks: Iterable[nn.Module]) -> list[float]:
+    """Two micro-batches, forward before backward."""
+    roots = []
+    for seed in range(2):
+        x = rows(seed)
+        for block in blocks:
+            x = block(x)
+        roots.append(x.square().mean())
+    for root in roots:
+        root.backward()
+    return [root.item() for root in roots]
+
+
+def host_optimizer(steps: int = 4) -> None:
+    """Weights on the device, steps on the host, the next forward waiting bucket by bucket."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Block() for _ in range(4)).to(SIM)
+    mine = copy.deepcopy(plain)
+    host = HostOptimizer(
+        adamw(mine.parameters()),
+        list(mine.parameters()),
+        copies=StreamCopies(SIM),
+        bucket_bytes=8192,
+    )
+    for p in mine.parameters():
+        p.register_post_accumulate_grad_hook(host.reduced)
+    for module in mine.modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            module.register_forward_pre_hook(lambda _module, _given, own=own: host.ready(own))
+    theirs = adamw(plain.parameters())
+    for step in range(steps):
+        for blocks in (mine, plain):
+            y = rows(step)
+            for block in blocks:
+                y = block(y)
+            y.square().mean().backward()
+        host.commit()
+        theirs.step()
+        theirs.zero_grad(set_to_none=False)
+    host.finish()
+    for p, q in zip(mine.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+    host.close()
+
+
+def scope(tier: str) -> None:
+    """``parallax.swap`` around a plain loop: the same weights to the last bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)]).to(SIM)
+    other = copy.deepcopy(model)
+    mine, theirs = adamw(model.parameters()), adamw(other.parameters())
+    fixed = 2 * sum(p.nbytes for p in model.parameters())
+
+    def train(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(4):
+            trained(rows(step, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        parallax.swap(
+            model,
+            fixed + 160 * 1024,
+            optimizer=mine,
+            tier=tier,
+            tier_bytes=32 * MIB,
+            directory=Path(folder) / "s",
+            minimum_bytes=1024,
+            piece_bytes=32768,
+        ),
+    ):
+        train(model, mine)
+    train(other, theirs)
+    assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "activations host eager": lambda: activations("host", eager=True),
+    "activations host lazy": lambda: activations("host", eager=False),
+    "activations disk eager": lambda: activations("disk", eager=True),
+    "activations host verified": lambda: activations("host", eager=True, verify=True),
+    "parameters host": lambda: parameters("host"),
+    "parameters host adamw": lambda: parameters("host", adamw),
+    "parameters disk": lambda: parameters("disk"),
+    "host optimizer": host_optimizer,
+    "scope host": lambda: scope("host"),
+    "scope disk": lambda: scope("disk"),
+}

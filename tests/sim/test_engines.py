@@ -1,0 +1,109 @@
+"""Engines on simulated accelerators: one rank and several, on one device and on one each, train as a CPU does."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from parallax.plan.schedule import SCHEDULES
+from tests.distributed.pool import Pool
+from tests.plans import stages_each
+from tests.sim import jobs
+
+ROWS_APART = (
+    1e-6  # relative; rows of a replica are summed in another order, and kernels round by alignment
+)
+BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+
+
+@cache
+def on_a_cpu(pool: Pool) -> list[float]:
+    ((found),) = pool.run(partial(jobs.engine, "cpu", (1,), {}), 1)
+    losses: list[float] = found["losses"]
+    return losses
+
+
+def check(
+    pool: Pool, replicas: tuple[int, ...], options: dict[str, Any], *, direct: bool, **more: Any
+) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = pool.run(
+        partial(jobs.engine, "sim", replicas, options, direct=direct, **more), sum(replicas)
+    )
+    for ran in ranks:
+        error, races, _ = ran["verdict"]
+        assert not error
+        assert not races, races[0]
+        assert ran["losses"] == pytest.approx(on_a_cpu(pool), rel=ROWS_APART)
+    return ranks
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
+    """NCCL's habits included: what connects late would make the ranks of a pipeline wait for each other."""
+    each = stages_each(schedule, 2)
+    directive = "offload" if direct else "recompute"
+    options = {"schedule": schedule, "interleave": each, "directive": directive}
+    check(sim_pool, (1, 1), options, direct=direct)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        ((2,), {}),
+        ((2,), {"optimizer_offload": 1.0}),
+        ((2,), {"shard": True}),
+        ((1, 2), {"directive": "offload", "tier": "disk"}),
+        ((2, 1), BELOW),
+        ((2, 2), {"directive": "offload"}),
+    ],
+    ids=str,
+)
+def test_replicas(
+    sim_pool: Pool, replicas: tuple[int, ...], options: dict[str, Any], direct: bool
+) -> None:
+    check(sim_pool, replicas, options, direct=direct)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directive": "keep"},
+        {"directive": "offload"},
+        {"directive": "offload", "tier": "disk"},
+        {"directive": "recompute"},
+        {"optimizer_offload": 1.0},
+        BELOW,
+        {**BELOW, "tier": "disk", "directive": "offload"},
+    ],
+    ids=str,
+)
+def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
+    check(sim_pool, (1,), options, direct=False)
+
+
+def test_tied_weights(sim_pool: Pool) -> None:
+    """Moved to a device, the two names of one weight were two weights there, and each had half of the gradient."""
+    (on_cpu,) = sim_pool.run(partial(jobs.engine, "cpu", (1,), {}, tied=True), 1)
+    for replicas in ((1,), (1, 1)):
+        for ran in sim_pool.run(
+            partial(jobs.engine, "sim", replicas, {}, tied=True, direct=True), sum(replicas)
+        ):
+            assert ran["verdict"][0] == ""
+            assert ran["losses"] == pytest.approx(on_cpu["losses"], rel=ROWS_APART)
+
+
+def test_streamed_weights_fit_however_late_transfers_end(sim_pool: Pool) -> None:
+    """The tier was full in the middle of an update: places are free only when the reads at them are over."""
+    for lateness in (0, 2, 30):
+        (ran,) = sim_pool.run(
+            partial(
+                jobs.engine, "sim", (1,), BELOW, layers=2, steps=6, lateness=lateness, exact=True
+            ),
+            1,
+        )
+        assert ran["verdict"][0] == ""
+        assert len(ran["losses"]) == 6

@@ -1,0 +1,38 @@
+"""The swap on a simulated accelerator: results are plain training's, and every access waits for what it needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.sim import jobs
+
+PARTS = [
+    *("activations host eager", "activations host lazy", "activations disk eager"),
+    *("activations host verified", "parameters host", "parameters host adamw", "parameters disk"),
+    *("host optimizer", "scope host", "scope disk"),
+]
+
+
+@pytest.mark.parametrize("lateness", [0, 2, pytest.param(9, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", PARTS)
+def test_trains_alike_without_a_race(sim_pool: Pool, name: str, lateness: int) -> None:
+    """``lateness``: transfers are over when they are first asked about, or later."""
+    ((error, races, counts),) = sim_pool.run(jobs.scenario, 1, name, lateness)
+    assert not error
+    assert not races, races[0]
+    assert counts["kernels"] > 500
+
+
+def test_all_parts_are_tried(sim_pool: Pool) -> None:
+    assert sim_pool.run(jobs.scenario_names, 1) == [PARTS]
+
+
+def test_a_missing_wait_is_seen(sim_pool: Pool) -> None:
+    """Or nothing that is said above means anything."""
+    ((_, races, _),) = sim_pool.run(jobs.missing_wait, 1)
+    ((what, _),) = races
+    assert what.startswith("a copy up on stream ")
+    assert what.endswith(
+        " writes memory that the block's last user on stream 0 wrote: no wait between them"
+    )
