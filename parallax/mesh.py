@@ -119,11 +119,17 @@ class Mesh:
 
     def channel(self, edge: Edge) -> tuple[dist.ProcessGroup | None, int, int]:
         """The group in which messages travel along ``edge``, the other rank's place in it, and their tag."""
-        other = edge.receiver if self.rank == edge.sender else edge.sender
         if self.edges:
             group = self.edges[edge]
-            return group, dist.get_group_rank(group, other), edge.boundary
-        return self.back if edge.backward else self.forth, other, edge.boundary
+            return group, dist.get_group_rank(group, self._other(edge)), edge.boundary
+        return self.host_channel(edge)
+
+    def host_channel(self, edge: Edge) -> tuple[dist.ProcessGroup | None, int, int]:
+        """The same for buffers of the host."""
+        return self.back if edge.backward else self.forth, self._other(edge), edge.boundary
+
+    def _other(self, edge: Edge) -> int:
+        return edge.receiver if self.rank == edge.sender else edge.sender
 
     def close(self) -> None:
         """Leave the groups that were made for the plan; the world stays."""

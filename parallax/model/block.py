@@ -138,8 +138,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """A nest with its tensors on ``device``; what is no tensor stays as it is."""
-    return transform(values, lambda part: part.to(device) if isinstance(part, Tensor) else part)
+    """A nest with its tensors on ``device``; what is no tensor stays as it is. What comes from the host comes through
+    pinned memory, for which nobody waits: work that is given to the device afterwards finds it there."""
+    return transform(
+        values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
+    )
+
+
+def _on_device(part: Tensor, device: torch.device) -> Tensor:
+    plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
+    if device.type == "cpu" or not part.is_cpu or not plain:
+        return part.to(device)
+    return part.pin_memory().to(device, non_blocking=True)
 
 
 def apart(values: Any) -> Any:

@@ -37,7 +37,7 @@ from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.memory import device_memory
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
-from parallax.runtime.optim.scaling import LossScale, gradient_norm
+from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
 from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.plan_check import accepted, check_gathering, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
@@ -242,7 +242,7 @@ class Engine:
         self._optimizer.zero_grad()
         totals: dict[str, float] = {}
 
-        def update(loss_share: float) -> None:
+        def update(loss_share: Tensor) -> None:
             totals.update(self._update(loss_share, batch))
 
         spans = self._run(batch, training=True, update=update, scale=scale)
@@ -267,7 +267,9 @@ class Engine:
         self._optimizer.zero_grad()
         totals: dict[str, float] = {}
         self._run(
-            batch, training=True, update=lambda share: totals.update(loss=self._sum(share)[0])
+            batch,
+            training=True,
+            update=lambda share: totals.update(loss=self._sum(share.item())[0]),
         )
         return totals["loss"]
 
@@ -275,7 +277,7 @@ class Engine:
         """The loss of a batch, with the same weights and nothing saved."""
         with self._evaluating():
             self._run(batch, training=False, update=lambda share: None)
-        return self._sum(self._executor.loss_share)[0]
+        return self._sum(self._executor.loss_share.item())[0]
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the
@@ -333,7 +335,7 @@ class Engine:
         batch: Rows,
         *,
         training: bool,
-        update: Callable[[float], None],
+        update: Callable[[Tensor], None],
         scale: float = 1.0,
         keep: Keep | None = None,
     ) -> list[Span]:
@@ -382,27 +384,29 @@ class Engine:
             mine = float(count(batch.targets(0, len(batch))))
         return self._sum(mine)[0] or 1.0
 
-    def _update(self, loss_share: float, batch: Rows) -> dict[str, float]:
+    def _update(self, loss: Tensor, batch: Rows) -> dict[str, float]:
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         tensors = self._stage.named_tensors() if self.mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         scale = self._scale.factor
-        mine = gradient_norm(self._stage.norm_terms(owned.values())) / scale
+        # The only thing in a step for which the host waits for the device.
+        loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
+        mine /= scale
         # ** would raise where the square is too large.
-        loss, total = self._sum(loss_share, mine * mine)
+        whole_loss, total = self._sum(loss_share, mine * mine)
         norm = total**0.5
         parts = ((name, tensor, self._stage.gradient(tensor)) for name, tensor in owned.items())
         why = partial(nonfinite.find, self.mesh, batch, loss_share, parts)
-        accepted, self._trouble = nonfinite.accept(self._scale, self._step, loss, norm, why)
+        accepted, self._trouble = nonfinite.accept(self._scale, self._step, whole_loss, norm, why)
         if accepted:
             dtype = torch.promote_types(self._chain.dtype, torch.float32)
-            total_norm = torch.tensor(norm, dtype=dtype, device=self.mesh.device)
+            total_norm = torch.tensor(norm, dtype=dtype)
             self._optimizer.step(
                 total_norm, self._optimizer_config.rate(self._step, self._steps), scale
             )
         else:
             self._optimizer.skip()
-        return {"loss": loss, "norm": norm}
+        return {"loss": whole_loss, "norm": norm}
 
     def _sum(self, *values: float) -> list[float]:
         found: list[float] = self.mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from parallax.common.events import Span
@@ -85,7 +86,7 @@ class StepContext:
     denominator: float
     program: RankProgram
     training: bool
-    update: Callable[[float], None]
+    update: Callable[[Tensor], None]
     scale: float = 1.0
     keep: Keep | None = None
 
@@ -151,8 +152,8 @@ class Executor:
         return spans
 
     @property
-    def loss_share(self) -> float:
-        """This rank's part of the last run's loss; the sum over all ranks is the loss."""
+    def loss_share(self) -> Tensor:
+        """This rank's part of the last run's loss, on its device; the sum over all ranks is the loss."""
         return self._loss.share
 
     def abandon(self) -> None:

@@ -60,8 +60,8 @@ class StepLoss(Protocol):
     """How outputs of the last stage become the step's loss, and the gradients that backwards begin with."""
 
     @property
-    def share(self) -> float:
-        """This rank's part of the last step's loss; the sum over all ranks is the loss."""
+    def share(self) -> Tensor:
+        """This rank's part of the last step's loss, on its device; the sum over all ranks is the loss."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -90,9 +90,9 @@ class Evaluation:
         self._share = torch.zeros((), dtype=torch.float64, device=device)
 
     @property
-    def share(self) -> float:
+    def share(self) -> Tensor:
         """What was added since :meth:`begin`."""
-        return self._share.item()
+        return self._share
 
     def begin(self) -> None:
         """Start from nothing."""
@@ -127,7 +127,7 @@ class LossOfParts:
         self._seeds: dict[int, Gradients] = {}
 
     @property
-    def share(self) -> float:
+    def share(self) -> Tensor:
         """Of all its micro-batches."""
         return self._evaluation.share
 
@@ -242,7 +242,7 @@ class GatheredLoss:
         self._gradients: dict[int, Gradients] = {}
 
     @property
-    def share(self) -> float:
+    def share(self) -> Tensor:
         """The whole loss on the first replica, nothing on others."""
         return self._evaluation.share
 

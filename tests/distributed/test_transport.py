@@ -22,8 +22,8 @@ from parallax.mesh import Edge, Mesh
 from parallax.model.describe import describe
 from parallax.runtime.channels.group_channel import (
     Address,
-    DirectStaging,
     GroupSender,
+    NoStaging,
     PinnedStaging,
 )
 from parallax.runtime.channels.shared_channel import SharedSender
@@ -220,7 +220,7 @@ def test_in_place_changes_of_a_neighbour(pool: Pool, kind: str) -> None:
 
 
 def test_what_cannot_be_sent() -> None:
-    sender = GroupSender(Address(None, 1, 0), DirectStaging(torch.device("cpu")), 1)
+    sender = GroupSender(Address(None, 1, 0), NoStaging(), 1)
     with pytest.raises(TransportError, match="float8_e4m3fn"):
         sender.send([torch.ones(2, dtype=torch.float8_e4m3fn)], 2)
 

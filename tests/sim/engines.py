@@ -23,8 +23,8 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.plans import make_plan
 from tests.sim import group
-from tests.sim.device import SIM, C, Sim
-from tests.sim.races import Verdict, judge
+from tests.sim.device import SIM, Sim
+from tests.sim.races import Verdict, host_waits, judge, note_waits
 
 MIB = 2**20
 SEQUENCE = 32
@@ -32,11 +32,12 @@ STEPS = 3
 
 
 class Ran(NamedTuple):
-    """``losses`` of the steps, what was noticed in all of them, and ``counts`` of the last."""
+    """``losses`` of the steps, what was noticed in all of them, the host's ``waits`` of the last by place, and the
+    bytes on the device after each."""
 
     losses: list[float]
     verdict: Verdict
-    counts: dict[str, int]
+    waits: dict[str, int]
     allocated_bytes: list[int]
 
 
@@ -87,7 +88,7 @@ def train(
     if exact:
         plan = without_slack(plan, chain)
     losses: list[float] = []
-    counts: dict[str, int] = {}
+    waits: dict[str, int] = {}
     allocated: list[int] = []
 
     def run() -> None:
@@ -101,12 +102,13 @@ def train(
                 scratch=Path(folder),
             )
             assert engine.mesh.direct == (direct and len(replicas) > 1)
-            for _ in range(steps):
-                before = C.counts()
+            for step in range(steps):
+                if step == steps - 1:
+                    note_waits()
                 losses.append(engine.step(batch()).loss)
                 allocated.append(torch.accelerator.memory_allocated(SIM))
-            counts.update({k: n - before.get(k, 0) for k, n in C.counts().items()})
+            waits.update(host_waits())
             engine.close()
 
     verdict = judge(run, lateness=lateness)
-    return Ran(losses, verdict, counts, allocated)
+    return Ran(losses, verdict, waits, allocated)

@@ -654,6 +654,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", [](int l, bool late_, bool st, bool ss, size_t c) { Scope s; lateness = l; late = late_; stacks = st; sync_stacks = ss; cap = c; },
         py::arg("lateness") = 2, py::arg("late") = true, py::arg("stacks") = true, py::arg("sync_stacks") = false, py::arg("cap") = 0, nogil);
   m.def("quiet", [](bool q) { quiet = q; });
+  m.def("forget_waits", [] { Scope s; sync_where.clear(); }, nogil);
   m.def("cap", [](size_t c) { Scope s; cap = c; }, nogil);
   m.def("sync_micros", [](int n) { sync_micros = n; });
   m.def("host_register", [](uintptr_t p, size_t n) { pin(p, n); }, nogil);

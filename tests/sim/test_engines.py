@@ -85,6 +85,37 @@ def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
     check(sim_pool, (1,), options, direct=False)
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        ((1,), {}),
+        ((1,), {"optimizer_offload": 1.0, "directive": "offload"}),
+        ((1, 1), {"directive": "offload", "tier": "disk"}),
+        ((1, 1), {"schedule": "zb-h1"}),
+        ((1, 2), {"directive": "recompute"}),
+    ],
+    ids=str,
+)
+def test_the_host_waits_once_in_a_step(
+    sim_pool: Pool, replicas: tuple[int, ...], options: dict[str, Any], direct: bool
+) -> None:
+    """For the loss. It was twice for each micro-batch, for its inputs and targets, and three times for each message
+    between devices. Threads that do nothing but transfer may wait."""
+    for ran in check(sim_pool, replicas, options, direct=direct):
+        (where, count), *more = ran["waits"].items()
+        assert "runtime/optim/scaling.py" in where
+        assert (count, more) == (1, [])
+
+
+@pytest.mark.parametrize("options", [{"directive": "offload"}, BELOW], ids=str)
+def test_nothing_is_left_on_the_device(sim_pool: Pool, options: dict[str, Any]) -> None:
+    (ran,) = sim_pool.run(partial(jobs.engine, "sim", (1,), options, steps=100, layers=1), 1)
+    assert ran["verdict"][0] == ""
+    held = ran["allocated_bytes"]
+    assert max(held[50:]) <= max(held[3:50])  # streamed weights may be on their way when a step ends
+
+
 def test_tied_weights(sim_pool: Pool) -> None:
     """Moved to a device, the two names of one weight were two weights there, and each had half of the gradient."""
     (on_cpu,) = sim_pool.run(partial(jobs.engine, "cpu", (1,), {}, tied=True), 1)

@@ -1,4 +1,4 @@
-"""Channels over process groups: gloo between hosts and for staged CUDA tensors, NCCL between devices.
+"""Channels over gloo: between hosts, and for tensors of devices that are staged through the host.
 
 A message is packed behind a header that says what it holds. Because shapes rarely change, the receiver posts the
 buffer of the next message before it is due, guessing that it is like the last one but for its number of rows, so that
@@ -6,8 +6,8 @@ bytes flow while it computes. The sender makes the same guess: a message that fi
 one only the header's beginning does, and the whole message follows. One buffer, because gloo charges for messages, not
 for bytes: header and payload apart made a round trip three times as long.
 
-Where every rank has its own GPU, NCCL carries device buffers. gloo carries host buffers only: tensors of a CUDA device
-are then staged through pinned memory, which is also the way between devices that have no link, or share one GPU.
+gloo carries host buffers only: tensors of a device are staged through pinned memory, which is the way between devices
+that have no link, or where ranks share one. Devices that have links: :mod:`parallax.runtime.channels.direct_channel`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -25,9 +24,17 @@ from torch import Tensor
 
 from parallax.machine.device import CopyEngine, Event
 from parallax.mesh import Mesh
-from parallax.runtime.channels.message import Copy, Spec, aligned, lay_out, read_numbers, spec_of
+from parallax.runtime.channels.message import (
+    LEAST,
+    Copy,
+    Spec,
+    header_of,
+    lay_out,
+    read_header,
+    read_numbers,
+    spec_of,
+)
 
-_LEAST = 512  # bytes of a message: what the header of a few tensors takes
 _QUEUED = 4  # messages that may wait for their copies down
 
 
@@ -53,16 +60,12 @@ class Staging(Protocol):
         """Nothing more will be sent."""
 
 
-class DirectStaging:
-    """Buffers lie where the tensors are and travel as they are: host memory by gloo, which sends by itself; GPU memory
-    by NCCL, which orders itself after the compute stream and makes it wait for arrivals."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+class NoStaging:
+    """The device's memory is the host's: gloo sends by itself."""
 
     def buffer(self, count: int) -> Tensor:
-        """Memory of the device."""
-        return torch.empty(count, dtype=torch.uint8, device=self._device)
+        """Host memory."""
+        return torch.empty(count, dtype=torch.uint8)
 
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
@@ -132,29 +135,7 @@ class PinnedStaging:
 
 def staging_for(mesh: Mesh, copies: CopyEngine) -> Staging:
     """The staging of a rank's device."""
-    if mesh.device.type != "cpu" and not mesh.direct:
-        return PinnedStaging(mesh.device, copies)
-    return DirectStaging(mesh.device)
-
-
-@lru_cache(maxsize=256)
-def _header(spec: Spec) -> Tensor:
-    """The bytes before the payload: those of the whole message, how many numbers describe it, and these."""
-    layout = lay_out(spec)
-    count = aligned(8 * (2 + len(layout.numbers)))
-    numbers = torch.zeros(count // 8, dtype=torch.int64)
-    described = [count + layout.size, len(layout.numbers), *layout.numbers]
-    numbers[: len(described)] = torch.tensor(described)
-    return numbers.view(torch.uint8)
-
-
-def _read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """The bytes of the whole message, and the numbers that describe it, as far as ``buffer`` holds them."""
-    numbers = buffer[:_LEAST].view(torch.int64).tolist()  # from a GPU each reading is a wait
-    whole, count = numbers[:2]
-    if 2 + count > len(numbers):
-        numbers = buffer[: 8 * (2 + count)].view(torch.int64).tolist()
-    return whole, tuple(numbers[2 : 2 + count])
+    return NoStaging() if mesh.device.type == "cpu" else PinnedStaging(mesh.device, copies)
 
 
 class _Guess:
@@ -167,7 +148,7 @@ class _Guess:
     def size(self, rows: int) -> int:
         """Bytes, if it will have ``rows`` rows."""
         spec = tuple([(d, (rows, *s[1:]) if s[:1] == (self._rows,) else s) for d, s in self._spec])
-        return max(_LEAST, _header(spec).numel() + lay_out(spec).size)
+        return max(LEAST, header_of(spec).numel() + lay_out(spec).size)
 
     def learn(self, spec: Spec, rows: int) -> None:
         """A message has passed."""
@@ -204,7 +185,7 @@ class GroupSender:
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Send one message, due to have ``rows`` rows; blocks only while the peer is ``ahead`` messages behind."""
         spec = spec_of(tensors)
-        layout, header = lay_out(spec), _header(spec)
+        layout, header = lay_out(spec), header_of(spec)
         whole, guess = header.numel() + layout.size, self._guess.size(rows)
         self._guess.learn(spec, rows)
         buffers = [
@@ -254,11 +235,11 @@ class GroupReceiver:
         assert self._posted is not None
         (work, buffer), self._posted = self._posted, None
         work.wait()
-        whole, numbers = _read_header(buffer)
+        whole, numbers = read_header(buffer)
         if whole > buffer.numel():
             work, buffer = self._begin(whole)
             work.wait()
-            whole, numbers = _read_header(buffer)
+            whole, numbers = read_header(buffer)
         layout = read_numbers(numbers)
         self._guess.learn(layout.spec, rows)
         # Memory of their own: what swaps them out, or changes them in place, is to see no more than one of them.

@@ -23,6 +23,7 @@ Gradients = tuple[Tensor | None, ...]  # None: nothing depends on it
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each tensor the type and the shape
 
 ALIGNMENT = 64  # bytes; what torch gives its own tensors
+LEAST = 512  # bytes of a message over gloo: what the header of a few tensors takes
 _DTYPES = [
     torch.float32,
     torch.float64,
@@ -121,3 +122,32 @@ def read_numbers(numbers: tuple[int, ...]) -> Layout:
         spec.append((dtype, numbers[at + 2 : at + 2 + dims]))
         at += 2 + dims
     return lay_out(tuple(spec))
+
+
+@lru_cache(maxsize=256)
+def header_of(spec: Spec) -> Tensor:
+    """The bytes before the payload: those of the whole message, how many numbers describe it, and these."""
+    layout = lay_out(spec)
+    count = _header_bytes(len(layout.numbers))
+    numbers = torch.zeros(count // 8, dtype=torch.int64)
+    described = [count + layout.size, len(layout.numbers), *layout.numbers]
+    numbers[: len(described)] = torch.tensor(described)
+    return numbers.view(torch.uint8)
+
+
+def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
+    """The bytes of the whole message, and the numbers that describe it, as far as ``buffer`` holds them."""
+    numbers = buffer[:LEAST].view(torch.int64).tolist()
+    whole, count = numbers[:2]
+    if 2 + count > len(numbers):
+        numbers = buffer[: 8 * (2 + count)].view(torch.int64).tolist()
+    return whole, tuple(numbers[2 : 2 + count])
+
+
+def header_size(buffer: Tensor) -> int:
+    """The bytes of the whole header that ``buffer`` begins with."""
+    return _header_bytes(int(buffer[8:16].view(torch.int64)))
+
+
+def _header_bytes(numbers: int) -> int:
+    return aligned(8 * (2 + numbers))

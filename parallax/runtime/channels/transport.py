@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallax.machine.device import CopyEngine
 from parallax.mesh import Edge, Mesh
+from parallax.runtime.channels.direct_channel import DirectReceiver, DirectSender
 from parallax.runtime.channels.group_channel import Address, GroupReceiver, GroupSender, staging_for
 from parallax.runtime.channels.message import Copy
 from parallax.runtime.channels.shared_channel import Contact, Listener, SharedReceiver, SharedSender
@@ -57,6 +58,8 @@ class Channels:
 
     def sender(self, edge: Edge, ahead: int) -> Sender:
         """The end at ``edge.sender``, this rank; at most ``ahead`` messages wait for the peer to take them."""
+        if self._mesh.direct:
+            return DirectSender(*self._addresses(edge), self._mesh.device, ahead)
         if not self._shares_memory(edge.receiver):
             return GroupSender(Address(*self._mesh.channel(edge)), self._staging, ahead)
         self._senders.append(SharedSender(edge, self._contacts[edge.receiver], ahead))
@@ -64,6 +67,8 @@ class Channels:
 
     def receiver(self, edge: Edge) -> Receiver:
         """The end at ``edge.receiver``, this rank."""
+        if self._mesh.direct:
+            return DirectReceiver(*self._addresses(edge), self._mesh.device)
         if self._listener is None or not self._shares_memory(edge.sender):
             return GroupReceiver(Address(*self._mesh.channel(edge)), self._staging)
         return SharedReceiver(edge, self._listener, self._contacts[edge.sender])
@@ -79,6 +84,10 @@ class Channels:
         if self._listener is not None:
             self._listener.close()
         self._staging.close()
+
+    def _addresses(self, edge: Edge) -> tuple[Address, Address]:
+        """The ways of device buffers, and of what tells about them."""
+        return Address(*self._mesh.channel(edge)), Address(*self._mesh.host_channel(edge))
 
     def _shares_memory(self, rank: int) -> bool:
         if self._listener is None:

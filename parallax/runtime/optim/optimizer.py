@@ -182,6 +182,7 @@ class StageOptimizer:
         upper = [parameter for parameter in trained if parameter not in self._below]
         lower = [parameter for parameter in trained if parameter in self._below]
         spread = shard(upper) if shard is not None and upper else ALONE
+        self._device = device
         self._on_device = DeviceOptimizer(config.build(upper, device), upper, spread)
         self._sharded = frozenset(upper if spread is not ALONE else ())
         self._shared = frozenset(lower if share is not None else ())
@@ -220,14 +221,14 @@ class StageOptimizer:
 
     def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
         """Update everything, at learning rate ``rate``. Gradients are ``scale`` times too large; without that their
-        global norm is ``norm``, by which they are clipped."""
+        global norm is ``norm``, on the host, by which they are clipped."""
         self._on_device.set_rate(rate)
-        self._on_device.step(GradientCorrection(norm, self._config.clip_norm, scale))
+        # Not a copy, for which the host would wait.
+        there = torch.full((), norm.item(), dtype=norm.dtype, device=self._device)
+        self._on_device.step(GradientCorrection(there, self._config.clip_norm, scale))
         self._host.set_rate(rate)
-        if self._below:  # the norm comes to the host only for whoever steps there
-            self._host.commit(
-                GradientCorrection(norm.cpu(), self._config.clip_norm, scale).coefficient
-            )
+        if self._below:
+            self._host.commit(GradientCorrection(norm, self._config.clip_norm, scale).coefficient)
 
     def skip(self) -> None:
         """Update nothing: the gradients, which overflowed, are dropped."""

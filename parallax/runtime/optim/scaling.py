@@ -118,14 +118,22 @@ class GradientCorrection:
                 parameter.grad.mul_(coefficient)
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> float:
-    """The norm of all ``gradients``, summed in fp32 at least: squares of fp16 overflow, norms in bf16 have two digits.
-    For other types it is torch.nn.utils.get_total_norm, to the last bit."""
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all ``gradients``, where they are, summed in fp32 at least: squares of fp16 overflow, norms in bf16
+    have two digits. For other types it is torch.nn.utils.get_total_norm, to the last bit."""
     if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
     norms = [
         torch.linalg.vector_norm(gradient, dtype=dtype) for gradient, dtype in zip(gradients, wide)
     ]
     widest = max(wide, key=lambda dtype: dtype.itemsize)
-    return float(torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms])))
+    return torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
+
+
+def numbers(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Two tensors of one number each, read together: of a device, each reading is a wait."""
+    if one.device != other.device:
+        return one.item(), other.item()
+    found: list[float] = torch.stack([one.double(), other.double()]).tolist()
+    return found[0], found[1]

@@ -103,7 +103,7 @@ def test_corrected_gradients_are_those_that_torch_clips(clip: float, scale: floa
         one.grad = torch.randn_like(one)
         other.grad = one.grad * scale
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.grad is not None])
-    found = torch.tensor(gradient_norm([p.grad for p in mine if p.grad is not None]) / scale)
+    found = gradient_norm([p.grad for p in mine if p.grad is not None]) / scale
     assert torch.equal(found, norm)
     GradientCorrection(norm, clip, scale).apply(mine)
     if clip:

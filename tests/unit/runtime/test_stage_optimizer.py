@@ -110,7 +110,7 @@ def take(
     parameters = backward(net, step, scale)
     for parameter in reversed(parameters):
         optimizer.reduced(parameter)
-    norm = gradient_norm([p.grad for p in parameters if p.grad is not None]) / scale
+    norm = gradient_norm([p.grad for p in parameters if p.grad is not None]).item() / scale
     optimizer.step(torch.tensor(norm), rate / (1 + step), scale)
 
 
@@ -127,7 +127,7 @@ class Plain:
     def take(self, step: int) -> None:
         self.net.zero_grad()
         parameters = backward(self.net, step)
-        norm = torch.tensor(gradient_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
         for master, parameter in zip(self.masters, parameters):
             assert parameter.grad is not None
             master.grad = parameter.grad.to(torch.float32, copy=True)
