@@ -73,6 +73,12 @@ class Accelerator:
         not so much."""
         return TorchArena(count, remedy)
 
+    def cache_bytes(self, device: torch.device) -> int:
+        """The largest cache between the device's memory and its processors; 0 where torch does not say."""
+        return int(
+            getattr(self.module.get_device_properties(device.index or 0), "L2_cache_size", 0)
+        )
+
     def hold(self, seconds: float) -> None:
         """Keep the current stream busy for about so long; tests of waits hold copies up. No time at all by default."""
 

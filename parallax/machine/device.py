@@ -69,11 +69,18 @@ class TimedEvent(DoneEvent):
         return self._seconds
 
 
-class StreamEvent:
-    """An event recorded on a stream; ``start`` is the event before the copy that it ends."""
+Stalls = list[tuple[torch.Event, torch.Event]]
+"""Before and after each wait of the compute stream for something that was not over."""
 
-    def __init__(self, stream: torch.Stream, start: torch.Event | None = None) -> None:
-        self._device = stream.device
+
+class StreamEvent:
+    """An event recorded on a stream; ``start`` is the event before the copy that it ends. Waits of the compute stream
+    are noted in ``stalls``."""
+
+    def __init__(
+        self, stream: torch.Stream, stalls: Stalls, start: torch.Event | None = None
+    ) -> None:
+        self._device, self._stalls = stream.device, stalls
         self._start, self._event = start, torch.Event(self._device, enable_timing=start is not None)
         self._event.record(stream)
 
@@ -87,7 +94,14 @@ class StreamEvent:
 
     def wait_stream(self) -> None:
         """Order the current stream after it."""
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        if self._event.query():
+            return
+        stream = torch.accelerator.current_stream(self._device)
+        before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(self._event)
+        after.record(stream)
+        self._stalls.append((before, after))
 
     def seconds(self) -> float:
         """The device's own measure."""
@@ -197,6 +211,9 @@ class CopyEngine(Protocol):
     def synchronize(self) -> None:
         """Wait for the device."""
 
+    def take_stalls(self) -> Stalls:
+        """The compute stream's waits since the last call."""
+
 
 class CpuCopies:
     """Host to host: finished on return."""
@@ -230,6 +247,10 @@ class CpuCopies:
     def synchronize(self) -> None:
         """Nothing runs behind this thread's back."""
 
+    def take_stalls(self) -> Stalls:
+        """There is no stream."""
+        return []
+
 
 class StreamCopies:
     """One side stream for each direction, so that offloads and fetches do not queue behind each other. ``delay``
@@ -243,6 +264,7 @@ class StreamCopies:
     ) -> None:
         self._device, self._delay, self._remedy = device, delay, remedy
         self._accelerator = accelerator_of(device)
+        self._stalls: Stalls = []
         self._down, self._up = torch.Stream(device), torch.Stream(device)
 
     def empty_host(self, count: int) -> Tensor:
@@ -259,7 +281,7 @@ class StreamCopies:
 
     def mark(self) -> Event:
         """An event on the compute stream."""
-        return StreamEvent(torch.accelerator.current_stream(self._device))
+        return StreamEvent(torch.accelerator.current_stream(self._device), self._stalls)
 
     def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
         """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""
@@ -277,7 +299,7 @@ class StreamCopies:
             start = torch.Event(self._device, enable_timing=True)
             start.record(stream)
             target.copy_(source, non_blocking=True)
-        return StreamEvent(stream, start)
+        return StreamEvent(stream, self._stalls, start)
 
     def adopt(self) -> None:
         """Otherwise a new thread would work for the first device, and make a context there."""
@@ -286,6 +308,12 @@ class StreamCopies:
     def synchronize(self) -> None:
         """Wait for every stream of the device."""
         torch.accelerator.synchronize(self._device)
+
+    def take_stalls(self) -> Stalls:
+        """Those of the thread that computes, as autograd has it: one at a time."""
+        taken = self._stalls[:]
+        del self._stalls[: len(taken)]
+        return taken
 
 
 def copies_for(

@@ -35,7 +35,8 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
-from parallax.runtime.memory import device_memory
+from parallax.runtime.meters.memory import device_memory
+from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
 from parallax.runtime.optim.tiers import Tiers
@@ -99,7 +100,6 @@ class Engine:
             self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
         )
         self._channels = Channels(mesh, copies)
-        waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         self._later = {n for n, positions in self._shared.items() if mesh.stage in positions[1:]}
         self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, self._later)
         self._scale = LossScale(configs.precision)
@@ -113,13 +113,17 @@ class Engine:
             self._sync,
             self._channels,
             swap,
-            stall_seconds=(lambda: sum(each.stall_seconds for each in waiting))
-            if waiting
-            else float,
+            stall_seconds=self._stalls(),
+            spans=spans_of(mesh.device, copies),
         )
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step, self._steps, self._trouble = 0, configs.steps, ""
+
+    def _stalls(self) -> Callable[[], float]:
+        """What tells how long the host has waited for weights and activations."""
+        waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
+        return (lambda: sum(each.stall_seconds for each in waiting)) if waiting else float
 
     def _open_swap(
         self, offloading: Sequence[StagePlan], config: SwapConfig

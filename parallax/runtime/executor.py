@@ -33,6 +33,7 @@ from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.entry import GraphEntry
 from parallax.runtime.loss import Roots, StepLoss
+from parallax.runtime.meters.spans import HostSpans, SpanClock
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.swap.activations.manager import SwapManager
@@ -105,11 +106,13 @@ class Executor:
         channels: Channels,
         swap: tuple[SwapManager, Selector] | None,
         stall_seconds: Callable[[], float],
+        spans: SpanClock,
     ) -> None:
         self.current: CurrentAction | None = None
         self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
+        self._spans = spans
         self._crossings = StageIO(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
         self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
@@ -122,9 +125,10 @@ class Executor:
         self._flights: dict[Key, _Flight] = {}
 
     def run(self, step: StepContext) -> list[Span]:
-        """Execute the program of ``step``; the spans of all its actions."""
-        spans: list[Span] = []
-        rank, index, clock = self._mesh.rank, step.index, time.perf_counter
+        """Execute the program of ``step``; the spans that are known by then of training steps, this one's and what was
+        missing of the one before."""
+        rank, index = self._mesh.rank, step.index
+        spans = self._spans if step.training else HostSpans()
         post, ahead = self._crossings.post, self._crossings.posts
         self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)
@@ -132,24 +136,19 @@ class Executor:
             for receive in step.program.first:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
-                start = clock()
-                self.current = action, index, start
+                self.current = action, index, spans.begin()
                 try:
                     waited = _DO[action.kind](self, action, step)
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
-                spans.append(
-                    Span(
-                        rank, index, action.kind, action.stage, action.micro, start, clock(), waited
-                    )
-                )
+                spans.end(rank, index, action, waited)
                 if ahead:
                     for receive in receives:
                         post(receive)
         self.current = None
         self._crossings.flush()
-        return spans
+        return spans.take()
 
     @property
     def loss_share(self) -> Tensor:

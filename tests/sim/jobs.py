@@ -42,3 +42,10 @@ def missing_wait() -> Any:
         copies.copy(source, target, ordered=False).wait_host()
 
     return tuple(judge(copy))
+
+
+def timed() -> Any:
+    """Steps in virtual time."""
+    from tests.sim.timed import figures
+
+    return figures()

@@ -47,7 +47,7 @@ struct Block {
   std::vector<Access> seen; std::set<int> recorded;
 };
 struct Task { uint64_t seq; int who; uint64_t tick; uintptr_t dst, src; size_t n; std::string op; };
-struct Event { VC vc{}; uint64_t seq = 0; int queries = 0; };
+struct Event { VC vc{}; uint64_t seq = 0; int queries = 0; double at = 0; };
 struct Report { std::string what, stack; };
 
 std::mutex mu;
@@ -61,6 +61,12 @@ std::array<int, DEVICES> made{};  // streams beside the default one
 std::vector<Report> reports;
 std::set<std::string> told;
 std::map<std::string, int64_t> counts;
+// Virtual time, where it is on: kernels take what their operations or bytes take, whichever is longer, copies what the
+// link takes; streams run beside each other and beside the host, which takes a moment for each launch.
+struct Speeds { double flops = 0, memory = 0, up = 0, down = 0, launch = 0, least = 0; } speeds;
+double host_at = 0;
+std::array<double, ACTORS> stream_at{};
+constexpr double POLL = 1e-6;  // of the host, for asking whether something is over
 int lateness = 2;        // how often a query says "not yet"
 bool late = true;        // carry copies out late
 bool stacks = true, sync_stacks = false;
@@ -143,14 +149,22 @@ void flush(const VC& upto) {
     if (it->tick <= upto[it->who]) { carry_out(*it); it = tasks.erase(it); } else ++it;
 }
 
+bool timed() { return speeds.flops > 0; }
+
+void busy(int who, double seconds) { if (timed()) stream_at[who] += std::max(seconds, speeds.least); }
+
 void launch(int who) {
+  host_at += speeds.launch;
+  stream_at[who] = std::max(stream_at[who], host_at);
   join(clocks[who], host);
   clocks[who][who] = ++ticks[who];
   ++seq;
   flush(clocks[who]);
 }
 
-void host_waits(const VC& vc) { join(host, vc); flush(host); }
+void host_waits(const VC& vc, double until) { join(host, vc); host_at = std::max(host_at, until); flush(host); }
+
+void host_waits(int who) { host_waits(clocks[who], stream_at[who]); }
 
 int current(int device) { return 1 + device * STREAMS + stream_now[device]; }
 
@@ -301,12 +315,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     int who = actor(s);
     join(clocks[who], host);
     clocks[who][who] = ++ticks[who];
-    *(Event*)*e = Event{clocks[who], ++seq, 0};
+    stream_at[who] = std::max(stream_at[who], host_at);
+    *(Event*)*e = Event{clocks[who], ++seq, 0, stream_at[who]};
   }
   void block(void* e, const c10::Stream& s) const override {
     if (!e) return;
     Scope scope;
     join(clocks[actor(s)], ((Event*)e)->vc);
+    stream_at[actor(s)] = std::max({stream_at[actor(s)], host_at, ((Event*)e)->at});
   }
   bool queryEvent(void* e) const override {
     if (!e) return true;
@@ -314,29 +330,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& event = *(Event*)e;
     bool known = true;
     for (int i = 0; i < ACTORS; i++) known = known && event.vc[i] <= host[i];
-    if (!known && event.queries++ < lateness) return false;
-    host_waits(event.vc);
+    if (timed()) {
+      host_at += POLL;
+      if (event.at > host_at) return false;
+    } else if (!known && event.queries++ < lateness) return false;
+    host_waits(event.vc, event.at);
     return true;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
-  bool queryStream(const c10::Stream& s) const override { Scope scope; host_waits(clocks[actor(s)]); return true; }
+  bool queryStream(const c10::Stream& s) const override { Scope scope; host_waits(actor(s)); return true; }
   void synchronizeStream(const c10::Stream& s) const override {
-    Scope scope; synced("stream.synchronize"); host_waits(clocks[actor(s)]);
+    Scope scope; synced("stream.synchronize"); host_waits(actor(s));
   }
   void synchronizeEvent(void* e) const override {
     if (!e) return;
     if (sync_micros) usleep(sync_micros);
-    Scope scope; synced("event.synchronize"); host_waits(((Event*)e)->vc);
+    Scope scope; synced("event.synchronize"); host_waits(((Event*)e)->vc, ((Event*)e)->at);
   }
   void synchronizeDevice(const c10::DeviceIndex d) const override {
     Scope scope; synced("device.synchronize");
-    for (int s = 0; s < STREAMS; s++) host_waits(clocks[1 + d * STREAMS + s]);
+    for (int s = 0; s < STREAMS; s++) host_waits(1 + d * STREAMS + s);
   }
   void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override {
     device_allocator.recordStream(p, s);
   }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
-    Scope scope; return 1e-3 * (double)(((Event*)b)->seq - ((Event*)a)->seq);
+    Scope scope;
+    auto& one = *(Event*)a; auto& other = *(Event*)b;
+    return timed() ? 1e3 * (other.at - one.at) : 1e-3 * (double)(other.seq - one.seq);
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -463,17 +484,19 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     launch(who);
     note(self, who, false, op);
     note(dst, who, true, op);
+    busy(who, (double)dst.nbytes() / (up ? speeds.up : speeds.down));
     if (!pinned) counts[up ? "pageable copies up" : "pageable copies down"]++;
     deferred = !blocks_host && pinned && plain && late;  // no tensor is copied under the lock: that may take the GIL
     if (deferred)
       tasks.push_back({seq, who, ticks[who], (uintptr_t)dst.data_ptr(), (uintptr_t)self.data_ptr(),
                        (size_t)dst.nbytes(), op});
-    if (blocks_host) { synced(up ? "blocking copy up" : "blocking copy down"); host_waits(clocks[who]); }
+    if (blocks_host) { synced(up ? "blocking copy up" : "blocking copy down"); host_waits(who); }
   } else {
     Scope s;
     launch(who);
     note(self, who, false, op);
     note(dst, who, true, op);
+    busy(who, 2.0 * (double)dst.nbytes() / speeds.memory);
   }
   if (!deferred) copy_now(from, to);
   return dst;
@@ -487,7 +510,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 at::Scalar item(const at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
   { Scope s; int who = current(device_now); launch(who); note(self, who, false, "item"); synced("item");
-    host_waits(clocks[who]); }
+    busy(who, 0); host_waits(who); }
   return at::native::_local_scalar_dense_cpu(lowered(self));
 }
 
@@ -497,6 +520,14 @@ at::Tensor raise(const at::Tensor& t, c10::Device device) {  // what a kernel ma
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), t.scalar_type());
   if (t.numel()) std::memcpy(found.data_ptr(), t.data_ptr(), extent(t));
   return found;
+}
+
+// Multiplications and additions of what multiplies matrices; of everything else bytes decide.
+double operations(const std::string& name, const torch::jit::Stack& given, const torch::jit::Stack& made) {
+  static const std::map<std::string, size_t> left{{"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}, {"aten::baddbmm", 1}};
+  auto found = left.find(name);
+  if (found == left.end() || made.empty() || !made[0].isTensor()) return 0;
+  return 2.0 * (double)made[0].toTensor().numel() * (double)given[found->second].toTensor().size(-1);
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -551,7 +582,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (auto& [t, write] : used) { note(t, who, false, schema.name()); if (write) note(t, who, true, schema.name()); }
     counts["kernels"]++;
   }
+  const torch::jit::Stack lowered_args = timed() ? cpu : torch::jit::Stack();
   op.callBoxed(&cpu);
+  if (timed()) {
+    double bytes = 0;
+    for (auto& [t, write] : used) bytes += (double)extent(t) * (write ? 2 : 1);
+    for (auto& v : cpu) if (v.isTensor() && v.toTensor().defined()) bytes += (double)v.toTensor().nbytes();
+    Scope s;
+    busy(current(device_now), std::max(bytes / speeds.memory, operations(schema.name(), lowered_args, cpu) / speeds.flops));
+  }
   if (generator) {
     static_cast<at::CPUGeneratorImpl*>(generator->unsafeGetGeneratorImpl())
         ->set_engine(static_cast<at::CPUGeneratorImpl*>(stand_in->unsafeGetGeneratorImpl())->engine());
@@ -654,6 +693,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", [](int l, bool late_, bool st, bool ss, size_t c) { Scope s; lateness = l; late = late_; stacks = st; sync_stacks = ss; cap = c; },
         py::arg("lateness") = 2, py::arg("late") = true, py::arg("stacks") = true, py::arg("sync_stacks") = false, py::arg("cap") = 0, nogil);
   m.def("quiet", [](bool q) { quiet = q; });
+  m.def("speeds", [](double flops, double memory, double up, double down, double launch, double least) {
+    Scope s; speeds = {flops, memory, up, down, launch, least}; host_at = 0; stream_at.fill(0); },
+    py::arg("flops") = 0, py::arg("memory") = 0, py::arg("up") = 0, py::arg("down") = 0, py::arg("launch") = 0, py::arg("least") = 0, nogil);
+  m.def("host_seconds", [] { Scope s; return host_at; }, nogil);
   m.def("forget_waits", [] { Scope s; sync_where.clear(); }, nogil);
   m.def("cap", [](size_t c) { Scope s; cap = c; }, nogil);
   m.def("sync_micros", [](int n) { sync_micros = n; });

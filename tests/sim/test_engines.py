@@ -113,7 +113,9 @@ def test_nothing_is_left_on_the_device(sim_pool: Pool, options: dict[str, Any]) 
     (ran,) = sim_pool.run(partial(jobs.engine, "sim", (1,), options, steps=100, layers=1), 1)
     assert ran["verdict"][0] == ""
     held = ran["allocated_bytes"]
-    assert max(held[50:]) <= max(held[3:50])  # streamed weights may be on their way when a step ends
+    assert max(held[50:]) <= max(
+        held[3:50]
+    )  # streamed weights may be on their way when a step ends
 
 
 def test_tied_weights(sim_pool: Pool) -> None:

@@ -128,6 +128,9 @@ class LateCopies:
         for future in running:
             future.result()
 
+    def take_stalls(self) -> list[Any]:
+        return []
+
     def close(self) -> None:
         self._pool.shutdown()
 

@@ -12,37 +12,65 @@ import time
 
 import torch
 
+from parallax.machine.accelerators import accelerator_of
+
+_WARM_SECONDS = 0.2
 # More than the private caches of a core; shared ones serve a whole step.
 EVICTING_BYTES = 16 * 2**20
 
 
 class Clock:
-    """Reads the seconds of work on one device; ``undisturbed`` by whoever else uses the machine, or not."""
+    """Reads the seconds of work on one device; ``undisturbed`` by whoever else uses the machine, or not. An
+    accelerator's are its own, from event to event, when it has been at work for long enough to be at full speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.undisturbed = device.type == "cpu" and torch.get_num_threads() == 1
-        self._other = torch.zeros(EVICTING_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+        evicting = (
+            EVICTING_BYTES
+            if device.type == "cpu"
+            else 2 * accelerator_of(device).cache_bytes(device)
+        )
+        self._other = torch.zeros(evicting, dtype=torch.uint8, device=device)
+        self._last: torch.Event | None = None
+        self._seconds = 0.0
+        if device.type != "cpu":
+            self._warm_up()
 
     def now(self) -> float:
         """Seconds since some moment, with all work on the device done."""
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+            return self._device_now()
         return time.perf_counter()
 
     def elapsed(self) -> float:
         """Seconds since some moment, waits for other threads of the process included, those for a core excluded where
         the system tells them: when threads work together, but whoever else uses the machine should not count."""
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-            return time.perf_counter()
+            return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
     def cool(self) -> None:
-        """Drive what was used before out of a core's own caches."""
+        """Drive what was used before out of a core's own caches, or an accelerator's."""
         self._other.add_(1)
+
+    def _device_now(self) -> float:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        event.synchronize()
+        if self._last is not None:
+            self._seconds += self._last.elapsed_time(event) / 1000
+        self._last = event
+        return self._seconds
+
+    def _warm_up(self) -> None:
+        """A device that was idle runs slowly at first."""
+        until = time.perf_counter() + _WARM_SECONDS
+        while time.perf_counter() < until:
+            self.cool()
+            torch.accelerator.synchronize(self._device)
 
 
 def _queued_seconds() -> float:

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import StagePlan
-from parallax.runtime.memory import device_memory
+from parallax.runtime.meters.memory import device_memory
 
 recomputes = sys.argv[1] == "recomputes"
 stage = StagePlan(start=0, stop=1, replicas=1, directives=("recompute" if recomputes else "keep",))

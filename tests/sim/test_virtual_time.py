@@ -1,0 +1,52 @@
+"""In virtual time the runtime does what the planner predicts, and its spans say where the time went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.sim import jobs
+
+
+@pytest.fixture(scope="module")
+def figures(sim_pool: Pool) -> dict[str, Any]:
+    (found,) = sim_pool.run(jobs.timed, 1)
+    return dict(found)
+
+
+@pytest.mark.parametrize("directive", ["keep", "offload"])
+def test_a_step_takes_what_was_predicted(figures: dict[str, Any], directive: str) -> None:
+    found = figures[directive]
+    assert found["seconds"] == pytest.approx(found["predicted"], rel=0.05)
+
+
+def test_recomputing_takes_no_longer_than_predicted(figures: dict[str, Any]) -> None:
+    """The prediction counts a whole forward; torch stops where the last saved tensor is there again."""
+    found = figures["recompute"]
+    assert found["seconds"] <= found["predicted"] <= 1.1 * found["seconds"]
+
+
+def test_offloading_hides(figures: dict[str, Any]) -> None:
+    """Where the planner says so, with half of the activations on the device."""
+    keep, offload = figures["keep"], figures["offload"]
+    assert offload["predicted"] <= 1.02 * keep["predicted"]
+    assert offload["seconds"] <= 1.02 * keep["seconds"]
+    assert offload["high_water"] > 0
+
+
+@pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
+def test_spans_are_the_devices(figures: dict[str, Any], directive: str) -> None:
+    """By the host's clock all of a step was in UPDATE, which waits for everything."""
+    found = figures[directive]
+    computing = found["by_kind"]["forward"] + found["by_kind"]["backward"]
+    assert computing == pytest.approx(found["seconds"], rel=0.05)
+    assert found["by_kind"].get("update", 0.0) < 0.02 * found["seconds"]
+
+
+def test_waits_of_the_stream_are_stalls(figures: dict[str, Any]) -> None:
+    assert figures["keep"]["waited"]["backward"] == 0
+    late = figures["offload"]["seconds"] - figures["keep"]["seconds"]
+    waited = sum(figures["offload"]["waited"].values())
+    assert waited == pytest.approx(late, rel=0.5)

@@ -1,0 +1,155 @@
+"""Steps in the virtual time of the simulated accelerator, beside what the planner predicts for them.
+
+Speeds are those of an H100 and its PCIe link, a thousand times as slow, so that what the host takes for a launch
+matters as little as it does beside large kernels; and matrices are multiplied as much more slowly again as those of
+this small model are smaller than a large model's: seconds of computing for each byte that is saved are then alike.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from parallax.model.describe import Chain, describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.measure import measure
+from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.plan.profile import ModelProfile
+from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.swap.config import SwapConfig
+from tests.plans import make_plan
+from tests.sim.device import SIM, C
+
+SLOWER, SMALLER = 1000, 200
+LINK = 55e9 / SLOWER
+SPEEDS = {
+    "flops": 400e12 / SLOWER / SMALLER,
+    "memory": 3.35e12 / SLOWER,
+    "up": LINK,
+    "down": LINK,
+    "launch": 2e-6,
+    "least": 2e-6,
+}
+SEQUENCE, ROWS = 64, 16
+
+
+class Timed(NamedTuple):
+    """``predicted`` and virtual seconds of a step, those of its actions by kind, and of them spent waiting; the most
+    bytes of activations that were on the device."""
+
+    predicted: float
+    seconds: float
+    by_kind: dict[str, float]
+    waited: dict[str, float]
+    high_water: int
+
+
+def batch() -> TensorRows:
+    tokens = torch.randint(0, 256, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    return TensorRows(tokens[:, :-1], tokens[:, 1:])
+
+
+@cache
+def measured() -> tuple[Chain, ModelProfile]:
+    """A decoder, and its profile in virtual time."""
+    config = GPTConfig(layers=6, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
+    chain, rows = describe(config.build), batch()
+    with tempfile.TemporaryDirectory() as folder, _cache_in(folder):
+        C.speeds(**SPEEDS)
+        profile = measure(
+            chain,
+            GPT.loss,
+            lambda n: (rows.inputs(0, n), rows.targets(0, n)),
+            (2, 4),
+            device=SIM,
+            precision=PrecisionConfig(),
+            minimum_bytes=1024,
+        )
+    return chain, profile
+
+
+@contextmanager
+def _cache_in(folder: str) -> Iterator[None]:
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
+
+
+def cluster() -> Cluster:
+    link, quick = Link(bytes_per_second=LINK), Link(bytes_per_second=1e12)
+    device = Device(
+        kind="sim", memory_bytes=2**32, tier="host", tier_bytes=2**32, write=link, read=link
+    )
+    node = Node(name="simulated", devices=(device,), concurrent=1.0)
+    return Cluster(nodes=(node,), local=quick, remote=quick)
+
+
+def train(directive: str, share: float = 1.0, steps: int = 3) -> Timed:
+    """One rank under one directive; offloaded activations may keep a ``share`` of their bytes on the device."""
+    chain, profile = measured()
+    moved = sum(block.moved.at(4) for block in profile.blocks)
+    plan = make_plan(
+        chain,
+        directive=directive,
+        tier="host",
+        swap_limit=int(share * moved),
+        global_batch=ROWS,
+        microbatch=4,
+    )
+    forecast = predict(profile, cluster(), Pipeline.of(plan))
+    with tempfile.TemporaryDirectory() as folder:
+        C.speeds(**SPEEDS)
+        engine = Engine.build(
+            chain,
+            plan,
+            loss=GPT.loss,
+            device=SIM,
+            swap=SwapConfig(minimum_bytes=1024),
+            scratch=Path(folder),
+        )
+        for _ in range(steps):
+            torch.accelerator.synchronize()
+            begun = C.host_seconds()
+            result = engine.step(batch())
+        torch.accelerator.synchronize()
+        seconds = C.host_seconds() - begun
+        engine.close()
+    C.speeds()
+    by_kind: dict[str, float] = defaultdict(float)
+    waited: dict[str, float] = defaultdict(float)
+    for span in result.spans:
+        by_kind[str(span.kind)] += span.end - span.start
+        waited[str(span.kind)] += span.wait
+    predicted = forecast.step_seconds
+    return Timed(predicted, seconds, dict(by_kind), dict(waited), result.swap.high_water)
+
+
+def figures() -> dict[str, Any]:
+    """Those of the tests and the documentation."""
+    return {
+        "keep": train("keep")._asdict(),
+        "recompute": train("recompute")._asdict(),
+        "offload": train("offload", 0.5)._asdict(),
+    }
+
+
+if __name__ == "__main__":
+    for name, found in figures().items():
+        print(name, found)
