@@ -7,6 +7,7 @@ without the interpreter's own end; what that does is a matter for ``subprocess``
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def begin(process: Any) -> None:
 
 
 def _answer(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what libraries have made need not be looked through by each collection
     try:
         connection.send(("", function(*args)))
     except BaseException:

@@ -33,8 +33,11 @@ def _worker(connection: Connection) -> None:
     torch.set_num_threads(1)
     # Processes of its own cost more than they compile.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    gc.freeze()  # what libraries have made need not be looked through by each collection
     while True:
+        # What libraries have made, and jobs have imported, need not be looked through by all that follow: whoever
+        # describes a model looks at every object, and took longer with each job.
+        gc.collect()
+        gc.freeze()
         job = connection.recv()
         if job is None:
             return
