@@ -46,14 +46,27 @@ def trained(case: Case) -> tuple[Outcome, int]:
 
 BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 PLANS: list[Any] = [
-    # As with zb-h1 below, but whole.
+    # As with all below the device.
     pytest.param({"replicas": (1,), "directive": "keep"}, marks=pytest.mark.thorough),
-    {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
+    # As with zb-h1 below, but whole.
+    pytest.param(
+        {"replicas": (1,), "directive": "offload", "microbatch": 3, "swap_limit": 200000},
+        marks=pytest.mark.thorough,
+    ),
     # As with_dropout and with_norm below.
     pytest.param(
         {"replicas": (1,), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough
     ),
-    {"replicas": (1, 1), "directive": "keep", "schedule": "zb-h1"},
+    pytest.param(
+        {"replicas": (1, 1), "directive": "keep", "schedule": "zb-h1"}, marks=pytest.mark.thorough
+    ),
+    {
+        "replicas": (1, 1),
+        "directive": "offload",
+        "schedule": "zb-h1",
+        "microbatch": 3,
+        "swap_limit": 200000,
+    },
     pytest.param(
         {"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough
     ),

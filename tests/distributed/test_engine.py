@@ -309,7 +309,11 @@ def same(found: list[Outcome], expected: list[Outcome]) -> None:
 # ---- training
 
 
-@pytest.mark.parametrize("replicas", [(1,), (2,), (1, 1), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "replicas",
+    [(1,), (2,), pytest.param((1, 1), marks=pytest.mark.thorough), (1, 2), (2, 1)],
+    ids=str,
+)
 def test_training_equals_plain_torch(pool: Pool, replicas: tuple[int, ...]) -> None:
     case = Case(gpt()).under(replicas)
     expected = plain_training(case)

@@ -68,7 +68,7 @@ class Case:
 def cases() -> list[Any]:
     """Each model under each schedule; replicas and directives take turns, so that each meets each. Five cases of six
     are for the thorough tests: what is left has each model under one of the schedules, and each schedule with a sixth
-    of the models; in two-byte numbers every fourth model."""
+    of the models; in two-byte numbers every eighth model."""
     turns = itertools.cycle(itertools.product(REPLICAS, DIRECTIVES))
     pairs = itertools.cycle(replicas for replicas in REPLICAS if len(replicas) == 2)
     found: list[Any] = []
@@ -88,9 +88,9 @@ def cases() -> list[Any]:
         for model, schedule in zip(MODELS, itertools.cycle(SCHEDULES))
     ]
     thorough = [
-        pytest.param(case, marks=pytest.mark.thorough) for i, case in enumerate(short) if i % 4
+        pytest.param(case, marks=pytest.mark.thorough) for i, case in enumerate(short) if i % 8
     ]
-    return found + short[::4] + thorough
+    return found + short[::8] + thorough
 
 
 def every_case() -> list[Case]:

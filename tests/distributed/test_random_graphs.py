@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
@@ -26,7 +27,8 @@ from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
-EXAMPLES = 12  # of these; the zoo of benchmarks/ has more, and thorough tests train all of it
+# Of these; the zoo of benchmarks/ has more, and thorough tests train all of it.
+EXAMPLES, MORE = 7, 40
 REPLICAS = [
     (1,),
     (3,),
@@ -362,17 +364,21 @@ def check(pool: Pool, case: Case) -> None:
     assert seen >= set(expected)
 
 
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=(Phase.generate,),  # a smaller failure would cost a new pool for each try
-    suppress_health_check=list(HealthCheck),
-)
-@given(case=cases())
-def test_random_graphs_under_random_plans_equal_the_plain_model(pool: Pool, case: Case) -> None:
-    check(pool, case)
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MORE, marks=pytest.mark.thorough)])
+def test_random_graphs_under_random_plans_equal_the_plain_model(pool: Pool, examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),  # a smaller failure would cost a new pool for each try
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases())
+    def all_of_them(case: Case) -> None:
+        check(pool, case)
+
+    all_of_them()
 
 
 # ---- what the graphs are kept from

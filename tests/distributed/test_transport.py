@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -20,6 +21,7 @@ from parallax.errors import TransportError
 from parallax.machine.device import CpuCopies
 from parallax.mesh import Edge, Mesh
 from parallax.model.describe import describe
+from parallax.plan.plan import Plan
 from parallax.runtime.channels.group_channel import (
     Address,
     GroupSender,
@@ -50,9 +52,15 @@ def same(found: Sequence[Tensor], due: Sequence[Tensor]) -> bool:
     )
 
 
+@functools.cache
+def two_stages() -> Plan:
+    return make_plan(
+        describe(lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), replicas=(1, 1)
+    )
+
+
 def make_mesh() -> Mesh:
-    chain = describe(lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    return Mesh.create(make_plan(chain, replicas=(1, 1)), torch.device("cpu"), {})
+    return Mesh.create(two_stages(), torch.device("cpu"), {})
 
 
 @contextmanager
@@ -164,7 +172,7 @@ def test_messages_that_change(pool: Pool, name: str, kind: str) -> None:
 
 
 def test_a_large_message(pool: Pool) -> None:
-    large = [[(F32, (5, 5_000_000))], [(F32, (2, 3))], [(F32, (5, 5_000_001))]]
+    large = [[(F32, (5, 1_000_000))], [(F32, (2, 3))], [(F32, (5, 1_000_001))]]
     assert all(pool.run(exchange, 2, "shared", large, True, 2, False))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parallax import cli, config
 from parallax.run.job import open_source, usual_loss
-from tests.faults.commands import TINY, one_line, prepared, weights
+from tests.faults.commands import ON_ONE_RANK_AND_ON_TWO, TINY, one_line, prepared, weights
 from tests.results import read_metrics
 
 transformers = pytest.importorskip(
@@ -64,8 +64,12 @@ def test_a_trained_run_computes_the_same_outside(
     assert "--out out: it is not empty" in one_line(err)
 
 
+@ON_ONE_RANK_AND_ON_TWO
 def test_peft_loads_the_adapters_of_a_run(
-    here: Path, called: Callable[..., tuple[int, str, str]], capfd: pytest.CaptureFixture[str]
+    here: Path,
+    called: Callable[..., tuple[int, str, str]],
+    capfd: pytest.CaptureFixture[str],
+    replicas: tuple[int, ...],
 ) -> None:
     peft = pytest.importorskip(
         "peft", reason="peft is not installed (it comes with the peft extra)"
@@ -74,7 +78,7 @@ def test_peft_loads_the_adapters_of_a_run(
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
     base.save_pretrained(here / "from")
     adapter = ("+model.adapter.peft_type=LORA", "+model.adapter.target_modules=[q_proj,v_proj]")
-    run = prepared(*RUN, *adapter, "trainer.eval_every=0")
+    run = prepared(*RUN, *adapter, "trainer.eval_every=0", replicas=replicas)
     code, _, err = called("train", "--run-dir", str(run))
     assert code == 0, err
     assert cli.main(["export", "run", "--to", "peft", "--out", "out"]) == 0

@@ -109,7 +109,10 @@ def stuck(called: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Monke
     ],
 )
 def test_a_hang_is_named_wherever_it_is(here: Path, stuck: Stuck, phase: str) -> None:
-    run, code, err = stuck(f"{phase}=sleeps")
+    """And where it is not, work that takes longer than the limit is none."""
+    work = "building the model=works, " if phase in AFTER_STEPS else ""
+    run, code, err = stuck(f"{work}{phase}=sleeps")
+    assert Path("done").exists() == bool(work)
     assert code == 1
     line, after = one_line(err), ", after step 2" if phase in AFTER_STEPS else ""
     assert re.fullmatch(
@@ -123,6 +126,7 @@ def test_a_hang_is_named_wherever_it_is(here: Path, stuck: Stuck, phase: str) ->
     assert temporary() == []
 
 
+@pytest.mark.thorough  # as before the hang after steps, but to the end of the run
 def test_work_is_no_hang(stuck: Stuck) -> None:
     run, code, err = stuck("building the model=works", replicas=(1,))
     assert (code, err) == (0, "")
@@ -131,10 +135,10 @@ def test_work_is_no_hang(stuck: Stuck) -> None:
 
 def test_what_polls_has_a_limit_of_its_own(stuck: Stuck) -> None:
     """It shows signs of life for ever."""
-    _, code, err = stuck("building the model=polls", "trainer.phase_seconds=10", replicas=(1,))
+    _, code, err = stuck("building the model=polls", "trainer.phase_seconds=4", replicas=(1,))
     assert code == 1
     assert "rank 0 has been building the model, for " in one_line(err)
-    assert "the limit is 10 s (trainer.phase_seconds; 0 sets none)" in one_line(err)
+    assert "the limit is 4 s (trainer.phase_seconds; 0 sets none)" in one_line(err)
 
 
 # ---- before there is a watch

@@ -44,8 +44,9 @@ def hang():
         except (Exception, KeyboardInterrupt):
             pass
     end = time.monotonic() + 2.5
-    while time.monotonic() < end:  # works
+    while time.monotonic() < end and not pathlib.Path("done").exists():  # works
         sum(range(10000))
+    pathlib.Path("done").touch()
 
 def build():
     if os.environ["WHERE"] == "model":
@@ -118,6 +119,7 @@ def test_what_spins_has_the_other_limit(here: Path) -> None:
 
 def test_work_is_no_hang(here: Path) -> None:
     assert finish(hanging("estimate", how="works"))[0] == 0
+    assert Path("done").exists()
 
 
 @pytest.mark.parametrize(
