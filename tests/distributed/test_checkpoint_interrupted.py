@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
-import subprocess
-import sys
+import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from parallax.errors import CheckpointError
+from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import (
     begin,
     checkpoint_name,
@@ -20,53 +23,14 @@ from parallax.runtime.checkpoint import (
     partial_folder,
     remove_partial,
 )
-from tests.distributed.pool import ROOT, Pool
+from tests.alone import alone
+from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, STATE, loading, saved
 from tests.distributed.test_engine import (
     Case,
 )
 
 # ---- killed while saving
-
-KILLED_SAVES = """
-import os, shutil, signal, sys
-from pathlib import Path
-from tests.distributed.test_checkpoint_interrupted import CASE, KILLS, STATE
-from parallax.runtime import checkpoint
-
-root = Path(sys.argv[1])
-engine = CASE.under((1,)).engine(root)
-for batch in CASE.batches()[:2]:
-    engine.step(batch)
-engine.save(root / "next", STATE)
-engine.step(CASE.batches()[2])
-shutil.copytree(root / "next", root / "again")
-engine.save(root / "again", STATE)
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-for base, call, at, when in KILLS:
-    folder = root / f"{base}-{call}-{at}-{when}"
-    shutil.copytree(root / base, folder)
-    child = os.fork()
-    if child == 0:
-        owner = {"save_file": checkpoint, "write_text": Path, "rename": Path}.get(call, os)
-        plain, calls = getattr(owner, call), []
-        def dying(*args, **kwargs):
-            calls.append(call)
-            if len(calls) == at and when == "before":
-                die()
-            result = plain(*args, **kwargs)
-            if len(calls) == at:
-                die()
-            return result
-        setattr(owner, call, dying)
-        engine.save(folder, STATE)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), folder
-"""
 
 KILLS = [
     (base, call, at, when)
@@ -77,16 +41,48 @@ KILLS = [
 ]
 
 
-def run_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+def killed_saves(root: Path) -> None:
+    """Saves that are killed, each in a folder of its own; in a process that may fork."""
+    engine = CASE.under((1,)).engine(root)
+    for batch in CASE.batches()[:2]:
+        engine.step(batch)
+    engine.save(root / "next", STATE)
+    engine.step(CASE.batches()[2])
+    shutil.copytree(root / "next", root / "again")
+    engine.save(root / "again", STATE)
+    for base, call, at, when in KILLS:
+        folder = root / f"{base}-{call}-{at}-{when}"
+        shutil.copytree(root / base, folder)
+        child = os.fork()
+        if child == 0:
+            die_at(call, at, when)
+            engine.save(folder, STATE)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), folder
+
+
+def die_at(call: str, at: int, when: str) -> None:
+    """From now on the process dies before or after the call number ``at`` of the function ``call``."""
+    owners: dict[str, Any] = {"save_file": checkpoint, "write_text": Path, "rename": Path}
+    owner, count = owners.get(call, os), itertools.count(1)
+    plain = getattr(owner, call)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        due = next(count) == at
+        if due and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = plain(*args, **kwargs)
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, call, dying)
 
 
 def test_killed_while_saving(tmp_path: Path) -> None:
     """What was saved before is whole, and the next save or resume cleans up."""
-    child = run_child(KILLED_SAVES, str(tmp_path))
-    assert child.returncode == 0, child.stderr
+    alone(killed_saves, tmp_path)
     engine = CASE.under((1,)).engine(tmp_path)
     for base, call, at, when in KILLS:
         folder = tmp_path / f"{base}-{call}-{at}-{when}"
@@ -119,31 +115,26 @@ def test_a_new_save_takes_nothing_from_an_interrupted_one(pool: Pool, tmp_path: 
 
 # ---- no space
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from tests.distributed.test_checkpoint import CASE, STATE
-from parallax.errors import CheckpointError
 
-folder = Path(sys.argv[1])
-engine = CASE.under((1,)).engine(folder)
-engine.step(CASE.batches()[0])
-engine.save(folder, STATE)
-engine.step(CASE.batches()[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
+def saved_without_room(folder: Path, limit: int) -> list[str]:
+    """What is said of saves where no file may be longer than ``limit`` bytes, between two that have room."""
+    engine, told = CASE.under((1,)).engine(folder), []
+    engine.step(CASE.batches()[0])
     engine.save(folder, STATE)
-except CheckpointError as error:
-    print(error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-engine.save(folder, STATE)
-"""
+    engine.step(CASE.batches()[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        engine.save(folder, STATE)
+    except CheckpointError as error:
+        told.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    engine.save(folder, STATE)
+    return told
 
 
 def test_disk_full(tmp_path: Path) -> None:
-    child = run_child(FULL_DISK, str(tmp_path), "100000")
-    assert child.returncode == 0, child.stderr
-    (line,) = child.stdout.splitlines()
+    (line,) = alone(saved_without_room, tmp_path, 100000)
+    assert len(line.splitlines()) == 1
     assert str(tmp_path / ".saving-step-00000002" / "stage-00.safetensors") in line
     assert "KiB to" in line or "MiB to" in line
     assert "untouched" in line

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
-from parallax.model.describe import describe, parameter_names
+from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -28,7 +30,6 @@ pytest.importorskip(
 )
 
 CPU = torch.device("cpu")
-SAMPLE = FAMILIES["llama"].sample
 TINY = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -36,6 +37,17 @@ TINY = {
     "num_attention_heads": 4,
     "vocab_size": 256,
 }
+
+
+@functools.cache
+def chain_of(name: str) -> Chain:
+    """To describe one takes longer than what is asserted of it."""
+    return describe(FAMILIES[name].build, seed=3, sample=FAMILIES[name].sample)
+
+
+def llama_of(weights: Path) -> Chain:
+    """As ``describe`` gives it with ``weights``, which it does not open."""
+    return replace(chain_of("llama"), weights=weights)
 
 
 def build(attention: str, entry: Entry) -> nn.Module:
@@ -74,8 +86,9 @@ def test_blocks_compute_what_the_model_computes(name: str, attention: str) -> No
 )
 def test_masks_may_be_left_out_and_lengths_vary(factory: Any, batch: Any) -> None:
     entry = Entry(factory, logits_loss, batch)
-    check_same(entry, *both(entry), 3)
-    assert both(entry)[0].template is not None, "outputs are what the model returns"
+    chain, blocks, plain = both(entry)
+    check_same(entry, chain, blocks, plain, 3)
+    assert chain.template is not None, "outputs are what the model returns"
 
 
 def _without_mask(rows: Any) -> Any:
@@ -90,7 +103,7 @@ def _without_mask(rows: Any) -> Any:
 def test_a_block_is_initialised_alone_and_as_the_model_would(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chain = describe(FAMILIES[name].build, seed=3, sample=FAMILIES[name].sample)
+    chain = chain_of(name)
     whole = materialise(chain, 0, len(chain.blocks), CPU)
     plain = FAMILIES[name].build()
     buffers = {id(b): n for n, b in chain.model.named_buffers()}
@@ -117,7 +130,7 @@ def test_a_block_is_initialised_alone_and_as_the_model_would(
 
 
 def test_tied_names_are_those_of_transformers() -> None:
-    chain = describe(t5, sample=FAMILIES["t5"].sample)
+    chain = chain_of("t5")
     assert set(chain.ties) == {"shared.weight"}
     users = [i for i, _ in chain.ties["shared.weight"]]
     assert len(users) == 3, "the embeddings of both sides, and the head"
@@ -161,7 +174,7 @@ def test_weights_are_read_stage_by_stage(name: str, shard: str, tmp_path: Path) 
 def test_a_stage_reads_its_own_shards_only(tmp_path: Path) -> None:
     saved = llama()
     saved.save_pretrained(tmp_path, max_shard_size="4KB")
-    chain = describe(llama, weights=tmp_path, sample=SAMPLE)
+    chain = llama_of(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     mine = {index[name] for name in chain.names[1].values()}
     opened: list[str] = []
@@ -195,7 +208,7 @@ def test_weights_of_another_model_are_refused_by_name(
     tensors = {name: tensor.clone() for name, tensor in llama().state_dict().items()}
     change(tensors)
     save_file(tensors, tmp_path / "other.safetensors")
-    chain = describe(llama, weights=tmp_path / "other.safetensors", sample=SAMPLE)
+    chain = llama_of(tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=message):
         materialise(chain, 1, 2, CPU)
 
@@ -213,19 +226,19 @@ def test_broken_folders_are_refused(text: str | None, message: str, tmp_path: Pa
     if text:
         (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        materialise(describe(llama, weights=tmp_path, sample=SAMPLE), 0, 1, CPU)
+        materialise(llama_of(tmp_path), 0, 1, CPU)
 
 
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="load and save it again with transformers"):
-        materialise(describe(llama, weights=tmp_path, sample=SAMPLE), 0, 1, CPU)
+        materialise(llama_of(tmp_path), 0, 1, CPU)
 
 
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="no readable safetensors file"):
-        materialise(describe(llama, weights=tmp_path, sample=SAMPLE), 0, 1, CPU)
+        materialise(llama_of(tmp_path), 0, 1, CPU)
 
 
 # ---- configuration -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -65,6 +66,20 @@ def run_of(
     )
     write(directory, chain)
     return SimpleNamespace(directory=directory, config=SimpleNamespace(model=config, seed=1))
+
+
+LLAMA = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+
+
+@functools.cache
+def llama() -> Chain:
+    return describe(LLAMA.build, sample=tokens, partial_weights=True)
+
+
+def run_of_llama(directory: Path) -> Any:
+    """For tests of what becomes of any: most of what a run takes here is that its model is described."""
+    write(directory, llama())
+    return SimpleNamespace(directory=directory, config=SimpleNamespace(model=LLAMA, seed=1))
 
 
 def loaded(exported: Exported, kind: type) -> nn.Module:
@@ -280,14 +295,13 @@ def test_a_class_derived_from_one_of_transformers_is_that_one(tmp_path: Path) ->
 
 @pytest.mark.parametrize("lacking", ["checkpoint", "room", "empty", "folder", "parent"])
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_path: Path) -> None:
-    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
     out, directory = tmp_path / "out", tmp_path / "run"
     if lacking == "checkpoint":
         run: Any = SimpleNamespace(directory=directory, config=None)
         with pytest.raises(ConfigError, match="has no checkpoint yet: a run saves every"):
             export(run, HF, out)
         return
-    run = run_of(directory, config)
+    run = run_of_llama(directory)
     if lacking == "room":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subject, "disk_free_bytes", lambda path: 1000)
@@ -314,8 +328,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
-    run, out = run_of(tmp_path / "run", config), tmp_path / "out"
+    run, out = run_of_llama(tmp_path / "run"), tmp_path / "out"
     out.mkdir()  # an empty one is as good as none
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -333,10 +346,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
-    run = run_of(tmp_path, config)
+    run = run_of_llama(tmp_path)
     for other in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 24}):
-        run.config.model = replace(config, config={**TEXT, **other})
+        run.config.model = replace(LLAMA, config={**TEXT, **other})
         with pytest.raises(
             CheckpointError, match="is not of the model that the run's settings say"
         ):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parallax
 from parallax.swap.lms.scope import Swapping
+from tests.alone import alone
 
 
 class Loop:
@@ -161,12 +162,7 @@ def loaded(folder: Path) -> None:
         assert subprocess.run([sys.executable, "-c", ""], check=True).returncode == 0
 
     run(folder, inside)
-    print("done")
 
 
 def test_workers_of_a_loader(scratch: Path) -> None:
-    code = f"from tests.unit.swap.test_forks import *; loaded(Path({str(scratch)!r}))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert found.stdout == "done\n", found.stderr[-3000:]
+    alone(loaded, scratch, seconds=100)
