@@ -26,6 +26,7 @@ from tests.distributed.test_engine import (
     training,
     with_unused,
 )
+from tests.distributed.test_varying import in_turn
 
 # ---- evaluation
 
@@ -130,8 +131,9 @@ def reductions(case: Case) -> tuple[list[int], list[int], int]:
     return calls, carried, trained
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "replicas"), in_turn(["gpipe", "1f1b"], [(2,), (1, 2), (2, 2)]), ids=str
+)
 def test_each_gradient_is_reduced_once_per_step(
     pool: Pool, replicas: tuple[int, ...], schedule: str
 ) -> None:
@@ -146,8 +148,9 @@ def test_each_gradient_is_reduced_once_per_step(
         assert calls[0] == calls[2] == calls[3]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("replicas", [(1,), (2,), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "replicas"), in_turn(["zb-h1", "1f1b"], [(1,), (2,), (2, 1)]), ids=str
+)
 def test_parameters_that_are_never_used(
     pool: Pool, replicas: tuple[int, ...], schedule: str
 ) -> None:

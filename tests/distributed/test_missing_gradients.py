@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, compare, plain_training, training
+from tests.distributed.test_varying import in_turn
 
 WIDTH = 16
 
@@ -116,8 +117,11 @@ def test_what_the_loss_ignores_and_stages_share(
     compare(pool.run(training, case.world, case), plain_training(case), 1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("replicas", [(1, 1), (1, 2), (2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    in_turn(["1f1b", "zb-h1"], [(1, 1), (1, 2), (2, 1), (2, 3)]),
+    ids=str,
+)
 def test_a_gradient_that_only_some_rows_have(
     pool: Pool, replicas: tuple[int, ...], schedule: str
 ) -> None:

@@ -202,8 +202,17 @@ def test_what_is_new_is_sent_once_for_each_owner(pool: Pool) -> None:
     assert [outcome.spreads for outcome in found] == [3 * 2] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        *((1, 3, torch.float32), (3, 2, torch.bfloat16), (2, 1, torch.float32)),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in ((1, 3, torch.bfloat16), (3, 2, torch.float32), (2, 1, torch.bfloat16))
+        ),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_does_not_know_who_had_the_states(
     pool: Pool, before: int, after: int, dtype: torch.dtype
 ) -> None:

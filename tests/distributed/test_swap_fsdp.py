@@ -147,7 +147,6 @@ def both(*arguments: Any) -> tuple[Any, Any]:
 
 
 CASES = [
-    ("fsdp2", "adamw", ()),
     ("fsdp2", "fused", ("clip", "eval")),
     ("fsdp2", "momentum", ("accumulate", "frozen")),
     ("fsdp2", "adamw", ("autocast",)),
@@ -155,16 +154,22 @@ CASES = [
     ("hsdp", "adamw", ("clip", "frozen")),
     ("mixed", "adamw", ("frozen",)),
     ("root only", "adamw", ("eval", "frozen")),
-    ("fsdp1", "adamw", ()),
     ("fsdp1", "momentum", ("frozen", "eval")),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join([case[0], case[1], *case[2]]))
+PLAIN = [("fsdp2", "adamw", ()), ("fsdp1", "adamw", ())]  # each with habits above
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimize", "habits"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in PLAIN)],
+    ids=str,
+)
 def test_every_rank_is_exact(
-    case: tuple[str, str, tuple[str, ...]], pool: Pool, scratch: Path
+    kind: str, optimize: str, habits: tuple[str, ...], pool: Pool, scratch: Path
 ) -> None:
-    for (expected, _), (found, moved) in pool.run(both, 2, scratch, *case):
+    for (expected, _), (found, moved) in pool.run(both, 2, scratch, kind, optimize, habits):
         assert_equal(found, expected)
         assert all(moved), moved
 

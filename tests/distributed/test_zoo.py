@@ -23,13 +23,10 @@ from tests.alone import alone
 EQUAL = (
     "torch/transformer-rows-second",
     "torch/gru-both-ways",
-    "torch/batch-norms",
     "vision/diffusion",
-    "vision/pyramid",
     "text/mingpt-targets",
     "text/tied-modules",
     "practice/checkpointed",
-    "practice/unused",
     "science/graph-edges",
     "science/vqvae",
     "science/ppo",

@@ -112,7 +112,7 @@ def test_a_person_who_is_asked_may_take_any_time() -> None:
         for prompt, answer in (("name? ", b"wide\n"), ("(Pdb) ", b"continue\n")):
             while prompt not in said:
                 said += os.read(terminal, 4096).decode()
-            time.sleep(1.3)  # beyond both limits
+            time.sleep(1.0)  # beyond both limits
             os.write(terminal, answer)
         while "\nwent on with wide" not in said:
             said += os.read(terminal, 4096).decode()

@@ -174,7 +174,7 @@ def steps_interrupted(where: str, thorough: bool, folder: Path) -> None:
     faulthandler.dump_traceback_later(500, exit=True)
     lines = step_interrupted(10**9, where, folder).lines
     first = sorted({line: at for at, line in reversed([*enumerate(lines, 1)])}.values())
-    some = {*first[::32], *(at for at in first if lines[at - 1].startswith("below.py"))}
+    some = {*first[::64], *(at for at in first if lines[at - 1].startswith("below.py"))}
     for at in range(1, len(lines) + 1) if thorough else sorted(some):
         if (at, where) != (1, "exit"):
             step_interrupted(at, where, folder)
