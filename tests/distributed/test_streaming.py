@@ -96,7 +96,7 @@ def test_gradients_are_bit_identical(
             for each in ((UNTIED, (1, 1)), (half_frozen, (1,)), (with_buffers, (1,)))
         ),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_training_is_bit_identical(
     pool: Pool, tmp_path: Path, factory: Callable[[], nn.Module], replicas: tuple[int, ...]
