@@ -6,8 +6,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
+gc.disable()  # until all is imported, which leaves next to no garbage
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -19,6 +21,10 @@ from tests.distributed.pool import Pool  # noqa: E402
 from tests.leaks import no_leak, own_temporary_folder  # noqa: E402
 
 __all__ = ["no_leak", "own_temporary_folder"]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -64,7 +64,6 @@ PLANS: list[Any] = [
         "replicas": (1, 1),
         "directive": "offload",
         "schedule": "zb-h1",
-        "microbatch": 3,
         "swap_limit": 200000,
     },
     pytest.param(

@@ -28,7 +28,7 @@ from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
 # Of these; the zoo of benchmarks/ has more, and thorough tests train all of it.
-EXAMPLES, MORE = 7, 40
+EXAMPLES, MORE = 5, 40
 REPLICAS = [
     (1,),
     (3,),

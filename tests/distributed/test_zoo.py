@@ -25,7 +25,6 @@ EQUAL = (
     "torch/gru-both-ways",
     "vision/diffusion",
     "text/mingpt-targets",
-    "text/tied-modules",
     "practice/checkpointed",
     "science/graph-edges",
     "science/vqvae",
