@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one of vmap's or of a functional gradient's, which has no memory of its own."""
@@ -47,6 +50,43 @@ negated = torch._neg_view
 
 as_class = Tensor._make_subclass
 """A tensor of a class, without what the class's constructor does."""
+
+
+class NestedSizes:
+    """Numbers that stand for the sizes of nested tensors' rows: torch counts them up, one for each offsets. What runs
+    again has to count from where it did, or a backward would not know what it saved."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Count as the first run inside did."""
+        counts: Any = sys.modules.get("torch.nested._internal.nested_tensor")
+        now = counts._tensor_id_counter if counts is not None else 0
+        if self._first is None:
+            self._first = now
+        if counts is None or self._first == now:
+            yield
+            return
+        counts._tensor_id_counter = self._first
+        try:
+            yield
+        finally:
+            counts._tensor_id_counter = max(now, counts._tensor_id_counter)
+
+
+def _look(tensor: Tensor) -> dict[str, Any]:
+    """What a forward that runs again must save again. The sizes of a nested tensor's rows are symbols, others each
+    time it is made, and one of strided layout has none."""
+    nested = tensor.is_nested
+    shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape
+    return {"shape": shape, "dtype": tensor.dtype, "device": tensor.device}
+
+
+SAME_TENSORS = "same tensors"
+"""Tells torch.utils.checkpoint to look at what is saved as :func:`_look` does."""
+_allowed_determinism_checks_to_fns[SAME_TENSORS] = _look
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

@@ -22,6 +22,7 @@ from parallax.model.layers.norms import Norms
 from parallax.model.layers.sparse import make_gradients_dense
 from parallax.model.materialise import materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
+from parallax.model.private import SAME_TENSORS
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
@@ -269,6 +270,7 @@ class Stage(nn.Module):
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=self.norms.contexts(place, where.whole),
+                    determinism_check=SAME_TENSORS,
                 )
             elif directive is Directive.OFFLOAD and swap is not None and training:
                 with offloading(*swap, micro):
@@ -294,7 +296,7 @@ class Stage(nn.Module):
                 compiled=self._compiled,
             )
         buffers, again = self._changing[place], found.complete
-        with buffers.repeated(found) if again else buffers.first(found):
+        with found.sizes.repeated(), buffers.repeated(found) if again else buffers.first(found):
             return self._run_copies(copy, place, where, *inputs)
 
     def _run_copies(

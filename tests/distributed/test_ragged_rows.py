@@ -77,11 +77,13 @@ def make_batch() -> TensorRows:
     return TensorRows((tokens, torch.tensor([5, 3, 4, 2, 5, 1, 4])), torch.arange(ROWS) % 3)
 
 
-def train(replicas: tuple[int, ...], total: bool) -> tuple[float, dict[str, Tensor]]:
+def train(
+    replicas: tuple[int, ...], total: bool, directive: str = "keep"
+) -> tuple[float, dict[str, Tensor]]:
     chain = make_chain(total=total)
     engine = Engine.build(
         chain,
-        make_plan(chain, replicas=replicas, global_batch=ROWS, microbatch=3),
+        make_plan(chain, replicas=replicas, global_batch=ROWS, microbatch=3, directive=directive),
         loss=F.cross_entropy,
         precision=PrecisionConfig(parameters="fp64", compute="fp64"),
     )
@@ -92,12 +94,20 @@ def train(replicas: tuple[int, ...], total: bool) -> tuple[float, dict[str, Tens
 
 
 @pytest.mark.parametrize(
-    ("replicas", "total"), [((1, 1), False), ((1, 2), False), ((2, 1), True)], ids=str
+    ("replicas", "total", "directive"),
+    [
+        ((1, 1), False, "keep"),
+        ((1, 2), False, "keep"),
+        ((2, 1), True, "keep"),
+        ((1, 1), False, "recompute"),
+    ],
+    ids=str,
 )
 def test_lengths_are_the_matter_of_blocks(
-    pool: Pool, replicas: tuple[int, ...], total: bool
+    pool: Pool, replicas: tuple[int, ...], total: bool, directive: str
 ) -> None:
-    """Micro-batches are as long as their longest row, or all as long as the batch."""
+    """Micro-batches are as long as their longest row, or all as long as the batch. A nested tensor that is made again
+    has the sizes that it had."""
     chain, batch = make_chain(total=total), make_batch()
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
     found = batch.inputs(0, ROWS)
@@ -105,7 +115,7 @@ def test_lengths_are_the_matter_of_blocks(
         found = block(*found)
     expected = F.cross_entropy(blocks[-1](*found), batch.targets(0, ROWS))
     expected.backward()
-    results = pool.run(train, sum(replicas), replicas, total)
+    results = pool.run(train, sum(replicas), replicas, total, directive)
     names = parameter_names(chain, range(len(blocks)))
     assert set(names) == {name for _, gradients in results for name in gradients}
     for loss, gradients in results:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallax.model.private import OperatorMode
+from parallax.model.private import NestedSizes, OperatorMode
 
 logger = logging.getLogger("parallax")
 Owner = dict[str, Tensor | None]
@@ -147,11 +147,12 @@ class ChangingBuffers:
 
 
 class Found:
-    """What a forward found in the buffers that change."""
+    """What a forward found in the buffers that change; ``sizes``: of the nested tensors that it made."""
 
     def __init__(self) -> None:
         self.values: list[tuple[_Place, Tensor]] = []
         self.complete = False
+        self.sizes = NestedSizes()
 
 
 class _CopyOnWrite(OperatorMode):
