@@ -17,10 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from parallax.errors import DescribeError
+RAGGED_HELP = (
+    "hand on padded rows and a tensor of their lengths, and pack or nest them inside one of the model's "
+    "blocks()"
+)
+"""The way out where rows of several lengths would pass from one block to another."""
 
-RAGGED_HELP = "give padded rows and a tensor of their lengths, and pack or nest them inside one of the model's blocks()"
-"""The way out where rows of several lengths are one tensor."""
+RAGGED_ROWS = (
+    "give padded rows and a tensor of their lengths, a PackedSequence (pack_sequence(rows, enforce_sorted=False)), or "
+    "a nested tensor of jagged layout"
+)
+"""How rows of several lengths are given."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +96,28 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
     )
 
 
-def transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest of tuples, lists, dicts and dataclasses with every other part changed. A dict that is a dataclass,
-    as models of transformers return, stays one, and so does a tuple with names. Raises :class:`DescribeError` for a
-    PackedSequence: a tuple of tensors of which none has rows."""
-    if isinstance(value, Tensor):
+def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] = (Tensor,)) -> Any:
+    """The same nest of tuples, lists, dicts and dataclasses with every other part changed, and what is of ``kinds``
+    whole. A dict that is a dataclass, as models of transformers return, stays one, and so does a tuple with names."""
+    if isinstance(value, kinds):
         return change(value)
-    if isinstance(value, PackedSequence):
-        raise DescribeError(
-            f"a PackedSequence holds its rows one step after the other, so they cannot be told apart: {RAGGED_HELP}"
-        )
     if type(value) is tuple:
-        return tuple([transform(part, change) for part in value])
+        return tuple([transform(part, change, kinds) for part in value])
     if isinstance(value, Mapping):
-        parts = {key: transform(part, change) for key, part in value.items()}
+        parts = {key: transform(part, change, kinds) for key, part in value.items()}
         return type(value)(**parts) if is_record(value) else parts
     if isinstance(value, list):
-        return [transform(part, change) for part in value]
+        return [transform(part, change, kinds) for part in value]
     if _has_names(value):
-        changed = [transform(part, change) for part in value]
+        changed = [transform(part, change, kinds) for part in value]
+        if isinstance(value, PackedSequence):
+            return PackedSequence._make(changed)  # which looks at no part
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if is_record(value):
         record = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(record, field.name, transform(getattr(value, field.name), change))
+            part = transform(getattr(value, field.name), change, kinds)
+            object.__setattr__(record, field.name, part)
         return record
     return change(value)
 
@@ -139,10 +144,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def to_device(values: Any, device: torch.device) -> Any:
     """A nest with its tensors on ``device``; what is no tensor stays as it is. What comes from the host comes through
-    pinned memory, for which nobody waits: work that is given to the device afterwards finds it there."""
-    return transform(
-        values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
-    )
+    pinned memory, for which nobody waits: work that is given to the device afterwards finds it there. A PackedSequence
+    leaves its numbers of rows on the CPU."""
+
+    def move(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            return part.to(device)  # type: ignore[arg-type]  # torch's own types lack this one
+        return _on_device(part, device) if isinstance(part, Tensor) else part
+
+    return transform(values, move, (Tensor, PackedSequence))
 
 
 def _on_device(part: Tensor, device: torch.device) -> Tensor:
@@ -150,6 +160,11 @@ def _on_device(part: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu" or not part.is_cpu or not plain:
         return part.to(device)
     return part.pin_memory().to(device, non_blocking=True)
+
+
+def is_ragged(value: Any) -> bool:
+    """Whether ``value`` holds rows of several lengths: a PackedSequence, or a nested tensor."""
+    return isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
 
 
 def apart(values: Any) -> Any:

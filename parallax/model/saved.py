@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from parallax.model.private import is_wrapped
+from parallax.model.ragged import plain_rows
 
 # Cast, transpose, view, expand: the longest way from a parameter to its copy seen so far.
 _CHAIN_LENGTH = 4
@@ -145,7 +146,7 @@ class Saved:
         """What is saved inside, the block saves."""
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+            storage = plain_rows(tensor).untyped_storage()
             if address(storage) not in self._held:
                 self._block[address(storage)] = (storage.nbytes(), self._selector.moves(tensor))
                 self._alive.append(storage)
@@ -157,7 +158,7 @@ class Saved:
         """What is saved inside, the loss saves."""
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+            storage = plain_rows(tensor).untyped_storage()
             self._loss[address(storage)] = storage.nbytes()
             self._alive.append(storage)
             return tensor
@@ -172,7 +173,8 @@ class Saved:
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}
         left = {key: size for key, (size, _) in block.items() if key not in before} | self._loss
-        left |= {address(t.untyped_storage()): t.untyped_storage().nbytes() for t in results}
+        given = [plain_rows(tensor).untyped_storage() for tensor in results]
+        left |= {address(storage): storage.nbytes() for storage in given}
         moved = sum(size for size, moves in block.values() if moves)
         stays = sum(size for size, moves in block.values() if not moves)
         return moved, stays, sum(self._loss.values()), sum(left.values())

@@ -15,7 +15,7 @@ from parallax.common.targets import check_call
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DataError, DescribeError, printable
 from parallax.machine.local import ClusterConfig
-from parallax.model.block import RAGGED_HELP, flatten
+from parallax.model.block import RAGGED_ROWS, flatten
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
 from parallax.model.factory.huggingface import HuggingFaceConfig
@@ -29,6 +29,7 @@ from parallax.model.factory.registry import (
 from parallax.model.factory.timm import TimmConfig
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
+from parallax.model.ragged import longest_rows, opened
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
@@ -206,15 +207,11 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
 
 def _check_inputs(what: str, batch: Rows) -> None:
     """Raise :class:`DataError` where rows of several lengths are given in a way in which they cannot be cut."""
-    one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
-    if any(tensor.is_nested for tensor in two):
-        raise DataError(
-            f"{what} have a nested tensor, whose rows have no size in common: {RAGGED_HELP}"
-        )
+    one, two = (flatten(opened(batch.inputs(0, rows)))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(
             f"{what} of one row are {len(one)} tensor(s) and of two rows {len(two)}; each must have the rows in its "
-            f"first dimension: {RAGGED_HELP}"
+            f"first dimension: {RAGGED_ROWS}"
         )
 
 
@@ -374,4 +371,5 @@ def _shapes(config: RunConfig, chain: Chain) -> Sample:
 
         return text
     batch = first_batch(config, open_source(config))
-    return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))
+    longest = longest_rows(batch)
+    return lambda rows: (chain.arguments(batch.inputs(0, rows), longest), batch.targets(0, rows))

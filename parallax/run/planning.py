@@ -30,6 +30,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.kept import profile_path, remember
 from parallax.model.profiling.measure import measure
 from parallax.model.profiling.offloads import Offloader
+from parallax.model.ragged import longest_rows
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
@@ -235,7 +236,8 @@ def _conditions(
     measured = min(MEASURED_ROWS, len(batch))
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        return chain.arguments(batch.inputs(0, count)), batch.targets(0, count)
+        inputs = chain.arguments(batch.inputs(0, count), longest_rows(batch))
+        return inputs, batch.targets(0, count)
 
     return {
         "sample": sample,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from parallax.errors import DataError
-from parallax.model.block import RAGGED_HELP, tensors_in, transform
+from parallax.model.block import is_ragged, transform
+from parallax.model.ragged import check_jagged, count_rows, longest_in, rows_of
 
-Values = Tensor | Sequence[Any] | Mapping[str, Any]
-"""A tensor, or a nest of tensors."""
+Values = Tensor | PackedSequence | Sequence[Any] | Mapping[str, Any]
+"""A tensor, or a nest of tensors; rows of several lengths are a PackedSequence, or a nested tensor of jagged layout."""
 
 
 class Rows(Protocol):
@@ -28,13 +31,14 @@ class Rows(Protocol):
 
 
 class TensorRows:
-    """A global batch that is already in memory: inputs and targets with the rows in dimension 0."""
+    """A global batch that is already in memory: inputs and targets with the rows in dimension 0, or rows of several
+    lengths as a PackedSequence or a nested tensor."""
 
     def __init__(self, inputs: Values, targets: Values) -> None:
-        self._inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        alone = isinstance(inputs, Tensor | PackedSequence)
+        self._inputs: Any = (inputs,) if alone else inputs
         self._targets = targets
-        transform((self._inputs, targets), _check_rows)
-        shapes = [tuple(tensor.shape) for tensor in tensors_in((self._inputs, targets))]
+        shapes = _shapes((self._inputs, targets))
         sizes = {shape[:1] for shape in shapes}
         if len(sizes) != 1 or sizes <= {(), (0,)}:
             raise DataError(
@@ -47,20 +51,31 @@ class TensorRows:
     def __len__(self) -> int:
         return self._rows
 
+    @cached_property
+    def longest(self) -> tuple[int, ...]:
+        """The longest row of each PackedSequence and nested tensor of the inputs."""
+        return longest_in(self._inputs)
+
     def inputs(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of each input; one given alone is a tuple of one."""
-        return _slice(self._inputs, start, stop)
+        return rows_of(self._inputs, start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of the targets."""
-        return _slice(self._targets, start, stop)
+        return rows_of(self._targets, start, stop)
 
 
-def _check_rows(part: Any) -> None:
-    if isinstance(part, Tensor) and part.is_nested:
-        raise DataError(f"rows of a nested tensor cannot be sliced: {RAGGED_HELP}")
+def _shapes(values: Any) -> list[tuple[Any, ...]]:
+    """Of every tensor in a nest; of what is ragged the number of its rows, and of their longest."""
+    found: list[tuple[Any, ...]] = []
 
+    def note(part: Any) -> None:
+        if is_ragged(part):
+            if isinstance(part, Tensor):
+                check_jagged(part)
+            found.append((count_rows(part), *longest_in(part)))
+        elif isinstance(part, Tensor):
+            found.append(tuple(part.shape))
 
-def _slice(values: Any, start: int, stop: int) -> Any:
-    """Rows [start, stop) of every tensor in a nest; what is no tensor stays as it is."""
-    return transform(values, lambda part: part[start:stop] if isinstance(part, Tensor) else part)
+    transform(values, note, (Tensor, PackedSequence))
+    return found

@@ -23,6 +23,7 @@ from parallax.mesh import Mesh
 from parallax.model.block import apart, to_device
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
+from parallax.model.ragged import longest_rows
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.schedule import Action, Kind
@@ -219,7 +220,8 @@ class Executor:
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         if stage == 0:
             inputs = self._chain.arguments(
-                apart(to_device(step.batch.inputs(first, first + rows), self._device))
+                apart(to_device(step.batch.inputs(first, first + rows), self._device)),
+                longest_rows(step.batch),
             )
         else:
             inputs, flight.entry = self._received.pop((stage, micro))

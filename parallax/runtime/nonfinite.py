@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
 from parallax.model.block import has_gradient, tensors_in
+from parallax.model.ragged import opened
 from parallax.runtime.batch import Rows
 from parallax.runtime.optim.scaling import LossScale
 
@@ -77,7 +78,7 @@ def _look(
 def _rows(name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
-        for tensor in tensors_in(read(start, stop)):
+        for tensor in tensors_in(opened(read(start, stop))):
             if what := _kind(tensor):
                 if not tensor.dim() or len(tensor) != stop - start:
                     return f"the batch's {name} hold {what}, in a tensor without rows"

@@ -38,6 +38,8 @@ class Rows:
             return (pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False),)
         if self.kind == "nested":
             return (torch.nested.as_nested_tensor(rows, layout=torch.jagged),)
+        if self.kind == "strided":
+            return (torch.nested.as_nested_tensor(rows, layout=torch.strided),)
         return (rows,)
 
     def targets(self, start, stop):
@@ -63,15 +65,18 @@ class Source:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "message", "remedy"),
     [
-        ("packed", "a PackedSequence holds its rows one step after the other"),
-        ("nested", "data.target=ragged:Source: the inputs have a nested tensor"),
-        ("list", "the inputs of one row are 1 tensor(s) and of two rows 2"),
+        ("strided", "a nested tensor of 1 row(s) has the strided layout", "layout=torch.jagged"),
+        (
+            "list",
+            "the inputs of one row are 1 tensor(s) and of two rows 2",
+            "give padded rows and a tensor of their lengths",
+        ),
     ],
 )
 def test_ragged_rows_are_one_line(
-    here: Path, called: Callable[..., tuple[int, str, str]], kind: str, message: str
+    here: Path, called: Callable[..., tuple[int, str, str]], kind: str, message: str, remedy: str
 ) -> None:
     (here / "ragged.py").write_text(MODULE)
     own = ["model=custom", "model.target=ragged:Model", "data=custom", "data.target=ragged:Source"]
@@ -79,4 +84,14 @@ def test_ragged_rows_are_one_line(
     assert code == 2
     line = one_line(err)
     assert message in line
-    assert "give padded rows and a tensor of their lengths" in line
+    assert remedy in line
+
+
+def test_packed_rows_are_planned_for(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Measured, and the chain compared with the model, as for any other rows."""
+    (here / "ragged.py").write_text(MODULE)
+    own = ["model=custom", "model.target=ragged:Model", "data=custom", "data.target=ragged:Source"]
+    code, out, err = called("plan", *own, "data.kwargs.kind=packed", "cluster.devices=2")
+    assert code == 0, out + err

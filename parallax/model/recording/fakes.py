@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parallax.model.block import in_dtype, tensors_in, transform
@@ -68,7 +70,10 @@ def faked(
 ) -> Iterator[FakeModel]:
     """``model``, which is on the meta device, with fake tensors for its own, floating ones of ``dtype``; ``value_of``
     makes the values that its constructor gave one of its tensors."""
-    fakes = FakeModel(model, FakeTensorMode(allow_non_fake_inputs=True), value_of)
+    # Sizes of nested tensors are symbols; of nothing else.
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
+    fakes = FakeModel(model, mode, value_of)
     memo: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor, name: str) -> Tensor:
@@ -106,6 +111,19 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is attention between nested tensors, which asks for their lengths."""
+    attends = getattr(function, "__name__", "") == F.scaled_dot_product_attention.__name__
+    return attends and any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """A fake tensor as attention gives it: as large as the query, and each of its elements as the value's."""
+    del key, rest, named
+    found = value if bool(value.shape[-2] == query.shape[-2]) else query
+    return found.clone()
+
+
 def run_on_values(
     fakes: FakeModel,
     module: nn.Module,
@@ -121,9 +139,12 @@ def run_on_values(
         if not isinstance(part, Tensor):
             return part
         if id(part) not in memo:
-            value = value_of(part)
+            inner: Any = part
+            value = None if part.is_nested else value_of(part)
             if value is not None:
                 made = value
+            elif part.is_nested:
+                made = renested(part, real(inner._values), real(inner._offsets))
             elif id(part) in fakes.bare and not isinstance(part, nn.Parameter):
                 made = fakes.value(part)
             elif part.is_floating_point() or part.is_complex():
@@ -147,14 +168,31 @@ def run_on_values(
             raise KeepsState(*kept[0])
     known = {id(value): key for key, value in memo.items()}
     given = {id(part): part for part in tensors_in((args, kwargs))}
+    nested: list[Any] = [part for part in given.values() if part.is_nested]
+    given |= {id(part._offsets): part._offsets for part in nested}
 
     def fake(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
         back = given.get(known.get(id(part), 0))
+        if back is None and part.is_nested:
+            inner: Any = part
+            return renested(part, fake(inner._values), fake(inner._offsets))
         return back if back is not None else fakes.fake(tuple(part.shape), part.dtype)
 
     return transform(found, fake)
+
+
+def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
+    """A nested tensor of other values, ragged as ``like`` is."""
+    found: Tensor = torch.nested.nested_tensor_from_jagged(
+        values,
+        offsets,
+        jagged_dim=like._ragged_idx,
+        min_seqlen=like._maybe_min_seqlen,
+        max_seqlen=like._maybe_max_seqlen,
+    )
+    return found
 
 
 class KeepsState(Exception):

@@ -142,6 +142,8 @@ def state(tensor: Tensor) -> tuple[int, int]:
 
 def storage_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common."""
+    if tensor.layout is torch.jagged:
+        tensor = tensor._values  # type: ignore[assignment]
     if tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)

@@ -29,6 +29,7 @@ from parallax.model.recording.trace import (
     Instruction,
     ModulePath,
     Origin,
+    SizeOf,
     change,
     draws,
     parts,
@@ -225,9 +226,10 @@ class _Replay:
         """Run an instruction on real tensors, if all that it uses are there."""
 
         def real(part: Any) -> Any:
-            return (
-                self._value(part.index, values, filling) if isinstance(part, TensorSlot) else part
-            )
+            if not isinstance(part, TensorSlot):
+                return part
+            found = self._value(part.index, values, filling)
+            return found.shape[part.dimension] if isinstance(part, SizeOf) else found
 
         if isinstance(instruction.target, ModulePath):
             return

@@ -38,6 +38,9 @@ _PRODUCTS = (
 )
 
 
+_SORTS = "sort", "argsort"
+
+
 @dataclass(frozen=True)
 class Number(Slot):
     """A size that differs between runs: its value in each."""
@@ -145,6 +148,7 @@ def agree(
         for path, i in step.results:
             if tensors[i].maker < 0 and tensors[i].traced.origin is Origin.MADE:
                 tensors[i].maker, tensors[i].path = step.position, path
+    _mark_orders(steps, tensors)
     inputs = [t.index for t in tensors if t.traced.origin is Origin.INPUT]
     evaluates = evaluation is not None
     return ForwardProgram(
@@ -300,6 +304,31 @@ def _is_heavy(step: ForwardStep, trace: ForwardTrace) -> bool:
     return step.name in _PRODUCTS and any(
         trace.tensors[i].origin is Origin.MODEL for i in step.uses
     )
+
+
+def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor]) -> None:
+    """An order of the rows has one number for each row, but none that means anything to some of them alone: it does not
+    pass a cut, and what is put into that order is put back before one."""
+    orders: set[int] = set()
+    for step in steps:
+        made = {i for path, i in step.results if step.name == "argsort" or path[-1:] == (1,)}
+        if step.name in _SORTS and _along_rows(step, tensors):
+            orders |= made
+        elif step.uses and orders.issuperset(step.uses):
+            orders |= {i for _, i in step.results}
+        elif orders.intersection(step.uses):
+            whole = (i for i in step.writes if not tensors[i].traced.dtype.is_floating_point)
+            orders.update(whole)
+    for i in orders:
+        tensors[i].rows = None
+
+
+def _along_rows(step: ForwardStep, tensors: Sequence[ForwardTensor]) -> bool:
+    """Whether a step sorts rows."""
+    source = tensors[step.uses[0]]
+    given = step.kwargs.get("dim", next((a for a in step.args[1:] if type(a) is int), -1))
+    dims = len(source.shapes[0])
+    return dims > 0 and source.rows == int(given) % dims
 
 
 def _tensor(

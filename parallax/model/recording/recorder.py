@@ -12,7 +12,7 @@ import contextlib
 import random
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,14 +20,18 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from parallax.model.block import TensorSlot, has_gradient, leaves, tensors_in, transform
+from parallax.model.ragged import check_alike, closed, opened_in
 from parallax.model.recording.expected import expect_answer, expect_sizes
 from parallax.model.recording.fakes import (
     ASKED_FOR_VALUES,
     FakeModel,
+    attended,
+    is_attention_of_nested,
     is_fake,
     is_transforming,
     run_on_values,
@@ -58,6 +62,7 @@ from parallax.model.recording.trace import (
     Instruction,
     ModulePath,
     Origin,
+    SizeOf,
     TracedTensor,
     change,
 )
@@ -67,7 +72,7 @@ class ForwardRecorder(TorchFunctionMode):
     """Records one run of ``fakes.model``; ``inside`` are the paths of modules that are looked into, all others are one
     instruction each. ``divided``: those in which what the sample's values say is taken for granted, since they are too
     large to stay whole. ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``:
-    the sample's value of an input."""
+    the sample's value of an input. ``alike``: of each ragged input the first that has rows of the same lengths."""
 
     def __init__(
         self,
@@ -76,8 +81,10 @@ class ForwardRecorder(TorchFunctionMode):
         divided: frozenset[str],
         given: Callable[[str], Tensor],
         kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
+        alike: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self._alike_inputs, self._closing = alike, False
         self.trace = ForwardTrace()
         self._fakes, self._looked_into, self._divided = fakes, inside, divided
         self._paths: dict[int, str] = {}
@@ -88,6 +95,8 @@ class ForwardRecorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._left = kept
         self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
+        self._nested: list[Tensor] = []
+        self._packed_here: set[int] = set()
         self._inside: list[str] = [""]
         self._quiet = 0
         self._autocast: list[AutocastRegion] = []
@@ -102,10 +111,24 @@ class ForwardRecorder(TorchFunctionMode):
                 self.flow.depend(tensor)
                 self._know(tensor, Origin.INPUT, input_name(path))
         with self._patched(), self.flow, self._fakes.mode, self, self._nothing_drawn():
+            args, kwargs = self._closed(args, kwargs)
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
             self.trace.returned = self._returned(returned)
         return self.trace
+
+    def _closed(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with everything ragged as the model is given it."""
+        parts = opened_in((args, kwargs))
+        for part, first in zip(parts, self._alike_inputs):
+            if parts[first] is not part:
+                slots = self._slots((parts[first].lengths, part.lengths))
+                made = Instruction(check_alike, slots, {}, Context(), self.owner)
+                self.trace.instructions.append(made)
+        self._closing = True
+        found = closed((args, kwargs))
+        self._closing = False
+        return found
 
     @property
     def owner(self) -> str:
@@ -205,6 +228,11 @@ class ForwardRecorder(TorchFunctionMode):
 
         return self._alike.run(module, checked)
 
+    def _nest(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._quiet:
+            return original(*args, **kwargs)
+        return self._call(original, original, args, kwargs)
+
     def _function(self, original: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
         if self._quiet:
             return original(kind, *args, **kwargs)
@@ -221,6 +249,7 @@ class ForwardRecorder(TorchFunctionMode):
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
         pack = saved_tensors_hooks.__enter__
+        nest = torch.nested.nested_tensor_from_jagged
 
         def packed(hooks: saved_tensors_hooks) -> Any:
             self.trace.packs |= not self._quiet
@@ -246,6 +275,7 @@ class ForwardRecorder(TorchFunctionMode):
             (torch.autocast, "__enter__", enter, entered),
             (torch.autocast, "__exit__", leave, left),
             (saved_tensors_hooks, "__enter__", pack, packed),
+            (torch.nested, nest.__name__, nest, lambda *a, **k: self._nest(nest, *a, **k)),
         ]
         with contextlib.ExitStack() as stack:
             for holder, name, before, now in changes:
@@ -277,9 +307,20 @@ class ForwardRecorder(TorchFunctionMode):
             made.writes = tuple(self._numbers[id(tensor)] for tensor in written)
             self.trace.instructions.append(made)
             self._kept.append(value)
+            self._note_longest(name, made)
         if answer is not None and answer.assumed:
             self._expect(target, args, kwargs, value, context)
         return value
+
+    def _note_longest(self, name: str, made: Instruction) -> None:
+        """Rows are padded to the longest: of these rows where the model packed them, of the whole batch where it was
+        given them packed."""
+        if name == "_pack_padded_sequence" and not self._closing:
+            self._packed_here.add(made.results[1][1])
+        if name == "_pad_packed_sequence" and _total_length() is None:
+            sizes = made.args[1]
+            if isinstance(sizes, TensorSlot) and sizes.index in self._packed_here:
+                made.args = (*made.args[:-1], SizeOf(sizes.index, 0))
 
     def _run(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
@@ -288,13 +329,19 @@ class ForwardRecorder(TorchFunctionMode):
         self._quiet += 1
         try:
             return run(*args, **kwargs), None
-        except ASKED_FOR_VALUES:
-            if isinstance(target, ModulePath):
-                raise
-            answer = self._known.answer(run, args, kwargs, self.owner)
-            return self._bare(answer.value, args, kwargs), answer
         except Exception as error:
-            if isinstance(error, OWN_ERRORS) or not isinstance(target, ModulePath):
+            if isinstance(error, OWN_ERRORS):
+                raise
+            if not isinstance(target, ModulePath):
+                if is_attention_of_nested(target, args, kwargs):
+                    return attended(*args, **kwargs), None
+                follows = _follows_from_lengths(target)
+                if not isinstance(error, ASKED_FOR_VALUES) and not follows:
+                    raise
+                answer = self._known.answer(run, args, kwargs, self.owner)
+                value = self._bare(answer.value, args, kwargs)
+                return value, None if follows or self._closing else answer
+            if isinstance(error, ASKED_FOR_VALUES):
                 raise
             # Perhaps it was not given what it would be given: then it is run with what is around it.
             raise StaysWhole(self.owner, self.describe_error(error)) from error
@@ -349,6 +396,8 @@ class ForwardRecorder(TorchFunctionMode):
                 return TensorSlot(self._argument(part))
             if isinstance(part, nn.Module) and id(part) in self._paths:
                 return ModulePath(self._paths[id(part)])
+            if isinstance(part, torch.SymInt):
+                return self._ragged_size(part)
             if isinstance(part, CONSTANTS) or id(part) in self._configs:
                 if isinstance(part, types.FunctionType):
                     self._check_closure(part)
@@ -358,6 +407,14 @@ class ForwardRecorder(TorchFunctionMode):
             raise StaysWhole(self.owner, f"it passes a {type(part).__name__} to a part of it")
 
         return change(value, replace)
+
+    def _ragged_size(self, size: torch.SymInt) -> SizeOf:
+        """That of the first nested tensor that has it."""
+        for tensor in self._nested:
+            for dimension, own in enumerate(tensor.shape):
+                if isinstance(own, torch.SymInt) and bool(own == size):
+                    return SizeOf(self._numbers[id(tensor)], dimension)
+        raise StaysWhole(self.owner, "it computes with the size of a nested tensor's rows")
 
     def _check_closure(self, function: types.FunctionType) -> None:
         held = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
@@ -393,10 +450,12 @@ class ForwardRecorder(TorchFunctionMode):
         number = self._numbers[id(tensor)] = len(self.trace.tensors)
         self._kept.append(tensor)
         storage = storage_of(tensor)
+        if tensor.is_nested:
+            self._nested.append(tensor)
         self.trace.tensors.append(
             TracedTensor(
                 origin,
-                tuple(tensor.shape),
+                () if tensor.is_nested else tuple(tensor.shape),
                 tensor.dtype,
                 storage,
                 self.flow.depends(storage),
@@ -421,6 +480,19 @@ class ForwardRecorder(TorchFunctionMode):
         found = change(value, replace)
         self.trace.dropped = tuple(dict.fromkeys(dropped))
         return found
+
+
+def _follows_from_lengths(target: Any) -> bool:
+    """Whether a call packs rows or pads them again: its results are as long as the lengths say."""
+    return getattr(target, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
+
+
+def _total_length() -> int | None:
+    """What the innermost call of pad_packed_sequence was told; None: nothing."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is pad_packed_sequence.__code__:
+            return frame.f_locals["total_length"]
+    return None
 
 
 def _places() -> tuple[int, int]:

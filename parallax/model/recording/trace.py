@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallax.model.block import Slot, transform
+from parallax.model.block import Slot, TensorSlot, transform
 
 Path = tuple[Any, ...]
 """Where a tensor lies in a nest: the keys that lead there, outermost first."""
@@ -48,8 +48,9 @@ class Context:
 
 @dataclass
 class TracedTensor:
-    """A tensor of a run: shape, type, bytes, the storage that it is a view of, and whether its values depend on those
-    of inputs. ``name``: what the model calls it, or where the input lies; ``value``: a tensor from outside."""
+    """A tensor of a run: shape (of a nested one: none), type, bytes, the storage that it is a view of, and whether its
+    values depend on those of inputs. ``name``: what the model calls it, or where the input lies;
+    ``value``: a tensor from outside."""
 
     origin: Origin
     shape: tuple[int, ...]
@@ -70,6 +71,13 @@ class ModulePath(Slot):
     """Stands for a module of the model."""
 
     path: str
+
+
+@dataclass(frozen=True)
+class SizeOf(TensorSlot):
+    """Stands for the size in ``dimension`` of tensor ``index``, where it is that and no other that is as large."""
+
+    dimension: int
 
 
 @dataclass(eq=False)

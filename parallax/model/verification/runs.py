@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,9 +75,10 @@ class BlocksInOrder:
         for block in self.blocks:
             block.train(mode)
 
-    def forward(self, inputs: Any) -> Any:
-        """What the last block returns, as the model returns it. Raises :class:`BlockFails`."""
-        tensors = self.chain.arguments(_copies(inputs))
+    def forward(self, inputs: Any, longest: Sequence[int] = ()) -> Any:
+        """What the last block returns, as the model returns it; ``longest``: rows of a batch of which these are a part.
+        Raises :class:`BlockFails`."""
+        tensors = self.chain.arguments(_copies(inputs), longest)
         for index, block in enumerate(self.blocks):
             try:
                 tensors = as_tuple(block(*tensors))

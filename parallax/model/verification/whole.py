@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from parallax.errors import DescribeError, HangError, printable
 from parallax.model.block import Field, flatten, leaves
 from parallax.model.describe import Chain, parameter_names
+from parallax.model.ragged import plain_rows
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import SameDraws, begin_draws
 from parallax.model.verification.runs import (
@@ -239,7 +240,7 @@ class _Digests:
 
     def add(self, found: Any) -> None:
         """All tensors in a nest."""
-        for tensor in flatten(found)[0]:
+        for tensor in map(plain_rows, flatten(found)[0]):
             if not tensor.is_meta:
                 self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))
 
@@ -262,7 +263,8 @@ def _digest(tensor: Tensor) -> tuple[float, float]:
 def _named(results: Any) -> Iterator[tuple[str, Tensor]]:
     for path, part in leaves(results):
         if isinstance(part, Tensor):
-            yield ".".join(k.name if isinstance(k, Field) else str(k) for k in path), part
+            name = ".".join(k.name if isinstance(k, Field) else str(k) for k in path)
+            yield name, plain_rows(part)
 
 
 def _first_line(error: Exception) -> str:

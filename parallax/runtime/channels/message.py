@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import TransportError
+from parallax.model.block import RAGGED_HELP
 
 Copy = Callable[[Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
@@ -99,8 +100,8 @@ def lay_out(spec: Spec) -> Layout:
     for dtype, shape in spec:
         if not all(type(size) is int for size in shape):
             raise TransportError(
-                f"a block returned a nested tensor of shape {tuple(shape)}, and stages exchange rows of one size: cut "
-                "the model elsewhere (model.blocks), or let the block return padded rows"
+                f"a block returned a nested tensor of shape {tuple(shape)}, and stages exchange rows of one size: "
+                f"{RAGGED_HELP}"
             )
         if dtype not in _DTYPES:
             raise TransportError(

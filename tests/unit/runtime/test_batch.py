@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from parallax.errors import DataError, DescribeError, NonFiniteError
 from parallax.model.describe import describe
@@ -113,16 +112,3 @@ def test_what_modules_in_a_row_cannot_take() -> None:
     for value in (None, ["a", torch.ones(2)], {"input": {"x": torch.ones(2)}}):
         with pytest.raises(DescribeError, match=r"^inputs are "):
             chain.arguments(value)
-
-
-@pytest.mark.parametrize("inside", [lambda rows: rows, lambda rows: {"given": (rows, 1)}])
-def test_ragged_rows_that_cannot_be_cut_are_one_line(inside: Any) -> None:
-    padded, lengths = torch.zeros(ROWS, 3, WIDTH), torch.full((ROWS,), 2)
-    packed = pack_padded_sequence(padded, lengths, batch_first=True)
-    nested = torch.nested.nested_tensor_from_jagged(
-        torch.zeros(2 * ROWS, WIDTH), torch.arange(0, 2 * ROWS + 1, 2)
-    )
-    for rows, error in ((packed, DescribeError), (nested, DataError)):
-        with pytest.raises(error, match="give padded rows and a tensor of their lengths") as caught:
-            TensorRows(inside(rows), torch.zeros(ROWS))
-        assert "\n" not in str(caught.value)

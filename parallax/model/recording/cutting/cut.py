@@ -174,7 +174,8 @@ class ProgramCutter:
             if tensor.held or tensor.maker < 0 or not self._is_light(self._steps[tensor.maker]):
                 continue
             used = self._steps[tensor.maker].uses
-            if tensor.traced.storage in self._written or any(i not in sources for i in used):
+            given = tensor.rows is not None and all(i in sources for i in used)
+            if tensor.traced.storage in self._written or not given:
                 continue
             sources[tensor.index] = frozenset().union(*(sources[i] for i in used))
             needed = sum(self._tensors[i].traced.nbytes for i in sources[tensor.index])

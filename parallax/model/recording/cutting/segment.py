@@ -22,7 +22,7 @@ from parallax.model.recording.program import (
     Number,
     Switch,
 )
-from parallax.model.recording.trace import HOOKS, Context, ModulePath, Origin, Path
+from parallax.model.recording.trace import HOOKS, Context, ModulePath, Origin, Path, SizeOf
 
 _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
@@ -236,6 +236,8 @@ class SegmentWriter:
         return self._constant(part)
 
     def _slot(self, part: Slot) -> str:
+        if isinstance(part, SizeOf):
+            return f"{self._use(part.index)}.shape[{part.dimension}]"
         if isinstance(part, TensorSlot):
             return self._use(part.index)
         if isinstance(part, ModulePath):
