@@ -6,14 +6,15 @@ of torch.nn.functional.dropout and its relatives are replaced by ones whose mask
 step, row, block, number of the call). A recomputed forward draws them again.
 
 This holds where dimension 0 of what is dropped from is the micro-batch's rows, or a whole multiple of them: each row
-then has a run of its own. What else draws cannot follow: the ``dropout_p`` of scaled_dot_product_attention and with it
+then has a run of its own; and of nested tensors. What else draws cannot follow: the data of a PackedSequence, whose
+rows lie among each other, the ``dropout_p`` of scaled_dot_product_attention and with it
 nn.MultiheadAttention, dropout inside nn.LSTM and nn.GRU, compiled blocks, a model's own torch.rand. That depends on
 (seed, step, first row, block): the same in every run of a plan, and in another plan with the same rows on a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,8 @@ class RowDropout(TorchFunctionMode):
             return None
         self._calls += 1
         rows = self._draws.rows
+        if input.is_nested and not (drop is _drop and _is_whole(input)):
+            return None
         if input.dim() == 0 or rows == 0 or input.shape[0] % rows or not input.is_floating_point():
             return None
         found = drop(self, input, p)
@@ -97,13 +100,39 @@ class RowDropout(TorchFunctionMode):
 
     def kept(self, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
         """A mask over rows: True where a number is kept, which has the probability 1 - p."""
+        noise = torch.empty(shape, device=self._draws.generator.device)
+        self._draw(noise.tensor_split(self._draws.rows))
+        return noise >= p
+
+    def kept_nested(self, x: Tensor, p: float) -> Tensor:
+        """The same over the rows of a nested tensor, ragged as it is."""
+        jagged: Any = x
+        sizes = [jagged.size(d) for d in range(1, x.dim())]
+        noise = [
+            torch.empty(
+                [size if isinstance(size, int) else length for size in sizes],
+                device=self._draws.generator.device,
+            )
+            for length in jagged.offsets().diff().tolist()
+        ]
+        self._draw(noise)
+        ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
+        return torch.nested.nested_tensor_from_jagged(
+            (torch.cat(noise, ragged) >= p).to(x.dtype), jagged.offsets(), jagged_dim=ragged + 1
+        )
+
+    def _draw(self, rows: Sequence[Tensor]) -> None:
+        """Fill the numbers of each row."""
         draws = self._draws
-        noise = torch.empty(shape, device=draws.generator.device)
-        for place, part in enumerate(noise.tensor_split(draws.rows)):
+        for place, part in enumerate(rows):
             where = draws.step, draws.first + place, draws.block, self._calls
             draws.generator.manual_seed(block_seed(draws.seed, *where))
             part.uniform_(generator=draws.generator)
-        return noise >= p
+
+
+def _is_whole(nested: Any) -> bool:
+    """Whether the rows of a nested tensor lie one after the other, without holes."""
+    return nested.layout is torch.jagged and nested.lengths() is None
 
 
 def has_dropout(block: nn.Module) -> bool:
@@ -112,6 +141,8 @@ def has_dropout(block: nn.Module) -> bool:
 
 
 def _drop(mode: RowDropout, x: Tensor, p: float) -> Tensor:
+    if x.is_nested:
+        return x * mode.kept_nested(x, p) * (1 / (1 - p))
     return (x * mode.kept(x.shape, p)).mul_(1 / (1 - p))
 
 

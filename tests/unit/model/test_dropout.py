@@ -107,3 +107,24 @@ def test_types_are_kept() -> None:
 def test_modules_that_drop() -> None:
     assert has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1))))
     assert not has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+
+
+@pytest.mark.parametrize("dimension", [1, 2])
+def test_rows_of_a_nested_tensor_are_dropped_from_alike(dimension: int) -> None:
+    lengths = [3, 5, 1, 4]
+    rows = [torch.randn(length, 40) for length in lengths]
+    if dimension == 2:
+        rows = [row.t().contiguous() for row in rows]
+
+    def dropped(low: int, high: int) -> list[Tensor]:
+        x = torch.nested.nested_tensor(rows[low:high], layout=torch.jagged, requires_grad=True)
+        found = drop(lambda x: F.dropout(x, 0.3), x, 10 + low, high - low)
+        found.values().sum().backward()  # type: ignore[operator]
+        assert x.grad is not None
+        return list(found.detach().unbind())
+
+    whole = dropped(0, 4)
+    for low, high in [(0, 1), (1, 3), (3, 4)]:
+        assert all(torch.equal(a, b) for a, b in zip(dropped(low, high), whole[low:high]))
+    kept = torch.cat([row.flatten() for row in whole]) != 0
+    assert 0.55 < float(kept.float().mean()) < 0.85
