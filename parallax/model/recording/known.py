@@ -107,7 +107,11 @@ class KnownValues:
     def answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
         """What ``ask`` gives with the values that its tensors have. Raises :class:`StaysWhole` for ``owner`` where
         those are not known, or not the same whatever is drawn."""
-        asked = [self._numbers[id(tensor)] for tensor in tensors_in((args, kwargs))]
+        tensors = list(tensors_in((args, kwargs)))
+        if any(tensor.is_nested for tensor in tensors):
+            where = place(traceback.extract_stack())
+            raise StaysWhole(owner, f"it asks how long a nested tensor's rows are{where}")
+        asked = [self._numbers[id(tensor)] for tensor in tensors]
         replay = _Replay(self, asked)
         try:
             found = [replay.ask(filling, ask, args, kwargs) for filling in _FILLINGS]

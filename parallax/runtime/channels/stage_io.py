@@ -243,8 +243,8 @@ def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:
     if len(sizes) > 1:
         raise TransportError(
             f"{action}: rows of sizes {sizes[0]} and {sizes[1]} arrived from two replicas, and those of a micro-batch "
-            "are one tensor: pad them to one size for the whole batch (pad_packed_sequence(total_length=...)), or use "
-            "plan.replicas=1"
+            "are one tensor: pad them to one size for the whole batch (pad_packed_sequence(total_length=...), or the "
+            "batch's longest), or use plan.replicas=1"
         )
     return torch.cat(list(parts))
 
