@@ -74,6 +74,9 @@ class Field(Slot):
 
     name: str
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
     """The tensors in ``value``, depth first, and the template that :func:`rebuild` puts them back in."""

@@ -36,10 +36,15 @@ class NestedRows:
     """An opened nested tensor: rows with zeros behind them, their ``lengths``, the ``dimension`` that is ragged, and
     which nested tensor of the nest, counted from 0, has the same offsets; itself where it is the first."""
 
-    padded: Tensor
+    nested: Tensor
     lengths: Tensor
     dimension: int
     shares: int
+
+    @property
+    def padded(self) -> Tensor:
+        """The rows, as those of :class:`PackedRows` are called: inputs of one kind are not taken for the other."""
+        return self.nested
 
 
 _SHOWN = 8  # lengths in a message

@@ -263,6 +263,26 @@ def test_a_packed_sequence_between_blocks_of_ones_own_is_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (lambda: packed(WORDS), "0.padded, 0.lengths, 0.rank"),
+        (lambda: nested()[0], "0.nested, 0.lengths"),
+        (lambda: padded()[0], "0"),
+    ],
+    ids=["unsorted", "nested", "padded"],
+)
+def test_inputs_of_another_kind_are_one_line(given: Any, names: str) -> None:
+    """A model that was described with sorted rows does not sort them."""
+    chain = make_chain(TwoLayers, TensorRows(MODELS["sorted"][1](), torch.arange(ROWS)))
+    with pytest.raises(DescribeError) as error:
+        chain.arguments((given(),))
+    assert f"inputs are {names}, and the model was described with 0.padded, 0.lengths: " in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+
+
 def test_inputs_that_do_not_have_the_lengths_of_the_sample_are_one_line() -> None:
     chain = make_chain(TwoInputs, TensorRows((packed(FEATURES), packed(WORDS)), torch.arange(ROWS)))
     with pytest.raises(DescribeError, match=r"lengths \[3, 5\] and \[5, 1\]") as error:
