@@ -114,7 +114,7 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
     if _has_names(value):
         changed = [transform(part, change, kinds) for part in value]
         if isinstance(value, PackedSequence):
-            return PackedSequence._make(changed)  # which looks at no part
+            return tuple.__new__(PackedSequence, changed)  # its own looks at the parts
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if is_record(value):
         record = copy.copy(value)

@@ -134,25 +134,7 @@ def run_on_values(
     """What ``module`` returns, without values, where it decides by values: it is run on those that ``value_of``
     knows, and small random ones for the others."""
     memo: dict[int, Any] = {}
-
-    def real(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        if id(part) not in memo:
-            inner: Any = part
-            value = None if part.is_nested else value_of(part)
-            if value is not None:
-                made = value
-            elif part.is_nested:
-                made = renested(part, real(inner._values), real(inner._offsets))
-            elif id(part) in fakes.bare and not isinstance(part, nn.Parameter):
-                made = fakes.value(part)
-            elif part.is_floating_point() or part.is_complex():
-                made = 0.02 * torch.randn(part.shape, dtype=part.dtype)
-            else:
-                made = torch.zeros(part.shape, dtype=part.dtype)
-            memo[id(part)] = made
-        return memo[id(part)]
+    real = _with_values(fakes, value_of, memo)
 
     with without_modes(), torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -181,6 +163,33 @@ def run_on_values(
         return back if back is not None else fakes.fake(tuple(part.shape), part.dtype)
 
     return transform(found, fake)
+
+
+def _with_values(
+    fakes: FakeModel, value_of: Callable[[Tensor], Tensor | None], memo: dict[int, Any]
+) -> Callable[[Any], Any]:
+    """What gives a tensor for one without values, the same each time, remembered in ``memo``."""
+
+    def real(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        if id(part) not in memo:
+            inner: Any = part
+            value = None if part.is_nested else value_of(part)
+            if value is not None:
+                made = value
+            elif part.is_nested:
+                made = renested(part, real(inner._values), real(inner._offsets))
+            elif id(part) in fakes.bare and not isinstance(part, nn.Parameter):
+                made = fakes.value(part)
+            elif part.is_floating_point() or part.is_complex():
+                made = 0.02 * torch.randn(part.shape, dtype=part.dtype)
+            else:
+                made = torch.zeros(part.shape, dtype=part.dtype)
+            memo[id(part)] = made
+        return memo[id(part)]
+
+    return real
 
 
 def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:

@@ -135,6 +135,19 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(value)
 
 
+def holds_tensors(function: types.FunctionType) -> bool:
+    """Whether there are tensors in what a function closes over."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    return any(True for _ in tensors_in(held))
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
 def state(tensor: Tensor) -> tuple[int, int]:
     """Changes when values of ``tensor`` are written, or others take their place."""
     return tensor._version, storage_of(tensor)

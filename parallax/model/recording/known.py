@@ -12,18 +12,21 @@ probability 0 is never dropped.
 from __future__ import annotations
 
 import contextlib
+import random
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_packed_sequence
 
 from parallax.errors import HangError
-from parallax.model.block import TensorSlot, leaves, tensors_in, transform
+from parallax.model.block import TensorSlot, has_gradient, leaves, tensors_in, transform
 from parallax.model.recording.fakes import FakeModel, KeepsState, without_modes
-from parallax.model.recording.flow import SHAPE_ONLY
+from parallax.model.recording.flow import SHAPE_ONLY, DataFlow, storage_of, tensors_of
 from parallax.model.recording.trace import (
     ForwardTrace,
     Instruction,
@@ -76,6 +79,53 @@ def place(frames: Iterable[traceback.FrameSummary]) -> str:
     """The innermost line of the user's own code among ``frames``; empty where there is none."""
     own = [f for f in frames if "/torch/" not in f.filename and "/parallax/" not in f.filename]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def follows_from_lengths(target: Any) -> bool:
+    """Whether a call packs rows or pads them again: its results are as long as the lengths say."""
+    return getattr(target, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
+
+
+def total_length() -> int | None:
+    """What the innermost call of pad_packed_sequence was told; None: nothing."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is pad_packed_sequence.__code__:
+            return frame.f_locals["total_length"]
+    return None
+
+
+@contextlib.contextmanager
+def nothing_drawn(owner: Callable[[], str]) -> Iterator[None]:
+    """Python's random numbers decide nothing: what is drawn in one run would be kept for ever."""
+    before = _places()
+    yield
+    if before != _places():
+        raise StaysWhole(
+            owner(), "it draws random numbers of Python or numpy; draw them with torch"
+        )
+
+
+def _places() -> tuple[int, int]:
+    """How far Python's and numpy's random numbers are drawn."""
+    legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # what models without a generator draw from
+    return random.getstate()[1][-1], int(legacy["state"]["pos"])
+
+
+def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
+    """An answer with tensors without values, which depend on what those that were ``given`` depend on."""
+    sources = list(tensors_of(given))
+    follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
+
+    def bare(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        made = fakes.fake(tuple(part.shape), part.dtype)
+        for tensor in sources:
+            if flow.depends(storage_of(tensor)):
+                flow.depend(made)
+        return made.requires_grad_().clone() if follows and has_gradient(made) else made
+
+    return transform(answer, bare)
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,19 @@ What Python asks a fake tensor's values for fails, and the module in whose forwa
 from __future__ import annotations
 
 import contextlib
-import random
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.rnn import pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from parallax.model.block import TensorSlot, has_gradient, leaves, tensors_in, transform
+from parallax.model.block import TensorSlot, leaves, tensors_in
 from parallax.model.ragged import check_alike, closed, opened_in
 from parallax.model.recording.expected import expect_answer, expect_sizes
 from parallax.model.recording.fakes import (
@@ -40,6 +37,7 @@ from parallax.model.recording.flow import (
     CONSTANTS,
     AlikeModules,
     DataFlow,
+    holds_tensors,
     state,
     storage_of,
     tensors_of,
@@ -52,7 +50,11 @@ from parallax.model.recording.known import (
     KnownValues,
     StaysWhole,
     WritesParameter,
+    follows_from_lengths,
+    nothing_drawn,
     place,
+    total_length,
+    without_values,
 )
 from parallax.model.recording.trace import (
     HOOKS,
@@ -65,6 +67,7 @@ from parallax.model.recording.trace import (
     SizeOf,
     TracedTensor,
     change,
+    size_of,
 )
 
 
@@ -95,7 +98,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._left = kept
         self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
-        self._nested: list[Tensor] = []
+        self._nested: list[tuple[int, Tensor]] = []
         self._packed_here: set[int] = set()
         self._inside: list[str] = [""]
         self._quiet = 0
@@ -110,7 +113,7 @@ class ForwardRecorder(TorchFunctionMode):
             if isinstance(tensor, Tensor):
                 self.flow.depend(tensor)
                 self._know(tensor, Origin.INPUT, input_name(path))
-        with self._patched(), self.flow, self._fakes.mode, self, self._nothing_drawn():
+        with self._patched(), self.flow, self._fakes.mode, self, nothing_drawn(lambda: self.owner):
             args, kwargs = self._closed(args, kwargs)
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
@@ -167,7 +170,7 @@ class ForwardRecorder(TorchFunctionMode):
             return self._call(self._whole(original, module), ModulePath(path), args, kwargs)
         self._inside.append(path)
         try:
-            with self._nothing_drawn():
+            with nothing_drawn(lambda: self.owner):
                 return original(module, *args, **kwargs)
         except OWN_ERRORS:
             raise
@@ -175,16 +178,6 @@ class ForwardRecorder(TorchFunctionMode):
             raise StaysWhole(self.owner, self.describe_error(error)) from error
         finally:
             self._inside.pop()
-
-    @contextlib.contextmanager
-    def _nothing_drawn(self) -> Iterator[None]:
-        """Python's random numbers decide nothing: what is drawn in one run would be kept for ever."""
-        before = _places()
-        yield
-        if before != _places():
-            raise StaysWhole(
-                self.owner, "it draws random numbers of Python or numpy; draw them with torch"
-            )
 
     def _check_left(self, path: str) -> None:
         """A part that stays whole finds what its last forward left in it: code around it, which sets its attributes, is
@@ -317,7 +310,7 @@ class ForwardRecorder(TorchFunctionMode):
         given them packed."""
         if name == "_pack_padded_sequence" and not self._closing:
             self._packed_here.add(made.results[1][1])
-        if name == "_pad_packed_sequence" and _total_length() is None:
+        if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
             if isinstance(sizes, TensorSlot) and sizes.index in self._packed_here:
                 made.args = (*made.args[:-1], SizeOf(sizes.index, 0))
@@ -335,11 +328,11 @@ class ForwardRecorder(TorchFunctionMode):
             if not isinstance(target, ModulePath):
                 if is_attention_of_nested(target, args, kwargs):
                     return attended(*args, **kwargs), None
-                follows = _follows_from_lengths(target)
+                follows = follows_from_lengths(target)
                 if not isinstance(error, ASKED_FOR_VALUES) and not follows:
                     raise
                 answer = self._known.answer(run, args, kwargs, self.owner)
-                value = self._bare(answer.value, args, kwargs)
+                value = without_values(self._fakes, self.flow, answer.value, (args, kwargs))
                 return value, None if follows or self._closing else answer
             if isinstance(error, ASKED_FOR_VALUES):
                 raise
@@ -347,22 +340,6 @@ class ForwardRecorder(TorchFunctionMode):
             raise StaysWhole(self.owner, self.describe_error(error)) from error
         finally:
             self._quiet -= 1
-
-    def _bare(self, answer: Any, args: Any, kwargs: Any) -> Any:
-        """An answer with its tensors without values."""
-        given = list(tensors_of((args, kwargs)))
-        follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-
-        def bare(part: Any) -> Any:
-            if not isinstance(part, Tensor):
-                return part
-            made = self._fakes.fake(tuple(part.shape), part.dtype)
-            for tensor in given:
-                if self.flow.depends(storage_of(tensor)):
-                    self.flow.depend(made)
-            return made.requires_grad_().clone() if follows and has_gradient(made) else made
-
-        return transform(answer, bare)
 
     def _expect(
         self, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, context: Context
@@ -397,29 +374,19 @@ class ForwardRecorder(TorchFunctionMode):
             if isinstance(part, nn.Module) and id(part) in self._paths:
                 return ModulePath(self._paths[id(part)])
             if isinstance(part, torch.SymInt):
-                return self._ragged_size(part)
+                found = size_of(part, self._nested)
+                if found is None:
+                    raise StaysWhole(self.owner, "it computes with a nested tensor's size")
+                return found
             if isinstance(part, CONSTANTS) or id(part) in self._configs:
-                if isinstance(part, types.FunctionType):
-                    self._check_closure(part)
+                if isinstance(part, types.FunctionType) and holds_tensors(part):
+                    raise StaysWhole(self.owner, "it passes a function that holds tensors")
                 return part
             if type(part).__module__ in ("numpy", "functools", "builtins"):
                 return part
             raise StaysWhole(self.owner, f"it passes a {type(part).__name__} to a part of it")
 
         return change(value, replace)
-
-    def _ragged_size(self, size: torch.SymInt) -> SizeOf:
-        """That of the first nested tensor that has it."""
-        for tensor in self._nested:
-            for dimension, own in enumerate(tensor.shape):
-                if isinstance(own, torch.SymInt) and bool(own == size):
-                    return SizeOf(self._numbers[id(tensor)], dimension)
-        raise StaysWhole(self.owner, "it computes with the size of a nested tensor's rows")
-
-    def _check_closure(self, function: types.FunctionType) -> None:
-        held = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-        if any(True for _ in tensors_in(held)):
-            raise StaysWhole(self.owner, "it passes a function that holds tensors")
 
     def _argument(self, tensor: Tensor) -> int:
         """The number of a tensor that is used."""
@@ -451,7 +418,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._kept.append(tensor)
         storage = storage_of(tensor)
         if tensor.is_nested:
-            self._nested.append(tensor)
+            self._nested.append((number, tensor))
         self.trace.tensors.append(
             TracedTensor(
                 origin,
@@ -480,29 +447,3 @@ class ForwardRecorder(TorchFunctionMode):
         found = change(value, replace)
         self.trace.dropped = tuple(dict.fromkeys(dropped))
         return found
-
-
-def _follows_from_lengths(target: Any) -> bool:
-    """Whether a call packs rows or pads them again: its results are as long as the lengths say."""
-    return getattr(target, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
-
-
-def _total_length() -> int | None:
-    """What the innermost call of pad_packed_sequence was told; None: nothing."""
-    for frame, _ in traceback.walk_stack(None):
-        if frame.f_code is pad_packed_sequence.__code__:
-            return frame.f_locals["total_length"]
-    return None
-
-
-def _places() -> tuple[int, int]:
-    """How far Python's and numpy's random numbers are drawn."""
-    legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # what models without a generator draw from
-    return random.getstate()[1][-1], int(legacy["state"]["pos"])
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

@@ -6,7 +6,7 @@ what an instruction gave. Sizes and other plain values stand in a trace as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -78,6 +78,15 @@ class SizeOf(TensorSlot):
     """Stands for the size in ``dimension`` of tensor ``index``, where it is that and no other that is as large."""
 
     dimension: int
+
+
+def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
+    """The first of some numbered nested tensors whose rows are that long."""
+    for number, tensor in nested:
+        for dimension, own in enumerate(tensor.shape):
+            if isinstance(own, torch.SymInt) and bool(own == size):
+                return SizeOf(number, dimension)
+    return None
 
 
 @dataclass(eq=False)
