@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint format bench bench-gpu clean
+.PHONY: help train test test-sim lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -30,6 +30,9 @@ test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
 	@echo "== pytest"
 	@$(BIN)/python -m compileall -q parallax benchmarks tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutants too (ARGS go to pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sim -n $(JOBS) -m "not bench" $(ARGS)
 
 # Types take as long as all else together, and are checked beside it.
 lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing

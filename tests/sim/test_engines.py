@@ -12,6 +12,10 @@ from tests.distributed.pool import Pool
 from tests.plans import stages_each
 from tests.sim import jobs
 
+STAGED_TOO = [
+    pytest.param(False, id="staged", marks=pytest.mark.thorough),
+    pytest.param(True, id="direct"),
+]
 ROWS_APART = (
     1e-6  # relative; rows of a replica are summed in another order, and kernels round by alignment
 )
@@ -39,7 +43,7 @@ def check(
     return ranks
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("direct", STAGED_TOO)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
     """NCCL's habits included: what connects late would make the ranks of a pipeline wait for each other."""
@@ -49,16 +53,16 @@ def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
     check(sim_pool, (1, 1), options, direct=direct)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("direct", STAGED_TOO)
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
-        ((2,), {}),
         ((2,), {"optimizer_offload": 1.0}),
         ((2,), {"shard": True}),
         ((1, 2), {"directive": "offload", "tier": "disk"}),
         ((2, 1), BELOW),
-        ((2, 2), {"directive": "offload"}),
+        pytest.param((2,), {}, marks=pytest.mark.thorough),
+        pytest.param((2, 2), {"directive": "offload"}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

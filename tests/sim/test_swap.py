@@ -14,7 +14,14 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("lateness", [0, 2, pytest.param(9, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "lateness",
+    [
+        2,
+        pytest.param(0, marks=pytest.mark.thorough),
+        pytest.param(9, marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("name", PARTS)
 def test_trains_alike_without_a_race(sim_pool: Pool, name: str, lateness: int) -> None:
     """``lateness``: transfers are over when they are first asked about, or later."""
