@@ -288,7 +288,9 @@ class _Bench:
         """Whether any gradient of a parameter is put off."""
         results, halves = passes.enter_and_split(None)
         passes.backward(results)
-        return bool(halves.owes())
+        owed = bool(halves.owes())
+        halves.finish()  # what is held for it holds the graph, and the graph what is held
+        return owed
 
     def forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any

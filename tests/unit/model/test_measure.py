@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -242,6 +243,20 @@ def test_buffers_and_numbers_in_double_precision() -> None:
     ).blocks[1]
     assert found.buffer_bytes == 2 * WIDE * 8 + 8
     assert found.parameter_bytes == 2 * WIDE * 8
+
+
+def test_nothing_that_was_measured_stays() -> None:
+    """Every block stayed, with its gradients and what it had saved: a graph held it, which was held by what it held."""
+
+    def alive() -> int:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    profile_of(chain_of(linear()))  # what torch makes once
+    before = alive()
+    profile_of(chain_of(Both, Twice, linear()))
+    assert alive() - before < WIDE * WIDE * FLOAT
 
 
 def test_measuring_leaves_the_random_state_alone() -> None:
