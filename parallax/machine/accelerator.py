@@ -19,6 +19,8 @@ import torch
 
 from parallax.machine.pinned import Arena, TorchArena
 
+SMALL_TENSORS_BYTES = 8 * 2**20  # 16,000 numbers of 512 bytes each
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -41,6 +43,17 @@ class Accelerator:
     def module(self) -> Any:
         """torch's own module for the kind, as torch.cuda."""
         return torch.get_device_module(self.kind)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Of torch's allocator, what is no tensor of the model: an allocation takes whole pieces of some hundred bytes,
+        and optimizers keep a number for each parameter."""
+        return SMALL_TENSORS_BYTES
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the processes that train on it, where the user has not set them."""
+        return {}
 
     def devices(self) -> tuple[DeviceFacts, ...]:
         """The visible devices. Only their properties are read: no context is made, so no memory is taken."""

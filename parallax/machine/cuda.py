@@ -13,11 +13,24 @@ from parallax.machine.accelerator import Accelerator
 from parallax.machine.pinned import Arena, RegisteredArena
 
 _CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
+_HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # as torch allocates them on Hopper; less on others
 _ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
 
 class Cuda(Accelerator):
     """NVIDIA's devices, and AMD's."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Workspaces of cuBLAS, too, one for each handle: of the thread that runs forwards, and of the one that runs
+        backwards."""
+        return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Memory that is mapped piece by piece: what comes and goes in many sizes leaves no gaps between segments."""
+        known_before = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # its name in older versions
+        return {} if known_before else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
     def arena(self, count: int, remedy: str) -> Arena:
         """Registered pages: torch's own pinned allocator would round up to a power of two."""

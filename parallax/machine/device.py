@@ -332,6 +332,13 @@ def select_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
+def keep_to(device: torch.device, limit_bytes: int) -> None:
+    """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
+    fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""
+    if device.type != "cpu":
+        accelerator_of(device).limit_memory(device, limit_bytes)
+
+
 def private_random_state(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Keep the caller's random state on the host and on ``device`` untouched by what is seeded and drawn in here."""
     if device.type == "cpu":

@@ -10,7 +10,12 @@ import torch
 
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, check_choice, check_count
-from parallax.machine.accelerators import known_kinds, present_devices, present_kind
+from parallax.machine.accelerators import (
+    accelerator_named,
+    known_kinds,
+    present_devices,
+    present_kind,
+)
 from parallax.machine.host import available_memory, usable_cores
 from parallax.machine.probes import Probes, measure_speeds
 from parallax.plan.analytic.catalog import UPDATE_BYTES
@@ -117,7 +122,7 @@ def build_cluster(
             read=Link(bytes_per_second=read),
             reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE
             if choice.kind == "cpu"
-            else 0,
+            else accelerator_named(choice.kind).reserve_bytes,
             gap_share=_gap_share(choice),
             overlap_loss=1 - computing,
             tier_share=copying,

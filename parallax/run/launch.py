@@ -12,6 +12,7 @@ from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
 from parallax.common.units import format_seconds
 from parallax.errors import ParallaxError
+from parallax.machine.accelerators import accelerator_named
 from parallax.machine.local import choose_devices
 from parallax.plan.config import AUTO
 from parallax.report import plan_table
@@ -85,7 +86,10 @@ def _start(run: PreparedRun, on_drift: OnDrift) -> int:
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:
     """Environment variables of every rank, unless the user has set them."""
-    wanted = {"OMP_NUM_THREADS": str(choose_devices(local_cluster(run.config)).threads)}
+    choice = choose_devices(local_cluster(run.config))
+    wanted = {"OMP_NUM_THREADS": str(choice.threads)}
+    if choice.kind != "cpu":
+        wanted |= accelerator_named(choice.kind).environment
     # With gloo, restarts find stale keys otherwise.
     wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return {key: value for key, value in wanted.items() if key not in os.environ}

@@ -21,7 +21,7 @@ from parallax.common.signals import exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, ParallaxError, PlanError, printable
-from parallax.machine.device import select_device
+from parallax.machine.device import keep_to, select_device
 from parallax.machine.local import choose_devices
 from parallax.mesh import start_processes, stop_processes
 from parallax.model.describe import Chain
@@ -153,6 +153,7 @@ def _train(run: PreparedRun, watch: Watch) -> int:
     choice = choose_devices(local_cluster(run.config))
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
+    keep_to(device, run.plan.prediction.ranks[dist.get_rank()].budget_bytes)
     with watch.phase("loading data"):
         source = open_source(run.config)
     if dist.get_rank() == 0:

@@ -50,3 +50,14 @@ def test_waits_of_the_stream_are_stalls(figures: dict[str, Any]) -> None:
     late = figures["offload"]["seconds"] - figures["keep"]["seconds"]
     waited = sum(figures["offload"]["waited"].values())
     assert waited == pytest.approx(late, rel=0.5)
+
+
+@pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
+def test_the_device_may_be_as_small_as_was_planned(figures: dict[str, Any], directive: str) -> None:
+    """The allocator refuses more than the plan's peak, and was never asked for it."""
+    assert 0.5 * figures[directive]["planned_bytes"] < figures[directive]["peak_bytes"]
+    assert figures[directive]["peak_bytes"] <= figures[directive]["planned_bytes"]
+
+
+def test_what_was_not_planned_is_refused_as_torch_does(figures: dict[str, Any]) -> None:
+    assert "out of memory" in figures["too small"]

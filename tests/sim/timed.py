@@ -7,6 +7,7 @@ this small model are smaller than a large model's: seconds of computing for each
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections import defaultdict
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallax.machine.accelerators import accelerator_of
+from parallax.machine.device import keep_to
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
@@ -29,7 +32,7 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.plans import make_plan
-from tests.sim.device import SIM, C
+from tests.sim.device import SIM, TOTAL_BYTES, C
 
 SLOWER, SMALLER = 1000, 200
 LINK = 55e9 / SLOWER
@@ -46,13 +49,15 @@ SEQUENCE, ROWS = 64, 16
 
 class Timed(NamedTuple):
     """``predicted`` and virtual seconds of a step, those of its actions by kind, and of them spent waiting; the most
-    bytes of activations that were on the device."""
+    bytes on the device that were planned and were there, and of activations."""
 
     predicted: float
     seconds: float
     by_kind: dict[str, float]
     waited: dict[str, float]
     high_water: int
+    planned_bytes: int
+    peak_bytes: int
 
 
 def batch() -> TensorRows:
@@ -95,14 +100,21 @@ def _cache_in(folder: str) -> Iterator[None]:
 def cluster() -> Cluster:
     link, quick = Link(bytes_per_second=LINK), Link(bytes_per_second=1e12)
     device = Device(
-        kind="sim", memory_bytes=2**32, tier="host", tier_bytes=2**32, write=link, read=link
+        kind="sim",
+        memory_bytes=2**32,
+        tier="host",
+        tier_bytes=2**32,
+        write=link,
+        read=link,
+        reserve_bytes=accelerator_of(SIM).reserve_bytes,
     )
     node = Node(name="simulated", devices=(device,), concurrent=1.0)
     return Cluster(nodes=(node,), local=quick, remote=quick)
 
 
-def train(directive: str, share: float = 1.0, steps: int = 3) -> Timed:
-    """One rank under one directive; offloaded activations may keep a ``share`` of their bytes on the device."""
+def train(directive: str, share: float = 1.0, steps: int = 3, *, room: float = 1.0) -> Timed:
+    """One rank under one directive; offloaded activations may keep a ``share`` of their bytes on the device, which has
+    ``room`` for that part of what was planned and no more."""
     chain, profile = measured()
     moved = sum(block.moved.at(4) for block in profile.blocks)
     plan = make_plan(
@@ -114,7 +126,10 @@ def train(directive: str, share: float = 1.0, steps: int = 3) -> Timed:
         microbatch=4,
     )
     forecast = predict(profile, cluster(), Pipeline.of(plan))
-    with tempfile.TemporaryDirectory() as folder:
+    planned = forecast.ranks[0].peak_bytes
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
+        held.callback(keep_to, SIM, TOTAL_BYTES)
+        keep_to(SIM, int(room * planned))
         C.speeds(**SPEEDS)
         engine = Engine.build(
             chain,
@@ -124,21 +139,28 @@ def train(directive: str, share: float = 1.0, steps: int = 3) -> Timed:
             swap=SwapConfig(minimum_bytes=1024),
             scratch=Path(folder),
         )
+        held.callback(engine.close)
         for _ in range(steps):
             torch.accelerator.synchronize()
             begun = C.host_seconds()
             result = engine.step(batch())
         torch.accelerator.synchronize()
         seconds = C.host_seconds() - begun
-        engine.close()
     C.speeds()
     by_kind: dict[str, float] = defaultdict(float)
     waited: dict[str, float] = defaultdict(float)
     for span in result.spans:
         by_kind[str(span.kind)] += span.end - span.start
         waited[str(span.kind)] += span.wait
-    predicted = forecast.step_seconds
-    return Timed(predicted, seconds, dict(by_kind), dict(waited), result.swap.high_water)
+    return Timed(
+        forecast.step_seconds,
+        seconds,
+        dict(by_kind),
+        dict(waited),
+        result.swap.high_water,
+        planned,
+        result.peak_bytes,
+    )
 
 
 def figures() -> dict[str, Any]:
@@ -147,7 +169,17 @@ def figures() -> dict[str, Any]:
         "keep": train("keep")._asdict(),
         "recompute": train("recompute")._asdict(),
         "offload": train("offload", 0.5)._asdict(),
+        "too small": _refused(),
     }
+
+
+def _refused() -> str:
+    """What is said where the device is smaller than the plan."""
+    try:
+        train("keep", room=0.6)
+    except torch.OutOfMemoryError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 if __name__ == "__main__":
