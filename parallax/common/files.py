@@ -49,12 +49,7 @@ def making_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
     _sweep(path.parent, prefix)
-
-    def make() -> tuple[int, str]:
-        name = tempfile.mkdtemp(prefix=prefix, dir=path.parent)
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
-
-    handle, name = _own(make)
+    handle, name = _own(lambda: _new_folder(path.parent, prefix))
     try:
         made = (
             Path(name) / path.name
@@ -84,17 +79,20 @@ def temporary_folder() -> Iterator[Path]:
     """A folder that is gone afterwards. One that a killed process has left goes with the next."""
     base = Path(tempfile.gettempdir())
     _sweep(base, _FOLDER)
-
-    def make() -> tuple[int, str]:
-        name = tempfile.mkdtemp(prefix=_FOLDER, dir=base)
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
-
-    handle, name = _own(make)
+    handle, name = _own(lambda: _new_folder(base, _FOLDER))
     try:
         yield Path(name)
     finally:
         shutil.rmtree(name, ignore_errors=True)
         os.close(handle)
+
+
+def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
+    """One that is open, and its name."""
+    while True:
+        name = tempfile.mkdtemp(prefix=prefix, dir=base)
+        with contextlib.suppress(FileNotFoundError):  # somebody took it for left over
+            return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
 
 
 def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from parallax.common.files import making_folder
+from parallax.common.files import making_folder, temporary_folder
 
 
 def test_a_folder_is_there_at_the_end_with_the_usual_rights(tmp_path: Path) -> None:
@@ -47,3 +50,23 @@ def test_what_came_meanwhile_is_kept(tmp_path: Path) -> None:
         _make(final, None)
     assert [path.name for path in final.iterdir()] == ["theirs"]
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_folder_that_another_sweeps_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that begin together sweep what the others are just making."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make, made = tempfile.mkdtemp, list[str]()
+
+    def swept(*args: Any, **options: Any) -> str:
+        made.append(make(*args, **options))
+        if len(made) < 3:
+            os.rmdir(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept)
+    with temporary_folder() as folder:
+        assert folder == Path(made[2])
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
