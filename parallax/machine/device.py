@@ -214,6 +214,9 @@ class CopyEngine(Protocol):
     def take_stalls(self) -> Stalls:
         """The compute stream's waits since the last call."""
 
+    def beside(self) -> CopyEngine:
+        """Copies that do not queue behind these."""
+
 
 class CpuCopies:
     """Host to host: finished on return."""
@@ -251,6 +254,10 @@ class CpuCopies:
         """There is no stream."""
         return []
 
+    def beside(self) -> CopyEngine:
+        """There is no queue."""
+        return self
+
 
 class StreamCopies:
     """One side stream for each direction, so that offloads and fetches do not queue behind each other. ``delay``
@@ -261,10 +268,11 @@ class StreamCopies:
         device: torch.device,
         delay: Callable[[], float] = no_delay,
         remedy: str = PINNING_REMEDY,
+        stalls: Stalls | None = None,
     ) -> None:
         self._device, self._delay, self._remedy = device, delay, remedy
         self._accelerator = accelerator_of(device)
-        self._stalls: Stalls = []
+        self._stalls: Stalls = [] if stalls is None else stalls
         self._down, self._up = torch.Stream(device), torch.Stream(device)
 
     def empty_host(self, count: int) -> Tensor:
@@ -314,6 +322,10 @@ class StreamCopies:
         taken = self._stalls[:]
         del self._stalls[: len(taken)]
         return taken
+
+    def beside(self) -> CopyEngine:
+        """On streams of their own; their stalls are told here."""
+        return StreamCopies(self._device, self._delay, self._remedy, self._stalls)
 
 
 def copies_for(

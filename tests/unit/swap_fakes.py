@@ -131,6 +131,9 @@ class LateCopies:
     def take_stalls(self) -> list[Any]:
         return []
 
+    def beside(self) -> LateCopies:
+        return self
+
     def close(self) -> None:
         self._pool.shutdown()
 

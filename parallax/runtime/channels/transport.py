@@ -48,7 +48,8 @@ class Channels:
     """All channels of one rank. Made on every rank of the mesh together."""
 
     def __init__(self, mesh: Mesh, copies: CopyEngine) -> None:
-        self._mesh, self._staging = mesh, staging_for(mesh, copies)
+        # Messages do not queue behind what is swapped.
+        self._mesh, self._staging = mesh, staging_for(mesh, copies.beside())
         self._senders: list[SharedSender] = []
         self._listener: Listener | None = None
         self._contacts: list[Contact] = []
