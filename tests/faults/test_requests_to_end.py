@@ -230,7 +230,7 @@ OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batc
             r"stopped by SIGUSR1 after step 1 of 6, which is saved",
             marks=pytest.mark.thorough,
         ),
-        ("evaluation 0", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
+        ("evaluation 1", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
         pytest.param(
             "checkpoint",
             r"stopped by SIGUSR1 after step 2 of 6, which is saved",
