@@ -78,9 +78,12 @@ def train(
     lateness: int = 2,
     tied: bool = False,
     exact: bool = False,
+    verify: bool = False,
+    resumed: bool = False,
 ) -> Ran:
     """Some steps of a small decoder under the plan of ``options``; called by every rank. ``exact``: streamed parameters
-    have no more room below than they need."""
+    have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: from a checkpoint,
+    after the first step."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     chain = describe(config.build)
@@ -98,7 +101,7 @@ def train(
                 plan,
                 loss=GPT.loss,
                 device=SIM if device == "sim" else torch.device("cpu"),
-                swap=SwapConfig(minimum_bytes=1024),
+                swap=SwapConfig(minimum_bytes=1024, verify=verify),
                 scratch=Path(folder),
             )
             assert engine.mesh.direct == (direct and len(replicas) > 1)
@@ -106,6 +109,8 @@ def train(
                 if step == steps - 1:
                     note_waits()
                 losses.append(engine.step(batch()).loss)
+                if resumed and not step:
+                    engine.load(engine.save(Path(folder) / "checkpoints", {}))
                 allocated.append(torch.accelerator.memory_allocated(SIM))
             waits.update(host_waits())
             engine.close()

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = "parallax/machine/device.py", "parallax/swap"
@@ -124,14 +124,16 @@ def exercise() -> str:
             verdict = judge(scenario, lateness=lateness)
             if not verdict.good:
                 return f"{name}: {verdict.error or verdict.races[0][0]}"
-        below = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+        below: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+        plain = train("cpu", (1,), {})
         for options in (
             {"directive": "offload"},
             {**below, "directive": "offload"},
+            {"optimizer_offload": 1.0, "tier": "disk"},
             {**below, "tier": "disk"},
         ):
-            ran = train("sim", (1,), dict(options), lateness=lateness)
-            plain = train("cpu", (1,), {})
+            late = options.get("tier") == "disk"
+            ran = train("sim", (1,), options, lateness=lateness, verify=late, resumed=True)
             if not ran.verdict.good:
                 return f"engine: {ran.verdict.error or ran.verdict.races[0][0]}"
             if any(abs(a - b) > 1e-5 * b for a, b in zip(ran.losses, plain.losses)):

@@ -82,6 +82,41 @@ def activations(tier: str, *, eager: bool, verify: bool = False) -> None:
     assert moved.bytes_in > 0
 
 
+def early(tier: str) -> None:
+    """Three micro-batches are asked for before the first comes back, which takes their places again; the graph of one
+    is dropped instead."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers).to(SIM)
+    selector = Selector([*model.parameters()], minimum_bytes=1)
+
+    def gradients(manager: SwapManager | None) -> list[Tensor]:
+        model.zero_grad()
+        losses = []
+        for micro in range(4):
+            hooks = offloading(manager, selector, micro) if manager else contextlib.nullcontext()
+            with hooks:
+                losses.append(model(rows(micro, 32)).square().mean())
+        if manager is not None:
+            for micro in (3, 2, 1):
+                manager.fetch(micro)
+        losses.pop()
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone().cpu() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients(None)
+    with tempfile.TemporaryDirectory() as folder:
+        store = SwapConfig(verify=tier == "disk").open_store(
+            tier, 64 * MIB, copies_for(SIM), Path(folder)
+        )
+        for eager in (True, False):
+            manager = SwapManager(store, limit_bytes=40 * 1024, policy=Policy(eager=eager))
+            for _ in range(2):
+                assert all(map(torch.equal, plain, gradients(manager))), "gradients differ"
+        manager.close()
+
+
 def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
     """Weights that stream, stepped below: losses, gradients and weights are those of plain training."""
     torch.manual_seed(0)
@@ -172,12 +207,17 @@ def scope(tier: str) -> None:
     other = copy.deepcopy(model)
     mine, theirs = adamw(model.parameters()), adamw(other.parameters())
     fixed = 2 * sum(p.nbytes for p in model.parameters())
+    told: list[list[Tensor]] = []
 
     def train(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for step in range(4):
             trained(rows(step, 32)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step == 2:  # as a checkpoint is written, and read
+                states = copy.deepcopy(optimizer.state_dict())
+                told.append([v.cpu() for s in states["state"].values() for v in s.values()])
+                optimizer.load_state_dict(states)
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -195,6 +235,7 @@ def scope(tier: str) -> None:
         train(model, mine)
     train(other, theirs)
     assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
+    assert all(map(torch.equal, *told)), "states differ"
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
@@ -202,6 +243,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "activations host lazy": lambda: activations("host", eager=False),
     "activations disk eager": lambda: activations("disk", eager=True),
     "activations host verified": lambda: activations("host", eager=True, verify=True),
+    "activations early host": lambda: early("host"),
+    "activations early disk": lambda: early("disk"),
     "parameters host": lambda: parameters("host"),
     "parameters host adamw": lambda: parameters("host", adamw),
     "parameters disk": lambda: parameters("disk"),

@@ -9,7 +9,8 @@ from tests.sim import jobs
 
 PARTS = [
     *("activations host eager", "activations host lazy", "activations disk eager"),
-    *("activations host verified", "parameters host", "parameters host adamw", "parameters disk"),
+    *("activations host verified", "activations early host", "activations early disk"),
+    *("parameters host", "parameters host adamw", "parameters disk"),
     *("host optimizer", "scope host", "scope disk"),
 ]
 
