@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -139,8 +140,24 @@ def train(model: str, options: dict[str, Any]) -> tuple[float, dict[str, Tensor]
     return loss, found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("way", WAYS)
+OFTEN = {
+    *(("replicas", model) for model in MODELS),
+    *(
+        ("stages", "packed"),
+        ("gathered", "nested"),
+        ("offload", "sorted"),
+        ("recompute", "attends"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "model"),
+    [
+        pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.thorough)
+        for case in itertools.product(WAYS, MODELS)
+    ],
+)
 def test_trains_as_in_one_process(pool: Pool, model: str, way: str) -> None:
     options = WAYS[way]
     chain, batch = make_chain(model), make_batch(model)

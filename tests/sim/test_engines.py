@@ -114,12 +114,11 @@ def test_the_host_waits_once_in_a_step(
 
 @pytest.mark.parametrize("options", [{"directive": "offload"}, BELOW], ids=str)
 def test_nothing_is_left_on_the_device(sim_pool: Pool, options: dict[str, Any]) -> None:
-    (ran,) = sim_pool.run(partial(jobs.engine, "sim", (1,), options, steps=100, layers=1), 1)
+    (ran,) = sim_pool.run(partial(jobs.engine, "sim", (1,), options, steps=40, layers=1), 1)
     assert ran["verdict"][0] == ""
     held = ran["allocated_bytes"]
-    assert max(held[50:]) <= max(
-        held[3:50]
-    )  # streamed weights may be on their way when a step ends
+    # Streamed weights may be on their way when a step ends.
+    assert max(held[20:]) <= max(held[3:20])
 
 
 def test_tied_weights(sim_pool: Pool) -> None:
