@@ -150,7 +150,7 @@ class Saved:
             if address(storage) not in self._held:
                 self._block[address(storage)] = (storage.nbytes(), self._selector.moves(tensor))
                 self._alive.append(storage)
-            return _without_history(tensor)
+            return without_history(tensor)
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
@@ -161,7 +161,7 @@ class Saved:
             storage = plain_rows(tensor).untyped_storage()
             self._loss[address(storage)] = storage.nbytes()
             self._alive.append(storage)
-            return _without_history(tensor)
+            return without_history(tensor)
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
@@ -180,6 +180,6 @@ class Saved:
         return moved, stays, sum(self._loss.values()), sum(left.values())
 
 
-def _without_history(tensor: Tensor) -> Tensor:
+def without_history(tensor: Tensor) -> Tensor:
     """What a hook may keep of a saved tensor: an output that holds what saved it is a cycle that no collector sees."""
     return tensor if tensor.is_leaf else tensor.detach()

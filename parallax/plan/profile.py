@@ -51,6 +51,8 @@ class BlockCost:
     ``largest_bytes`` those of its largest parameter that is trained; 0 where nobody looked: then it may be all of them
     ``weight_seconds`` is the part of ``backward_seconds`` that computes gradients of parameters; zero-bubble schedules
     run it apart from the part that computes the gradient of the input. Running it apart takes ``split_seconds`` more
+    ``skipped_seconds`` are those of a forward that a recomputation leaves out: it ends where the last tensor that
+    backward needs is there again
     ``offload_seconds`` are what forward and backward together take longer where saved activations are offloaded, beside
     waiting for them
     ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
@@ -76,6 +78,7 @@ class BlockCost:
     weight_seconds: Affine = NOTHING
     split_seconds: Affine = NOTHING
     offload_seconds: Affine = NOTHING
+    skipped_seconds: Affine = NOTHING
     moved: Affine
     stays: Affine = NOTHING
     by_loss: Affine = NOTHING

@@ -16,16 +16,10 @@ def figures(sim_pool: Pool) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("directive", ["keep", "offload"])
+@pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
 def test_a_step_takes_what_was_predicted(figures: dict[str, Any], directive: str) -> None:
     found = figures[directive]
     assert found["seconds"] == pytest.approx(found["predicted"], rel=0.05)
-
-
-def test_recomputing_takes_no_longer_than_predicted(figures: dict[str, Any]) -> None:
-    """The prediction counts a whole forward; torch stops where the last saved tensor is there again."""
-    found = figures["recompute"]
-    assert found["seconds"] <= found["predicted"] <= 1.1 * found["seconds"]
 
 
 def test_offloading_hides(figures: dict[str, Any]) -> None:

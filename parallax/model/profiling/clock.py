@@ -52,18 +52,34 @@ class Clock:
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
+    def mark(self) -> float | torch.Event:
+        """This moment, or the device's when it has done what it was given; nobody waits."""
+        return self.now() if self._device.type == "cpu" else self._event()
+
+    def since(self, mark: float | torch.Event) -> float:
+        """Seconds since then, with all work on the device done."""
+        if isinstance(mark, float):
+            return self.now() - mark
+        end = self._event()
+        end.synchronize()
+        return float(mark.elapsed_time(end)) / 1000
+
     def cool(self) -> None:
         """Drive what was used before out of a core's own caches, or an accelerator's."""
         self._other.add_(1)
 
     def _device_now(self) -> float:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
+        event = self._event()
         event.synchronize()
         if self._last is not None:
             self._seconds += self._last.elapsed_time(event) / 1000
         self._last = event
         return self._seconds
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
 
     def _warm_up(self) -> None:
         """A device that was idle runs slowly at first."""

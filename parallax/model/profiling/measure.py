@@ -51,6 +51,7 @@ class _Measured:
     weight_seconds: float
     split_seconds: float
     offload_seconds: float
+    skipped_seconds: float
     moved: int
     stays: int
     by_loss: int
@@ -224,6 +225,7 @@ class _Bench:
             weight_seconds=min(weight_seconds, whole[1]) if apart else 0.0,
             split_seconds=max(0.0, sum(halved) + weight_seconds - sum(whole)),
             offload_seconds=self._offload_seconds(block, moved, passes),
+            skipped_seconds=min(whole[0], self._skipped_seconds(passes)),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -325,6 +327,15 @@ class _Bench:
                 results = self.add_loss(results, targets)
         return saved.sums(entering, results)
 
+    def _skipped_seconds(self, passes: BlockPasses) -> float:
+        """Of a forward, and of the loss, what follows when the last tensor of the block is saved: torch recomputes no
+        further. The least of some runs, for it is left out of what is predicted."""
+        found = []
+        for _ in range(1 + _REPEATS[0]):
+            self._clock.cool()
+            found.append(passes.after_the_last_saved(self._clock))
+        return min(found[1:])
+
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
         """Seconds of each pass, which is given what the one before it returned: medians of processor time. What
         disturbs a wall clock only ever adds to it: there lower quartiles count. The first run warms up."""
@@ -370,6 +381,7 @@ def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCos
         weight_seconds=line("weight_seconds"),
         split_seconds=line("split_seconds"),
         offload_seconds=line("offload_seconds"),
+        skipped_seconds=line("skipped_seconds"),
         moved=line("moved"),
         stays=line("stays"),
         by_loss=line("by_loss"),

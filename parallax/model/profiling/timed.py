@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from parallax.model.profiling.clock import Clock
 from parallax.model.profiling.offloads import Saving
+from parallax.model.saved import without_history
 from parallax.model.split_backward import WeightGradStore
 
 Tensors = tuple[Tensor, ...]
@@ -71,6 +73,21 @@ class BlockPasses:
         if self._targets is None:
             return results
         return self._bench.add_loss(results, self._targets)
+
+    def after_the_last_saved(self, clock: Clock) -> float:
+        """Seconds of a forward from where the block has saved its last tensor to the end."""
+        marks = [clock.mark()]
+
+        def pack(tensor: Tensor) -> Tensor:
+            marks[0] = clock.mark()
+            return without_history(tensor)
+
+        entering = self.enter()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = self._bench.forward(self._block, entering, None)
+        if self._targets is not None:
+            results = self._bench.add_loss(results, self._targets)
+        return clock.since(marks[0])
 
     def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
         """A forward whose weight gradients can be put off."""

@@ -202,7 +202,7 @@ def load_block(
         kept = math.ceil(cost.input.at(rows))
         forward_work += saved + stays
         backward_work += saved + stays
-        again = forward
+        again = max(0.0, forward - cost.skipped_seconds.at(rows) / speed)
     deferred = 0
     if split:  # under every directive: nothing is offloaded to save what splitting costs
         backward += cost.split_seconds.at(rows) / speed

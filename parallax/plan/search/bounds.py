@@ -330,7 +330,9 @@ class StepBound:
             cost=self._costs[common],
             count=self._counts[common],
             message_bytes=min(inner, default=0.0),
-            again=loads[common].forward_seconds,
+            again=load_block(
+                self._costs[common], Directive.RECOMPUTE, rows, speed=self._speed, split=split
+            ).recompute_seconds,
             copying=float(
                 copying_seconds(self._device, np.array(float(self._moved(common, rows, split))))
             ),

@@ -118,6 +118,7 @@ def _corrected(
                 weight_seconds=scaled(block.weight_seconds, backward),
                 split_seconds=scaled(block.split_seconds, backward),
                 offload_seconds=scaled(block.offload_seconds, backward),
+                skipped_seconds=scaled(block.skipped_seconds, forward),
                 gathered_seconds=block.gathered_seconds * forward,  # it follows the last forward
             )
     update = _ratio(_update(after), _update(before), (0, "update"))
@@ -149,6 +150,7 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
             backward_seconds=scaled(block.backward_seconds, ratio),
             weight_seconds=scaled(block.weight_seconds, ratio),
             split_seconds=scaled(block.split_seconds, ratio),
+            skipped_seconds=scaled(block.skipped_seconds, ratio),
             gathered_seconds=block.gathered_seconds * ratio,
         )
         for block in profile.blocks
@@ -221,7 +223,7 @@ def _recomputed_share(profile: ModelProfile, plan: Plan, stage: StagePlan) -> fl
     rows = -(-plan.microbatch // stage.replicas)
     blocks = profile.blocks[stage.start : stage.stop]
     again = sum(
-        block.forward_seconds.at(rows)
+        max(0.0, block.forward_seconds.at(rows) - block.skipped_seconds.at(rows))
         for block, directive in zip(blocks, stage.directives)
         if directive is Directive.RECOMPUTE
     )

@@ -43,11 +43,12 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
         blocks.append(
             block(
                 f"b{i}",
-                r.uniform(0.1, 2),
+                forward := r.uniform(0.1, 2),
                 backward,
                 weight_seconds=r.choice([0, backward / 2]),
                 split_seconds=r.choice([0, backward / 10]),
                 offload_seconds=r.choice([0, 0, backward / 5]),
+                skipped_seconds=forward * r.choice([0, 0, 0.3, 1]),
                 deferred=line(600),
                 split_work=line(100),
                 parameter_bytes=size,

@@ -112,6 +112,14 @@ def test_stage_plans_are_what_the_loads_say() -> None:
     )
 
 
+def test_a_recomputation_ends_with_the_last_saved_tensor() -> None:
+    cost = block(forward=3, backward=6, skipped_seconds=1.0)
+    again = load_block(cost, Directive.RECOMPUTE, 2, speed=0.5)
+    assert (again.forward_seconds, again.recompute_seconds, again.backward_seconds) == (12, 8, 32)
+    whole = block(forward=3, backward=6, skipped_seconds=4.0)
+    assert load_block(whole, Directive.RECOMPUTE, 2).recompute_seconds == 0
+
+
 def test_what_the_loss_saves_stays_under_every_directive() -> None:
     cost = block(moved=100, stays=10, input=30, by_loss=1000)
     kept = [
