@@ -17,6 +17,7 @@ import torch
 from parallax.machine.accelerators import register_accelerator
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
@@ -80,13 +81,15 @@ def train(
     exact: bool = False,
     verify: bool = False,
     resumed: bool = False,
+    number: str = "fp32",
 ) -> Ran:
     """Some steps of a small decoder under the plan of ``options``; called by every rank. ``exact``: streamed parameters
     have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: from a checkpoint,
-    after the first step."""
+    after the first step. ``number``: the type of weights and of computing."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
-    chain = describe(config.build)
+    precision = PrecisionConfig(parameters=number, compute=number)
+    chain = describe(config.build, dtype=precision.parameter_dtype)
     plan = make_plan(chain, replicas=replicas, **{"tier": "host", "swap_limit": 2 * MIB, **options})
     if exact:
         plan = without_slack(plan, chain)
@@ -103,6 +106,7 @@ def train(
                 device=SIM if device == "sim" else torch.device("cpu"),
                 swap=SwapConfig(minimum_bytes=1024, verify=verify),
                 scratch=Path(folder),
+                precision=precision,
             )
             assert engine.mesh.direct == (direct and len(replicas) > 1)
             for step in range(steps):
