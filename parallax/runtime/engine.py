@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,7 @@ class Engine:
         self._optimizer_config = configs.optimizer
         self._shared = shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
-        self._memory = device_memory(mesh.device, configs.precision, plans.values())
+        self._memory = self._meter(configs.precision, plans.values())
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
         self._stage = Stage(
@@ -119,6 +119,10 @@ class Engine:
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step, self._steps, self._trouble = 0, configs.steps, ""
+
+    def _meter(self, precision: PrecisionConfig, plans: Iterable[StagePlan]) -> Callable[[], int]:
+        reduces = self.mesh.replicas is not None and not self.plan.schedule.splits
+        return device_memory(self.mesh.device, precision, plans, reduces=reduces)
 
     def _stalls(self) -> Callable[[], float]:
         """What tells how long the host has waited for weights and activations."""

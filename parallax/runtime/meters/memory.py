@@ -13,19 +13,26 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.replicas.reducer import touch_reducer
 
 
 def device_memory(
-    device: torch.device, precision: PrecisionConfig, stages: Iterable[StagePlan]
+    device: torch.device,
+    precision: PrecisionConfig,
+    stages: Iterable[StagePlan],
+    *,
+    reduces: bool = False,
 ) -> Callable[[], int]:
     """Starts to watch the memory of a rank's device, which will hold ``stages``; the function gives the high water
-    since."""
+    since. ``reduces``: torch's reducer will add up gradients of replicas."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return lambda: int(torch.accelerator.max_memory_allocated(device))
     # For these torch loads its compiler.
     recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)
+    if reduces:
+        touch_reducer()
     return ResidentMeter().peak_bytes
 
 

@@ -22,6 +22,11 @@ from parallax.runtime.replicas.compress import SHORT, Reduce, reduce_as, reduce_
 from parallax.runtime.replicas.config import ReplicasConfig
 
 
+def touch_reducer() -> None:
+    """Make one for next to nothing, in a process that is in a world: torch loads its compiler for the first."""
+    DistributedDataParallel(nn.Linear(1, 1), init_sync=False)  # which says nothing to anybody
+
+
 class _Books:
     """What the communication hook is told, and tells. The reducer holds it for as long as it lives, and nothing that
     holds the reducer: that would be a cycle which no collector sees."""

@@ -35,3 +35,32 @@ def test_the_first_backward_imports_next_to_nothing_nor_does_the_first_recomputa
     assert int(kept) < 20
     assert compiler == "False", "a rank that recomputes nothing does without it"
     assert int(recomputed) < 20
+
+
+REDUCER = """
+import sys, tempfile
+import torch
+import torch.distributed as dist
+from torch import nn
+from parallax.model.precision import PrecisionConfig
+from parallax.runtime.meters.memory import device_memory
+from parallax.runtime.replicas.config import ReplicasConfig
+from parallax.runtime.replicas.reducer import ReplicaSync
+
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    device_memory(torch.device("cpu"), PrecisionConfig(), [], reduces=True)
+    known = set(sys.modules)
+    weight = nn.Parameter(torch.zeros(3))
+    ReplicaSync({"weight": weight}, dist.group.WORLD, torch.device("cpu"), ReplicasConfig())
+    print(len(set(sys.modules) - known))
+    dist.destroy_process_group()
+"""
+
+
+def test_nor_does_the_first_reducer() -> None:
+    """800 modules and 33 MiB, which were counted as what a replica holds: more than its plan."""
+    found = subprocess.run(
+        [sys.executable, "-c", REDUCER], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(found.stdout) < 20
