@@ -72,14 +72,12 @@ class Accelerator:
         found: torch.Generator = self.module.default_generators[index]
         return found
 
-    def limit_memory(self, device: torch.device, limit_bytes: int) -> bool:
-        """Let torch's allocator refuse what goes beyond ``limit_bytes`` on ``device``, as if the device were so small;
-        whether it can."""
-        if not hasattr(self.module, "set_per_process_memory_fraction"):
-            return False
-        total = self.module.get_device_properties(device.index or 0).total_memory
-        self.module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
-        return True
+    def limit_memory(self, device: torch.device, limit_bytes: int) -> None:
+        """Let torch's allocator refuse what goes beyond ``limit_bytes`` on ``device``, as if the device were so small,
+        where torch offers that."""
+        if hasattr(self.module, "set_per_process_memory_fraction"):
+            total = self.module.get_device_properties(device.index or 0).total_memory
+            self.module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
     def arena(self, count: int, remedy: str) -> Arena:
         """``count`` bytes of pinned host memory. Raises :class:`SwapError`, which ends with ``remedy``, where there is
