@@ -73,12 +73,38 @@ Stalls = list[tuple[torch.Event, torch.Event]]
 """Before and after each wait of the compute stream for something that was not over."""
 
 
+class StallBook:
+    """The stalls of one engine's copies, noted from when somebody first asks for them: elsewhere they would pile up."""
+
+    def __init__(self) -> None:
+        self._pairs: Stalls = []
+        self._noting = False
+
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Let ``stream`` wait for ``event``."""
+        if not self._noting:
+            stream.wait_event(event)
+            return
+        before, after = (torch.Event(stream.device, enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._pairs.append((before, after))
+
+    def take(self) -> Stalls:
+        """Those since the last call."""
+        self._noting = True
+        taken = self._pairs[:]
+        del self._pairs[: len(taken)]
+        return taken
+
+
 class StreamEvent:
     """An event recorded on a stream; ``start`` is the event before the copy that it ends. Waits of the compute stream
     are noted in ``stalls``."""
 
     def __init__(
-        self, stream: torch.Stream, stalls: Stalls, start: torch.Event | None = None
+        self, stream: torch.Stream, stalls: StallBook, start: torch.Event | None = None
     ) -> None:
         self._device, self._stalls = stream.device, stalls
         self._start, self._event = start, torch.Event(self._device, enable_timing=start is not None)
@@ -94,14 +120,8 @@ class StreamEvent:
 
     def wait_stream(self) -> None:
         """Order the current stream after it."""
-        if self._event.query():
-            return
-        stream = torch.accelerator.current_stream(self._device)
-        before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        before.record(stream)
-        stream.wait_event(self._event)
-        after.record(stream)
-        self._stalls.append((before, after))
+        if not self._event.query():
+            self._stalls.wait(torch.accelerator.current_stream(self._device), self._event)
 
     def seconds(self) -> float:
         """The device's own measure."""
@@ -268,11 +288,11 @@ class StreamCopies:
         device: torch.device,
         delay: Callable[[], float] = no_delay,
         remedy: str = PINNING_REMEDY,
-        stalls: Stalls | None = None,
+        stalls: StallBook | None = None,
     ) -> None:
         self._device, self._delay, self._remedy = device, delay, remedy
         self._accelerator = accelerator_of(device)
-        self._stalls: Stalls = [] if stalls is None else stalls
+        self._stalls = stalls or StallBook()
         self._down, self._up = torch.Stream(device), torch.Stream(device)
 
     def empty_host(self, count: int) -> Tensor:
@@ -319,9 +339,7 @@ class StreamCopies:
 
     def take_stalls(self) -> Stalls:
         """Those of the thread that computes, as autograd has it: one at a time."""
-        taken = self._stalls[:]
-        del self._stalls[: len(taken)]
-        return taken
+        return self._stalls.take()
 
     def beside(self) -> CopyEngine:
         """On streams of their own; their stalls are told here."""

@@ -49,3 +49,22 @@ def timed() -> Any:
     from tests.sim.timed import figures
 
     return figures()
+
+
+def stalls() -> tuple[int, int]:
+    """How many are known of three waits that nobody asked for, and of three others."""
+    import torch
+
+    from parallax.machine.device import StreamCopies
+    from tests.sim.device import SIM, C
+
+    C.configure(lateness=9)
+    copies = StreamCopies(SIM)
+    source = torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
+    counts = []
+    for _ in range(2):
+        for _ in range(3):
+            copies.copy(source, torch.empty(1000, dtype=torch.uint8, device=SIM)).wait_stream()
+        counts.append(len(copies.take_stalls()))
+    torch.accelerator.synchronize()
+    return counts[0], counts[1]
