@@ -8,14 +8,13 @@ that NCCL has been given occupies part of the device until its message comes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.runtime.channels.group_channel import Address
+from parallax.runtime.channels.group_channel import Address, Underway
 from parallax.runtime.channels.message import (
     LEAST,
     Copy,
@@ -37,7 +36,7 @@ class DirectSender:
     ) -> None:
         self._address, self._described = address, described
         self._device, self._ahead = device, ahead
-        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._underway = Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Give one message to the device."""
@@ -55,17 +54,12 @@ class DirectSender:
             for tensor, target in zip(tensors, layout.views(buffer)):
                 target.copy_(tensor)
             sent.append((self._address.send(buffer), buffer))
-        self._sent.append(sent)
-        self._wait(self._ahead)
+        self._underway.add(sent)
+        self._underway.wait(self._ahead)
 
     def flush(self) -> None:
         """Wait until the peer has all headers; the device goes on when it has sent everything."""
-        self._wait(0)
-
-    def _wait(self, left: int) -> None:
-        while len(self._sent) > left:
-            for work, _ in self._sent.popleft():
-                work.wait()
+        self._underway.wait(0)
 
 
 class DirectReceiver:

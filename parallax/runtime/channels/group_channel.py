@@ -174,13 +174,29 @@ class Address:
         return self.group.recv([buffer], self.peer, self.tag)
 
 
+class Underway:
+    """Messages that the peer has perhaps not taken yet: buffers that must stay as they are until then."""
+
+    def __init__(self) -> None:
+        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
+
+    def add(self, sent: list[tuple[dist.Work, Tensor]]) -> None:
+        """One more message has begun."""
+        self._sent.append(sent)
+
+    def wait(self, left: int) -> None:
+        """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
+        while len(self._sent) > left:
+            for work, _ in self._sent.popleft():
+                work.wait()
+
+
 class GroupSender:
     """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
 
     def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
         self._address, self._staging, self._ahead = address, staging, ahead
-        self._guess = _Guess()
-        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._guess, self._underway = _Guess(), Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Send one message, due to have ``rows`` rows; blocks only while the peer is ``ahead`` messages behind."""
@@ -201,17 +217,11 @@ class GroupSender:
 
     def flush(self) -> None:
         """Wait until the peer has everything; the caller has drained the staging."""
-        self._wait(0)
+        self._underway.wait(0)
 
     def _post(self, buffers: list[Tensor]) -> None:
-        self._wait(self._ahead - 1)
-        self._sent.append([(self._address.send(buffer), buffer) for buffer in buffers])
-
-    def _wait(self, left: int) -> None:
-        """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
-        while len(self._sent) > left:
-            for work, _ in self._sent.popleft():
-                work.wait()
+        self._underway.wait(self._ahead - 1)
+        self._underway.add([(self._address.send(buffer), buffer) for buffer in buffers])
 
 
 class GroupReceiver:
