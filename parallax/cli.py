@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from parallax.common.terminal import SafeFormatter, lines, print_exception
 
             parsed = _parse(typed)
+            parsed.own_process = arguments is None
     except ConfigError as error:
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code

@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             run = PreparedRun.read(parsed.run_dir, trusts)
             held.enter_context(locked(parsed.run_dir))
-        return launch(run)
+        return launch(run, own_process=parsed.own_process)
 
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:

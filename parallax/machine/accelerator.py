@@ -55,6 +55,11 @@ class Accelerator:
         """Variables of the processes that train on it, where the user has not set them."""
         return {}
 
+    @property
+    def in_use(self) -> bool:
+        """Whether this process has used a device of the kind: what torch holds there for it, it holds to its end."""
+        return bool(self.module.is_initialized())
+
     def devices(self) -> tuple[DeviceFacts, ...]:
         """The visible devices. Only their properties are read: no context is made, so no memory is taken."""
         if not self.module.is_available():

@@ -1,15 +1,25 @@
-"""From a prepared run to the processes of this machine, and to another plan where its steps are not as predicted."""
+"""From a prepared run to the processes of this machine, and to another plan where its steps are not as predicted.
+
+A process that has measured on an accelerator keeps a context and freed blocks there for as long as it lives, and the
+launcher lives as long as its ranks, which need that memory. So it goes on as a fresh process of the same id::
+
+    parallax train ── measures, plans, prepares ── execv: parallax train --run-dir ── ranks
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
+from parallax import config as configuration
 from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
+from parallax.common.trust import class_paths
 from parallax.common.units import format_seconds
 from parallax.errors import ParallaxError
 from parallax.machine.accelerators import accelerator_named
@@ -20,20 +30,25 @@ from parallax.run.agent import Agent
 from parallax.run.feedback import correct
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.prepare import PreparedRun, write_run
+from parallax.run.rank import ON_DRIFT
 from parallax.run.resume import STORED, load_stored, read_stored
 from parallax.run.working import working
 from parallax.train.loop import OnDrift
 from parallax.train.stop import Drifted
 
 
-def launch(run: PreparedRun) -> int:
+def launch(run: PreparedRun, *, own_process: bool) -> int:
     """Train on this machine; the exit code. With ``plan.replan=auto`` a run whose steps are not as predicted stops at
-    a checkpoint, once, and goes on under a plan that is made with what it measured."""
-    replans = run.config.plan.replan == AUTO
+    a checkpoint, once, and goes on under a plan that is made with what it measured. ``own_process``: the command has
+    this process to itself, so another may take its place."""
+    first = OnDrift.STOP if run.config.plan.replan == AUTO else OnDrift.IGNORE
+    on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
     with heeding(interrupt):
-        code = _start(run, OnDrift.STOP if replans else OnDrift.IGNORE)
-        if code == 0 and replans and (reason := _drifted(run.directory)):
-            code = _start(_replanned(run, reason, safe_console()), OnDrift.NOTE)
+        code = _start(run, on_drift, own_process)
+        stops = code == 0 and on_drift is OnDrift.STOP
+        if stops and (reason := _drifted(run.directory)):
+            again = _replanned(run, reason, safe_console())
+            code = _start(again, OnDrift.NOTE, own_process)
     return code
 
 
@@ -78,10 +93,23 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
     return PreparedRun(run.directory, run.config, planned.plan)
 
 
-def _start(run: PreparedRun, on_drift: OnDrift) -> int:
+def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
     """Start the processes that the plan needs; the exit code."""
-    told = rank_environment(run) | {"PARALLAX_ON_DRIFT": on_drift.value}
+    kind = choose_devices(local_cluster(run.config)).kind
+    if own_process and kind != "cpu" and accelerator_named(kind).in_use:
+        _start_afresh(run, on_drift)
+    told = rank_environment(run) | {ON_DRIFT: on_drift.value}
     return Agent(run.config.name, run.directory, run.plan.world_size).start(told)
+
+
+def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
+    """Do so in this process's place, without what it holds of devices."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    named = [f"{key}={path}" for key, path in class_paths(configuration.dump(run.config)).items()]
+    command = ["-m", "parallax", "train", "--run-dir", str(run.directory), *named]
+    environment = {**os.environ, ON_DRIFT: on_drift.value}
+    os.execve(sys.executable, [sys.executable, *command], environment)
 
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:

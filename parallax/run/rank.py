@@ -45,6 +45,7 @@ from parallax.runtime.failure.watch import Watch
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
 
+ON_DRIFT = "PARALLAX_ON_DRIFT"  # what the launcher asks of its ranks
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 # No action takes longer than its step; predictions are not better than that.
@@ -257,4 +258,4 @@ def _on_drift(config: RunConfig) -> OnDrift:
     if config.debug.record != "off":
         return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE
-    return OnDrift(os.environ.get("PARALLAX_ON_DRIFT", usual))
+    return OnDrift(os.environ.get(ON_DRIFT, usual))

@@ -43,7 +43,8 @@ def _module() -> types.ModuleType:
     facts = types.SimpleNamespace(name="a simulated device", total_memory=TOTAL_BYTES)
     module.device_count, module.current_device = C.device_count, C.current_device
     module.set_device = lambda device: C.set_device(_index(device))
-    module.is_available = module.is_initialized = lambda: True
+    module.is_available = lambda: True
+    module.is_initialized = lambda: torch.accelerator.max_memory_allocated(SIM) > 0
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None
     module.manual_seed = module.manual_seed_all = seed
