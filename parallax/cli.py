@@ -6,13 +6,15 @@ Little is imported here, and the rest inside of :func:`main`, where Ctrl-C is an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import gc
 import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from parallax import __version__
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with ending_at_once():
+        with ending_at_once(), _no_collection():
             from parallax.common.terminal import SafeFormatter, lines, print_exception
 
             parsed = _parse(typed)
@@ -84,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Imports leave next to no garbage, and a collector that looks through all they have made, again and again, takes
+    a fifth of their time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _give_up_output() -> bool:
