@@ -9,11 +9,13 @@ that alone, so Hydra is imported where it is used.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import hashlib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -91,7 +93,7 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
     in one line: key, value, what is accepted, nearest name.
     """
     options: dict[str, str] = {}
-    values: dict[str, str] = {}
+    values: dict[str, Override] = {}
     removed: list[str] = []
     for text in overrides:
         override = _parse(text)
@@ -101,13 +103,10 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
         elif key in _options():
             options[key] = _option(text, override)
         else:
-            # "++" merges whatever the prefix was: the reader below is the only judge of keys.
-            values[key] = f"++{key}={text.partition('=')[2]}"
+            values[key] = override
     chosen = [f"{group}={option}" for group, option in options.items() if option]
     tree = (
-        _merge([*chosen, *values.values()])
-        if base is None
-        else _onto(base, list(options), chosen, values)
+        _merge(chosen, {}, values) if base is None else _onto(base, list(options), chosen, values)
     )
     for key in removed:
         _remove(tree, key)
@@ -216,6 +215,18 @@ def _option(text: str, override: Override) -> str:
     return str(value)
 
 
+class _Files(typing.NamedTuple):
+    """The folder of the options, and when each file was written last."""
+
+    folder: Path
+    versions: tuple[int, ...]
+
+    @classmethod
+    def now(cls) -> _Files:
+        folder = _folder()
+        return cls(folder, tuple(f.stat().st_mtime_ns for f in sorted(folder.rglob("*.yaml"))))
+
+
 def _options() -> dict[str, list[str]]:
     """Every group and the names of its files."""
     folders = sorted(path for path in _folder().iterdir() if path.is_dir())
@@ -257,8 +268,8 @@ def _folder() -> Path:
 
 
 @contextlib.contextmanager
-def _hydra() -> Iterator[None]:
-    """Hydra opened on our files; afterwards its globals are as before, for the caller may be a Hydra program.
+def _hydra(files: _Files) -> Iterator[None]:
+    """Hydra opened on ``files``; afterwards its globals are as before, for the caller may be a Hydra program.
 
     The dataclasses' defaults are in its ConfigStore as ``/parallax/<group>``, or ``/parallax/<group>/<name>``
     where a group has several. They are plain nodes: OmegaConf's typed ones know neither frozen classes nor
@@ -282,7 +293,9 @@ def _hydra() -> Iterator[None]:
     instances = Singleton._instances
     before = {kind: instances.pop(kind) for kind in globals_ if kind in instances}
     try:
-        with hydra.initialize_config_dir(str(_folder()), job_name="parallax", version_base="1.3"):
+        with hydra.initialize_config_dir(
+            str(files.folder), job_name="parallax", version_base="1.3"
+        ):
             yield
     finally:
         for kind in globals_:
@@ -291,35 +304,48 @@ def _hydra() -> Iterator[None]:
         store.repo.pop("parallax", None)
 
 
-def _merge(overrides: list[str]) -> dict[str, Any]:
-    """The merged files and overrides as plain data, interpolations resolved."""
-    import hydra
+def _merge(
+    chosen: list[str], numbers: Mapping[str, float], values: Mapping[str, Override]
+) -> dict[str, Any]:
+    """The merged files of the ``chosen`` options, and key by key ``numbers`` and what was typed, as plain data,
+    interpolations resolved. Whatever the prefix of an override: the reader below is the only judge of keys."""
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    # Keys and options are known to exist, so what can be wrong is the shape of a value or a broken file.
+    broken = HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError
     try:
-        with _hydra():
-            merged = hydra.compose("config", overrides)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        subject, _, blamed = _one_line(error).partition("override ++")
-        # Keys and options are known to exist, so what is left is the shape of a value or a broken file.
-        why = "accepted are whole lists such as [1,2], and ${group.key}" if blamed else subject
-        refuse(blamed or " ".join(overrides).replace("++", ""), f"cannot be merged; {why}")
+        merged = copy.deepcopy(_composed(_Files.now(), tuple(chosen)))
+    except broken as error:
+        refuse(" ".join(chosen), f"cannot be merged; {_one_line(error)}")
+    for key, number in numbers.items():
+        OmegaConf.update(merged, key, number, force_add=True)
+    for key, override in values.items():
+        try:
+            OmegaConf.update(merged, key, override.value(), merge=True, force_add=True)
+        except broken:
+            refuse(
+                str(override.input_line).lstrip("+"),
+                "cannot be merged; accepted are whole lists such as [1,2], and ${group.key}",
+            )
     try:
         return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except (OmegaConfBaseException, RecursionError) as error:
         _unresolved(merged, error)
 
 
+@functools.cache
+def _composed(files: _Files, chosen: tuple[str, ...]) -> DictConfig:
+    """The files of the ``chosen`` options, as Hydra merges them: once, for it takes a tenth of a second."""
+    import hydra
+
+    with _hydra(files):
+        return hydra.compose("config", list(chosen))
+
+
 def _onto(
-    base: RunConfig, groups: list[str], chosen: list[str], values: dict[str, str]
+    base: RunConfig, groups: list[str], chosen: list[str], values: dict[str, Override]
 ) -> dict[str, Any]:
     """``base`` as plain data, with the groups whose option was ``chosen``, what else an option sets, and ``values``.
 
@@ -327,17 +353,13 @@ def _onto(
     come from a file."""
     tree: dict[str, Any] = yaml.safe_load(dump(base))
     if chosen:
-        take_options(tree, groups, _merge([]), _merge(chosen))
+        take_options(tree, groups, _merge([], {}, {}), _merge(chosen, {}, {}))
     known = {
         path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)
     }
-    numbers = [
-        f"++{'.'.join(path)}={shown(value)}"
-        for path, value in known.items()
-        if "kwargs" not in path
-    ]
+    numbers = {".".join(path): value for path, value in known.items() if "kwargs" not in path}
     if values:
-        take_keys(tree, list(values), _merge([*chosen, *numbers, *values.values()]))
+        take_keys(tree, list(values), _merge(chosen, numbers, values))
     return tree
 
 
