@@ -23,9 +23,7 @@ from tests.alone import alone
 EQUAL = (
     "torch/transformer-rows-second",
     "torch/gru-both-ways",
-    "vision/diffusion",
     "text/mingpt-targets",
-    "practice/checkpointed",
     "science/graph-edges",
     "science/vqvae",
     "science/ppo",

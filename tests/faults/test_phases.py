@@ -33,7 +33,7 @@ def how(hangs):
     while hangs == "polls":
         time.sleep(0.01)
     begun = time.monotonic()
-    while time.monotonic() < begun + 4 and not pathlib.Path("done").exists():  # works
+    while time.monotonic() < begun + 3 and not pathlib.Path("done").exists():  # works
         sum(range(10000))
     pathlib.Path("done").touch()
 
@@ -77,7 +77,7 @@ OWN += [
     "logger.tensorboard=false",
     "trainer.steps=2",
 ]
-OWN += ["trainer.watchdog_seconds=3"]
+OWN += ["trainer.watchdog_seconds=2"]
 
 
 AFTER_STEPS = "evaluating", "saving a checkpoint"
@@ -117,7 +117,7 @@ def test_a_hang_is_named_wherever_it_is(here: Path, stuck: Stuck, phase: str) ->
     line, after = one_line(err), ", after step 2" if phase in AFTER_STEPS else ""
     assert re.fullmatch(
         rf"parallax: rank 1( \(stage 1, replica 0\))? has been {phase}{after}, for \d+ s, without a sign "
-        r"of life( while rank 0 waits, .*)?; the limit is 3 s \(trainer.watchdog_seconds; 0 sets none\); it is in how "
+        r"of life( while rank 0 waits, .*)?; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how "
         rf"\(\S*stuck.py:\d+\); its stacks: runs/run/stacks-rank1.txt",
         line,
     ), line

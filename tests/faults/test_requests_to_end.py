@@ -254,6 +254,8 @@ def test_whatever_the_run_is_doing(
         err
     )
     assert ("validation loss" in out) == (where == "checkpoint")
+    if where == "evaluation 1":  # goes on as from a checkpoint
+        return
     code, out, err = called("train", "--run-dir", str(run))
     assert (code, err) == (0, "")
     assert ("continuing after step" in out) == (where != "building")

@@ -118,6 +118,7 @@ def test_what_spins_has_the_other_limit(here: Path) -> None:
     assert "the limit is 2 s (trainer.phase_seconds; 0 sets none); it is in hang (" in one_line(err)
 
 
+@pytest.mark.thorough  # as above, where what spins is no hang until the other limit
 def test_work_is_no_hang(here: Path) -> None:
     assert finish(hanging("estimate", how="works"))[0] == 0
     assert Path("done").exists()

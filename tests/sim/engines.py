@@ -90,7 +90,9 @@ def train(
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     precision = PrecisionConfig(parameters=number, compute=number)
     chain = describe(config.build, dtype=precision.parameter_dtype)
-    plan = make_plan(chain, replicas=replicas, **{"tier": "host", "swap_limit": 2 * MIB, **options})
+    # What is pinned is allocated page by page, for every engine.
+    usual = {"tier": "host", "tier_bytes": 64 * MIB, "swap_limit": 2 * MIB}
+    plan = make_plan(chain, replicas=replicas, **{**usual, **options})
     if exact:
         plan = without_slack(plan, chain)
     losses: list[float] = []

@@ -121,6 +121,7 @@ def train(directive: str, share: float = 1.0, steps: int = 3, *, room: float = 1
         chain,
         directive=directive,
         tier="host",
+        tier_bytes=64 * 2**20,
         swap_limit=int(share * moved),
         global_batch=ROWS,
         microbatch=4,
