@@ -24,7 +24,8 @@ from parallax.swap.stores.store import Store
 from parallax.swap.stores.tiers import StoreRequest, check_tier_opens, open_store
 from parallax.swap.verify import Delays
 
-_HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit: all of it is pinned at the first write
+_HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit
+_SLAB_BYTES = 2**28  # of it is pinned at one time: few loops need all that they may have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class Options:
                 threads=self.threads,
                 delay=delay,
                 remedies=SCOPE,
+                slab_bytes=_SLAB_BYTES,
             )
         )
 

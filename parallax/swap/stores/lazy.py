@@ -17,7 +17,7 @@ class LazyStore:
     """A store that is opened by the first write: where nothing moves there is no file, no thread, no pinned memory."""
 
     def __init__(self, tier: str, open_store: Callable[[], Store]) -> None:
-        self.tier, self.slots, self.waste_bytes = tier, SlotMap(0, "the unopened tier"), 0
+        self.tier, self.slots = tier, SlotMap(0, "the unopened tier")
         self._open: Callable[[], Store] | None = open_store
         self._store: Store | None = None
         self.forked()
@@ -27,13 +27,18 @@ class LazyStore:
         """Another thread may have held the lock."""
         self._lock = threading.Lock()
 
+    @property
+    def waste_bytes(self) -> int:
+        """Of what was opened."""
+        return self._store.waste_bytes if self._store is not None else 0
+
     @uninterrupted()
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Open first where that is needed."""
         with self._lock:
             if self._open is not None:
                 self._store, self._open = self._open(), None
-                self.slots, self.waste_bytes = self._store.slots, self._store.waste_bytes
+                self.slots = self._store.slots
         assert self._store is not None
         return self._store.write(data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
 from parallax.machine.device import CopyEngine, Event, no_delay
+from parallax.machine.pinned import Arena
 from parallax.plan.tier import DISK, HOST, Tier
 from parallax.swap.stores.files import private_file
 from parallax.swap.stores.forks import generation, mind_forks
@@ -45,12 +47,14 @@ class Pending(Protocol):
 
 class Store(Protocol):
     """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller
-    keeps them alive and unchanged until the transfer is done. ``waste_bytes``: pinned memory allocated beyond what
-    was asked. ``tier`` is the name of its tier."""
+    keeps them alive and unchanged until the transfer is done. ``tier`` is the name of its tier."""
 
     tier: str
     slots: SlotMap
-    waste_bytes: int
+
+    @property
+    def waste_bytes(self) -> int:
+        """Pinned memory allocated beyond what was asked."""
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Begin to copy ``data`` down."""
@@ -89,7 +93,8 @@ class _EventPending:
 
 
 class HostStore:
-    """One arena of host memory, pinned under CUDA, allocated once."""
+    """Arenas of host memory, pinned under accelerators: one of all ``capacity`` bytes, allocated at once, or slabs of
+    ``slab_bytes`` as places are taken, where much may be asked for and little be needed."""
 
     def __init__(
         self,
@@ -98,16 +103,36 @@ class HostStore:
         remedies: Remedies = ENGINE,
         *,
         tier: Tier = HOST,
+        slab_bytes: int = 0,
     ) -> None:
         self.tier = tier.name
         self.slots = SlotMap(capacity, f"the {tier.name} tier", remedies.more_room(tier))
-        self._copies = copies
-        self._arena = copies.arena(capacity)
-        self.waste_bytes = self._arena.allocated_bytes - capacity
+        self._capacity, self._copies = capacity, copies
+        self._slab_bytes = slab_bytes or max(1, capacity)
+        self._slabs: list[Arena] = []
+        self.forked()
+        mind_forks(self)
+        if not slab_bytes:
+            self._reach(capacity)
+
+    def forked(self) -> None:
+        """Another thread may have held the lock."""
+        self._growing = threading.Lock()
+
+    @property
+    def waste_bytes(self) -> int:
+        """Of all that is allocated by now."""
+        asked = min(self._capacity, len(self._slabs) * self._slab_bytes)
+        return sum(slab.allocated_bytes for slab in self._slabs) - asked
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Copy down on the side stream."""
         slot = self.slots.take(data.numel())
+        try:
+            self._reach(max(offset + size for offset, size in slot.parts(0, slot.size)))
+        except SwapError:
+            self.slots.give(slot)
+            raise
         return slot, _EventPending(
             (self._copies.copy(part, view) for part, view in self._pairs(slot, data)), up=False
         )
@@ -123,16 +148,27 @@ class HostStore:
         self.slots.give(slot)
 
     def close(self) -> None:
-        """Wait for copies, then release the arena."""
+        """Wait for copies, then release the arenas."""
         self._copies.synchronize()
-        self._arena.close()
+        for slab in self._slabs:
+            slab.close()
+
+    def _reach(self, end: int) -> None:
+        """Allocate the slabs before ``end`` that are not there."""
+        with self._growing:
+            while (start := len(self._slabs) * self._slab_bytes) < end:
+                size = min(self._slab_bytes, self._capacity - start)
+                self._slabs.append(self._copies.arena(size))
 
     def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parts of ``data`` and where in the arena each has its place."""
+        """The parts of ``data`` and where in a slab each has its place."""
         at = 0
         for offset, size in slot.parts(0, slot.size):
-            yield data[at : at + size], self._arena.data[offset : offset + size]
-            at += size
+            while size:
+                slab, begin = divmod(offset, self._slab_bytes)
+                part = min(size, self._slab_bytes - begin)
+                yield data[at : at + part], self._slabs[slab].data[begin : begin + part]
+                at, offset, size = at + part, offset + part, size - part
 
 
 class _AtOnce:

@@ -30,7 +30,8 @@ from parallax.swap.stores.store import DiskStore, HostStore, Store
 class StoreRequest:
     """What a store of one rank is opened with: its ``capacity`` in bytes, who copies, and for tiers of files the
     ``directory``, how many ``threads`` write and as many read, and by what ``delay`` transfers are held up.
-    ``remedies``: what whoever reads its errors can set."""
+    ``remedies``: what whoever reads its errors can set. ``slab_bytes``: of memory, what is allocated at one time; 0:
+    all of it at once, for who knows what he needs."""
 
     tier: Tier
     capacity: int
@@ -39,6 +40,7 @@ class StoreRequest:
     threads: int
     delay: Callable[[], float]
     remedies: Remedies
+    slab_bytes: int = 0
 
 
 OpenStore = Callable[[StoreRequest], Store]
@@ -81,7 +83,7 @@ def check_tier_opens(tier: Tier, directory: Path, remedies: Remedies) -> None:
 
 
 def _open_host(asked: StoreRequest) -> Store:
-    return HostStore(asked.capacity, asked.copies, asked.remedies)
+    return HostStore(asked.capacity, asked.copies, asked.remedies, slab_bytes=asked.slab_bytes)
 
 
 def _open_disk(asked: StoreRequest) -> Store:

@@ -379,7 +379,7 @@ def test_a_changed_byte_below_is_noticed(scratch: Path) -> None:
     streamed = StreamedParameters([list(b.parameters()) for b in mine], store, verify=True)
     slot = streamed._flats[2].chunks[0]._slot
     assert slot is not None
-    store._arena.data[slot.offset : slot.offset + slot.size][slot.size // 2] += 1
+    store._slabs[0].data[slot.offset : slot.offset + slot.size][slot.size // 2] += 1
     streamed.enter(1)
     with pytest.raises(SwapError, match="not what was written"):
         streamed.enter(2)

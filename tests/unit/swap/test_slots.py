@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,10 +70,13 @@ def test_parts_of_a_place_in_several_stretches() -> None:
     assert list(StoreSlot(7, 9).parts(2, 3)) == [(9, 3)]
 
 
-@pytest.fixture(params=["disk", "host"])
+@pytest.fixture(params=["disk", "host", "slabs"])
 def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
-    kinds = {"disk": lambda: DiskStore(scratch, 6 * PAGE, CpuCopies(), threads=1)}
-    kinds["host"] = lambda: HostStore(6 * PAGE, CpuCopies())  # type: ignore[assignment,return-value]
+    kinds: dict[str, Callable[[], Store]] = {
+        "disk": lambda: DiskStore(scratch, 6 * PAGE, CpuCopies(), threads=1),
+        "host": lambda: HostStore(6 * PAGE, CpuCopies()),
+        "slabs": lambda: HostStore(6 * PAGE, CpuCopies(), slab_bytes=PAGE * 3 // 2),
+    }
     found = kinds[request.param]()
     yield found
     found.close()

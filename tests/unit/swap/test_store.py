@@ -22,6 +22,7 @@ from torch import Tensor
 
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
+from parallax.machine.pinned import PlainArena
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
 from parallax.swap.stores.slots import SlotMap, StoreSlot
@@ -78,9 +79,14 @@ def test_new_sizes_fit_between_places_in_use() -> None:
         slots.take(1)
 
 
-@pytest.fixture(params=["disk", "host"])
+@pytest.fixture(params=["disk", "host", "slabs"])
 def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
-    found: Store = disk(scratch) if request.param == "disk" else HostStore(64 * MIB, CpuCopies())
+    slab_bytes = 5 * MIB if request.param == "slabs" else 0
+    found: Store = (
+        disk(scratch)
+        if request.param == "disk"
+        else HostStore(64 * MIB, CpuCopies(), slab_bytes=slab_bytes)
+    )
     yield found
     found.close()
 
@@ -363,4 +369,30 @@ def test_the_configuration_opens_the_tier(tmp_path: Path, tier: str, kind: type)
     assert isinstance(store, kind)
     assert (tmp_path / "named").exists() == (tier == "disk")
     assert not (tmp_path / "auto").exists()
+    store.close()
+
+
+def test_slabs_are_allocated_as_they_are_needed() -> None:
+    """``parallax.swap`` may hold four times its limit in host memory, and pinned all of that at its first write."""
+    allocated: list[int] = []
+
+    class Counting(CpuCopies):
+        def arena(self, count: int) -> PlainArena:
+            if sum(allocated) >= 3 * MIB:
+                raise SwapError("cannot pin")
+            allocated.append(count)
+            return PlainArena(count)
+
+    store = HostStore(10 * MIB, Counting(), slab_bytes=MIB)
+    assert allocated == []
+    first, _ = store.write(noise(MIB // 2))
+    assert allocated == [MIB]
+    store.write(noise(2 * MIB))
+    assert allocated == [MIB] * 3
+    with pytest.raises(SwapError, match="cannot pin"):
+        store.write(noise(MIB))
+    assert store.slots.used_bytes == MIB // 2 + 2 * MIB
+    store.free(first)
+    store.write(noise(MIB // 2))
+    assert store.waste_bytes == 0
     store.close()

@@ -284,7 +284,7 @@ def test_the_complaint_names_bytes_micro_batch_shape_and_remedy(scratch: Path) -
         manager = SwapManager(store, limit_bytes=MIB, verify=True)
         entry = manager.add(torch.ones(30, 100), 3)
         settle(manager)
-        store._arena.data[:12000:5] += 1  # type: ignore[attr-defined]
+        store._slabs[0].data[:12000:5] += 1  # type: ignore[attr-defined]
         for _ in range(2):
             with pytest.raises(
                 SwapError,
