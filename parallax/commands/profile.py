@@ -16,7 +16,7 @@ from parallax.commands.options import (
 )
 from parallax.config import compose
 from parallax.report import profile_table
-from parallax.run.job import profile_run
+from parallax.run.job import device_kind, profile_run
 from parallax.run.planning import MEASURED_ROWS
 from parallax.run.working import working
 
@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> int:
     ):
         console.print(
             f"of what {rows} row(s) save, nothing may leave the device: tensors smaller than "
-            f"swap.minimum_bytes={config.swap.minimum_bytes} stay",
+            f"swap.minimum_bytes={config.swap.smallest_bytes(device_kind(config))} stay",
             soft_wrap=True,
         )
     console.print(f"profile: {parsed.output}", soft_wrap=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallax.common.targets import check_call
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DataError, DescribeError, printable
-from parallax.machine.local import ClusterConfig
+from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import RAGGED_ROWS, flatten
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
@@ -105,6 +105,13 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
         )
     return config.cluster
+
+
+def device_kind(config: RunConfig) -> str:
+    """What ``config``'s model is to be trained on: an accelerator of the catalog, or the kind of this machine."""
+    if isinstance(config.cluster, CatalogClusterConfig):
+        return config.cluster.kind.name
+    return choose_devices(config.cluster).kind
 
 
 def build_loss(config: RunConfig) -> Loss:
@@ -338,7 +345,7 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
         build_loss(config),
         _shapes(config, chain),
         precision=config.precision,
-        minimum_bytes=config.swap.minimum_bytes,
+        minimum_bytes=config.swap.smallest_bytes(device_kind(config)),
         gathered=config.trainer.global_batch if config.trainer.gather_loss else 0,
         name=config.model.name,
         progress=progress,

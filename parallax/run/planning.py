@@ -247,7 +247,7 @@ def _conditions(
         ),
         "device": torch.device(choice.kind),
         "precision": precision or PrecisionConfig(),
-        "minimum_bytes": (swap or SwapConfig()).minimum_bytes,
+        "minimum_bytes": (swap or SwapConfig()).smallest_bytes(choice.kind),
         "allocator": "exact" if choice.exact else "default",
         "offloader": _offloader(choice, swap or SwapConfig(), scratch),
         "gathered": len(batch) if gather_loss else 0,

@@ -142,7 +142,7 @@ class Engine:
             verify=config.verify,
         )
         held, memory = self._stage.held(), self._stage.streams_memory
-        return manager, Selector(held, config.minimum_bytes, streams=memory)
+        return manager, Selector(held, config.smallest_bytes(self.mesh.device.type), streams=memory)
 
     @classmethod
     def build(

@@ -23,7 +23,8 @@ class SwapConfig:
     ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), one of your own
     (:func:`parallax.register_tier`), or auto: host under CUDA, disk on a CPU. ``directory``: folder for disk tiers, of
     its own; auto is inside the run directory. ``threads``: threads per rank that write files, and as many that read.
-    ``minimum_bytes``: smaller tensors are never moved. ``verify``: sum all bytes and hold transfers up at random, to
+    ``minimum_bytes``: smaller tensors are never moved; auto: 64 KiB of a CPU, 1 MiB of an accelerator, whose copies
+    take less time than the Python around them. ``verify``: sum all bytes and hold transfers up at random, to
     find a missing wait or bad memory; slow.
 
     The others are those of IBM's Large Model Support, for who wants to set by hand what the limit decides (see
@@ -36,7 +37,7 @@ class SwapConfig:
     tier: str = AUTO
     directory: str = "auto"
     threads: int = 2
-    minimum_bytes: int = 65536
+    minimum_bytes: int | str = AUTO
     verify: bool = False
     n_tensors: int | str = "auto"
     swapout_threshold: int = 0
@@ -46,7 +47,9 @@ class SwapConfig:
     def __post_init__(self) -> None:
         check_tier("swap.tier", self.tier)
         check_positive("swap.threads", self.threads)
-        check_positive("swap.minimum_bytes", self.minimum_bytes, zero=True)
+        check_positive(
+            "swap.minimum_bytes", _whole("swap.minimum_bytes", self.minimum_bytes) or 0, zero=True
+        )
         if not self.directory or (
             Path(self.directory).exists() and not Path(self.directory).is_dir()
         ):
@@ -59,6 +62,10 @@ class SwapConfig:
     def offloads(self) -> bool:
         """Whether the planner may put anything below the device."""
         return self.tier != NONE.name
+
+    def smallest_bytes(self, kind: str) -> int:
+        """The smallest tensor that leaves a device of ``kind``."""
+        return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
 
     def policy(self, *, eager: bool = True) -> Policy:
         """The preferences."""
@@ -87,6 +94,12 @@ class SwapConfig:
                 remedies=ENGINE,
             )
         )
+
+
+def usual_smallest(kind: str) -> int:
+    """The smallest tensor that is worth moving from a device of ``kind``: some 90 µs of Python go with each, in which a
+    CPU copies half a MiB, and an accelerator several."""
+    return 2**16 if kind == "cpu" else 2**20
 
 
 def _whole(key: str, value: int | str) -> int | None:

@@ -80,7 +80,10 @@ class Trials:
             manager = SwapManager(store, limit_bytes=room, policy=here.policy())
             try:
                 yield Trial(
-                    manager, Selector([*block.parameters(), *block.buffers()], here.minimum_bytes)
+                    manager,
+                    Selector(
+                        [*block.parameters(), *block.buffers()], here.smallest_bytes(device.type)
+                    ),
                 )
             finally:
                 manager.close()

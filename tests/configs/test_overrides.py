@@ -172,6 +172,12 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ),
     ("plan.stages=0", "plan.stages=0: ", "accepted are numbers above 0", ""),
     ("model.heads=7", "model.heads=7: ", "must divide model.hidden=320", ""),
+    (
+        "swap.minimum_bytes=64KiB",
+        "swap.minimum_bytes=64KiB: ",
+        "accepted are auto or a whole number",
+        "",
+    ),
     ("swap.tier=hots", "swap.tier=hots: ", "accepted are auto, host, disk, none", "host"),
     ("seed=-1", "seed=-1: ", "accepted are whole numbers from 0", ""),
     ("name=../x", "name=../x: ", "accepted is a folder name", ""),

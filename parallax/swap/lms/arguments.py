@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, printable
+from parallax.swap.config import usual_smallest
 from parallax.swap.optimizer.chunked_step import plain
 
 AUTO = "auto"
@@ -81,6 +83,12 @@ def whole(key: str, value: Any, *, least: int = 0) -> int:
     if count is None or count < least:
         raise ConfigError(f"{key}={_shown(value)}: accepted are whole numbers from {least}")
     return count
+
+
+def smallest(value: Any, device: torch.device) -> int:
+    """Bytes from which on a tensor of ``device`` is moved."""
+    auto = isinstance(value, str) and value == AUTO
+    return usual_smallest(device.type) if auto else whole("minimum_bytes", value)
 
 
 def whole_or_none(key: str, value: Any) -> int | None:

@@ -65,7 +65,7 @@ def swap(
     directory: str | os.PathLike[str] = AUTO,
     tier_bytes: int | str = AUTO,
     threads: int = 2,
-    minimum_bytes: int = 65536,
+    minimum_bytes: int | str = AUTO,
     eager: bool = False,
     n_tensors: int | None = None,
     swapout_threshold: int = 0,
@@ -83,10 +83,10 @@ def swap(
     of others the states are not counted.
 
     ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder of its own for the disk tier.
-    ``tier_bytes``: what the tier may hold. ``minimum_bytes``: smaller tensors stay. ``piece_bytes``: states that are
-    brought in at one time. ``threads`` and ``verify`` are those of :class:`~parallax.swap.config.SwapConfig`;
-    ``eager``, ``n_tensors``, ``swapout_threshold``, ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of
-    :class:`~parallax.swap.activations.policy.Policy`.
+    ``tier_bytes``: what the tier may hold. ``minimum_bytes``: smaller tensors stay (auto: 64 KiB, or 1 MiB of an
+    accelerator). ``piece_bytes``: states that are brought in at one time. ``threads`` and ``verify`` are those of
+    :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``, ``swapout_threshold``, ``swapin_ahead`` (also
+    ``lb``) and ``swapin_groupby`` those of :class:`~parallax.swap.activations.policy.Policy`.
 
     Raises :class:`ConfigError` for what is not accepted, :class:`BudgetExceeded` where what cannot move exceeds the
     limit: on entry, or where one operator needs more than the room."""
@@ -101,7 +101,7 @@ def swap(
         directory=usual_folder() if directory == AUTO else arguments.folder(directory),
         tier_bytes=arguments.size_or_auto("tier_bytes", tier_bytes),
         threads=arguments.whole("threads", threads, least=1),
-        minimum_bytes=arguments.whole("minimum_bytes", minimum_bytes),
+        minimum_bytes=arguments.smallest(minimum_bytes, device),
         piece_bytes=arguments.size("piece_bytes", piece_bytes),
         verify=arguments.flag("verify", verify),
     )

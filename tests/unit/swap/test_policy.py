@@ -343,3 +343,10 @@ def test_the_keys_make_the_policy() -> None:
         eager=False, n_tensors=4, swapout_threshold=3, swapin_ahead=0, swapin_groupby=2
     )
     assert config.policy(eager=False) == expected
+
+
+def test_what_is_too_small_depends_on_who_copies() -> None:
+    """With each tensor goes Python that takes longer than an accelerator's copy of some hundred KiB."""
+    assert SwapConfig().smallest_bytes("cpu") == 2**16
+    assert SwapConfig().smallest_bytes("cuda") == SwapConfig().smallest_bytes("xpu") == 2**20
+    assert SwapConfig(minimum_bytes=5).smallest_bytes("cuda") == 5
