@@ -165,7 +165,8 @@ class NoBounce:
 
 
 class BounceRing:
-    """A few pinned buffers, one for each thread that may ask, allocated once: pinning takes milliseconds."""
+    """A few pinned buffers, one for each thread that may ask, allocated once: pinning takes milliseconds. What is on
+    the host already, as an optimizer's states, takes no buffer and waits for nothing of the device's."""
 
     def __init__(self, copies: CopyEngine, buffers: int, piece_bytes: int) -> None:
         self._copies, self._piece = copies, piece_bytes
@@ -177,6 +178,9 @@ class BounceRing:
 
     def down(self, data: Tensor, ready: Event) -> Iterator[Tensor]:
         """Copy each piece down and wait for it."""
+        if data.is_cpu:
+            yield from data.split(self._piece)
+            return
         buffer = self._free.get()
         try:
             ready.wait_host()
@@ -189,6 +193,9 @@ class BounceRing:
 
     def up(self, target: Tensor, ready: Event) -> Iterator[Tensor]:
         """Copy each piece up and wait for it, because the buffer is filled again."""
+        if target.is_cpu:
+            yield from target.split(self._piece)
+            return
         buffer = self._free.get()
         try:
             for piece in target.split(self._piece):
