@@ -33,8 +33,8 @@ class Event(Protocol):
     def wait_host(self) -> None:
         """Block this thread until it has."""
 
-    def wait_stream(self) -> None:
-        """Make the current compute stream wait for it."""
+    def wait_stream(self, stream: torch.Stream | None = None, /) -> None:
+        """Make ``stream`` wait for it, or the current compute stream."""
 
     def seconds(self) -> float:
         """How long the copy that ends here took; asked once it is done."""
@@ -50,7 +50,7 @@ class DoneEvent:
     def wait_host(self) -> None:
         """Nothing to wait for."""
 
-    def wait_stream(self) -> None:
+    def wait_stream(self, _stream: torch.Stream | None = None) -> None:
         """Nothing to wait for."""
 
     def seconds(self) -> float:
@@ -118,9 +118,11 @@ class StreamEvent:
         """Block this thread."""
         self._event.synchronize()
 
-    def wait_stream(self) -> None:
-        """Order the current stream after it."""
-        if not self._event.query():
+    def wait_stream(self, stream: torch.Stream | None = None) -> None:
+        """Order ``stream`` after it; that the compute stream waits is noted."""
+        if stream is not None:
+            stream.wait_event(self._event)
+        elif not self._event.query():
             self._stalls.wait(torch.accelerator.current_stream(self._device), self._event)
 
     def seconds(self) -> float:
@@ -165,11 +167,13 @@ class NoBounce:
 
 
 class BounceRing:
-    """A few pinned buffers, one for each thread that may ask, allocated once: pinning takes milliseconds. What is on
-    the host already, as an optimizer's states, takes no buffer and waits for nothing of the device's."""
+    """A few pinned buffers, one for each thread that may ask, allocated once: pinning takes milliseconds. What is not
+    on ``device``, as an optimizer's states, takes no buffer and waits for nothing of the device's."""
 
-    def __init__(self, copies: CopyEngine, buffers: int, piece_bytes: int) -> None:
-        self._copies, self._piece = copies, piece_bytes
+    def __init__(
+        self, copies: CopyEngine, device: torch.device, buffers: int, piece_bytes: int
+    ) -> None:
+        self._copies, self._device, self._piece = copies, device, piece_bytes
         self._arena = copies.arena(buffers * piece_bytes)
         self.waste_bytes = self._arena.allocated_bytes - buffers * piece_bytes
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -178,7 +182,7 @@ class BounceRing:
 
     def down(self, data: Tensor, ready: Event) -> Iterator[Tensor]:
         """Copy each piece down and wait for it."""
-        if data.is_cpu:
+        if data.device.type != self._device.type:
             yield from data.split(self._piece)
             return
         buffer = self._free.get()
@@ -186,14 +190,14 @@ class BounceRing:
             ready.wait_host()
             for piece in data.split(self._piece):
                 host = buffer[: piece.numel()]
-                self._copies.copy(piece, host, ordered=False).wait_host()
+                self._copies.copy(piece, host, ready).wait_host()
                 yield host
         finally:
             self._free.put(buffer)
 
     def up(self, target: Tensor, ready: Event) -> Iterator[Tensor]:
         """Copy each piece up and wait for it, because the buffer is filled again."""
-        if target.is_cpu:
+        if target.device.type != self._device.type:
             yield from target.split(self._piece)
             return
         buffer = self._free.get()
@@ -202,7 +206,7 @@ class BounceRing:
                 host = buffer[: piece.numel()]
                 yield host
                 ready.wait_host()
-                self._copies.copy(host, piece, ordered=False).wait_host()
+                self._copies.copy(host, piece, ready).wait_host()
         finally:
             self._free.put(buffer)
 
@@ -228,9 +232,8 @@ class CopyEngine(Protocol):
     def mark(self) -> Event:
         """The end of all work given to the compute stream so far."""
 
-    def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
-        """Copy after all work already given to the compute stream (not ``ordered``: the caller has waited for what
-        matters); the event is its end."""
+    def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
+        """Copy after ``after``, or after all work already given to the compute stream; the event is its end."""
 
     def adopt(self) -> None:
         """The calling thread works for this device from here on."""
@@ -264,9 +267,9 @@ class CpuCopies:
         """Nothing is under way."""
         return DoneEvent()
 
-    def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
+    def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
         """An ordinary copy."""
-        del ordered  # by its nature
+        del after  # by its nature
         start = time.perf_counter()
         target.copy_(source)
         return TimedEvent(time.perf_counter() - start)
@@ -312,20 +315,22 @@ class StreamCopies:
 
     def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
         """Pinned buffers."""
-        return BounceRing(self, buffers, piece_bytes)
+        return BounceRing(self, self._device, buffers, piece_bytes)
 
     def mark(self) -> Event:
         """An event on the compute stream."""
         return StreamEvent(torch.accelerator.current_stream(self._device), self._stalls)
 
-    def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
+    def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
         """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""
         if source.is_cpu and target.is_cpu:
             begun = time.perf_counter()
             target.copy_(source)
             return TimedEvent(time.perf_counter() - begun)
         stream = self._up if source.is_cpu else self._down
-        if ordered:
+        if after is not None:
+            after.wait_stream(stream)
+        else:
             # The source's last kernel, or the last user of the block that the target was carved from, is on the
             # compute stream: without this wait the allocator's reuse is a race.
             stream.wait_stream(torch.accelerator.current_stream(self._device))

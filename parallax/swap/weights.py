@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallax.machine.device import CopyEngine, Event
+from parallax.machine.device import CopyEngine, DoneEvent, Event
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
@@ -65,8 +65,8 @@ def aligned_runs(
 
 class BucketWeights(Protocol):
     """Where the weights and gradients of one bucket are, and how a step reaches them. In a step below the device,
-    ``reduced`` and ``wait`` are called on the main thread, the others beside it, in the order begin, stepped, shared,
-    end; where another replica steps the bucket, shared and end alone."""
+    ``reduced``, ``commit`` and ``wait`` are called on the main thread, the others beside it, in the order begin,
+    stepped, shared, end; where another replica steps the bucket, shared and end alone."""
 
     @property
     def segments(self) -> Sequence[ParameterSegment]:
@@ -83,6 +83,9 @@ class BucketWeights(Protocol):
 
     def reduced(self) -> None:
         """The gradients are final: begin to bring them to the host."""
+
+    def commit(self, unused: Event) -> None:
+        """A step begins; until its end the device uses neither weights nor gradients after ``unused``."""
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The weights and gradients of each segment, on the host, to step on."""
@@ -125,6 +128,9 @@ class ResidentWeights:
 
     def reduced(self) -> None:
         """They are where they are stepped."""
+
+    def commit(self, unused: Event) -> None:
+        """They are changed where they are."""
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The parameters themselves, or their masters and gradients in the type of these."""
@@ -190,6 +196,7 @@ class CopiedWeights:
         self._master: list[Tensor | None] = [None] * len(segments)
         self._landed: list[Event] = []
         self._risen: list[Event] = []
+        self._unused: Event = DoneEvent()
 
     @property
     def kept(self) -> list[Tensor | None]:
@@ -206,6 +213,10 @@ class CopiedWeights:
         self._landed = [
             self._copies.copy(gradient, place) for gradient, place in pairs if gradient is not None
         ]
+
+    def commit(self, unused: Event) -> None:
+        """What the device is given from now on, as the next forward's first blocks, has nothing to do with these."""
+        self._unused = unused
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The copies of the weights, and the gradients in their type."""
@@ -238,7 +249,10 @@ class CopiedWeights:
     def end(self) -> None:
         """Copy up."""
         parts = [part_of(segment.parameter.detach(), segment) for segment in self.segments]
-        self._risen = [self._copies.copy(place, part) for place, part in zip(self.shared(), parts)]
+        self._risen = [
+            self._copies.copy(place, part, self._unused)
+            for place, part in zip(self.shared(), parts)
+        ]
         _zero_gradients(self.segments)
 
     def wait(self) -> None:

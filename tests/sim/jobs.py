@@ -31,7 +31,7 @@ def missing_wait() -> Any:
     """A copy that does not wait for who used its target's block before."""
     import torch
 
-    from parallax.machine.device import StreamCopies
+    from parallax.machine.device import DoneEvent, StreamCopies
     from tests.sim.device import SIM
     from tests.sim.races import judge
 
@@ -39,7 +39,7 @@ def missing_wait() -> Any:
         copies = StreamCopies(SIM)
         source = torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(1000, dtype=torch.uint8, device=SIM)
-        copies.copy(source, target, ordered=False).wait_host()
+        copies.copy(source, target, DoneEvent()).wait_host()
 
     return tuple(judge(copy))
 

@@ -67,7 +67,7 @@ class LateEvent:
     def wait_host(self) -> None:
         self._future.result()
 
-    def wait_stream(self) -> None:
+    def wait_stream(self, _stream: torch.Stream | None = None) -> None:
         self._future.result()
 
     def seconds(self) -> float:
@@ -91,12 +91,12 @@ class LateCopies:
         return PlainArena(count)
 
     def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
-        return BounceRing(self, buffers, min(piece_bytes, 4096))
+        return BounceRing(self, torch.device("cpu"), buffers, min(piece_bytes, 4096))
 
     def mark(self) -> Event:
         return DoneEvent()
 
-    def copy(self, source: Tensor, target: Tensor, *, ordered: bool = True) -> Event:
+    def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
         ends = [
             (weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.size())
             for t in (source, target)

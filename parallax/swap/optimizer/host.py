@@ -205,6 +205,9 @@ class HostOptimizer:
             if bucket.due != 0:
                 bucket.weights.reduced()
             bucket.due = bucket.count
+        unused = self._copies.mark()
+        for bucket in self._buckets:
+            bucket.weights.commit(unused)
         mine = [bucket for bucket in self._buckets if self._steps(bucket)]
         stepped: dict[Bucket, Future[None]] = {}
         for bucket, following in zip(mine, [*mine[1:], None]):

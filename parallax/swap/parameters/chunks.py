@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
+from parallax.machine.device import Event
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
 from parallax.swap.verify import checksum
@@ -190,6 +191,9 @@ class Chunk:
     def reduced(self) -> None:
         """The gradients are below already; from here on the device's copy is about to age."""
         self.updating = True
+
+    def commit(self, unused: Event) -> None:
+        """The step does not touch what the device has."""
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The weights and gradients of each segment, read into host memory."""

@@ -127,7 +127,7 @@ def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> 
 
 def test_a_buffer_comes_back_whatever_happens() -> None:
     copies = LateCopies()
-    ring = BounceRing(copies, 1, 100)
+    ring = BounceRing(copies, torch.device("cpu"), 1, 100)
     data, done = torch.arange(250, dtype=torch.uint8), copies.mark()
     for _ in range(3):
         pieces = ring.down(data, done)
