@@ -51,7 +51,8 @@ class Mesh:
     tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each edge instead: NCCL
     matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
     activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
-    holds the lock that gloo's thread spins on to deliver the other's message.
+    holds the lock that gloo's thread spins on to deliver the other's message. ``linked``: groups of replicas go from
+    device to device as well.
     """
 
     plan: Plan
@@ -67,6 +68,7 @@ class Mesh:
     back: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
     statistics: dist.ProcessGroup | None = None
+    linked: bool = False
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
@@ -110,6 +112,7 @@ class Mesh:
             back,
             edges,
             statistics,
+            linked=bool(direct),
         )
 
     @property

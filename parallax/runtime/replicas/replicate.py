@@ -376,9 +376,7 @@ def sync_for(
         own = set(stage.parameters_of(number))
         parts[number] = {name: p for name, p in resident.items() if p in own and users[p] == 1}
     if mesh.replicas is not None and resident:
-        sync: GradientSync = _replicated(
-            parts, resident, mesh.replicas, mesh.device, config, split=split
-        )
+        sync: GradientSync = _replicated(parts, resident, mesh, config, split=split)
     else:  # those that ranks share are final only when the other ranks' are added
         told = {
             number: [p for name, p in part.items() if name not in shared]
@@ -398,12 +396,13 @@ def sync_for(
 def _replicated(
     parts: Mapping[int, dict[str, nn.Parameter]],
     resident: Mapping[str, nn.Parameter],
-    group: dist.ProcessGroup,
-    device: torch.device,
+    mesh: Mesh,
     config: ReplicasConfig,
     *,
     split: bool,
 ) -> PositionSync:
+    group = mesh.replicas
+    assert group is not None
     announced = {name for part in parts.values() for name in part}
     short = SHORT.get(config.compress)
     late = BucketSync(
@@ -415,7 +414,7 @@ def _replicated(
             syncs[number] = (
                 BucketSync(part.values(), group, short)
                 if split
-                else ReplicaSync(part, group, device, config)
+                else ReplicaSync(part, group, mesh.device, config, linked=mesh.linked)
             )
     return PositionSync(
         syncs, late, {number: part.values() for number, part in parts.items()}, group
