@@ -167,7 +167,7 @@ class Step:
 
 class Team:
     """Processes that hold the engines of plans for as many ranks. ``cap_bytes``: what each may hold on a CUDA device,
-    by its allocator; ``patience``: seconds for all to have met."""
+    by its allocator; ``patience``: seconds for all to have met; ``start``: as of :class:`Worker`."""
 
     def __init__(
         self,
@@ -178,15 +178,15 @@ class Team:
         *,
         cap_bytes: int | None = None,
         patience: float = STARTS,
+        start: str = "spawn",
     ) -> None:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-benchmark-"))
             self._pool = stack.enter_context(ThreadPoolExecutor(ranks))
             self._workers = []
             for rank in range(ranks):
-                worker = Worker(
-                    f"rank {rank}", _rank, model, rows, place, Path(folder), rank, ranks, cap_bytes
-                )
+                given = model, rows, place, Path(folder), rank, ranks, cap_bytes
+                worker = Worker(f"rank {rank}", _rank, *given, start=start)
                 stack.callback(worker.close)
                 stack.callback(worker.stop)
                 self._workers.append(worker)

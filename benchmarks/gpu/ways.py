@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,30 +24,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import parallax
+from benchmarks.gpu.meters import CountedMeter, CudaMeter, Meter
+from benchmarks.gpu.updates import (
+    SETTINGS,
+    Update,
+    full_precision,
+    on_host,
+    pageable_bytes,
+    sharded,
+    stepper,
+)
 from benchmarks.models import Task
 from benchmarks.workers import reason
 from parallax.errors import BudgetExceeded, SwapError
-from parallax.machine.device import copies_for
 from parallax.swap.lms.scope import Swapping
-from parallax.swap.optimizer.host import HostOptimizer
 
 AMPLE = 2**50  # bytes: no limit
-SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+REFUSED = (torch.OutOfMemoryError, BudgetExceeded, SwapError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One way. ``limit_bytes``: what saved activations, and states that move, may hold on the device; ``tier_bytes``:
     and on the host. ``cap_bytes``: what everything may hold on the device. ``states``: AdamW on fp32 copies of the
-    weights, or on bf16 weights; none is SGD without states."""
+    weights, or on bf16 weights; none is SGD without states. ``warm_seconds``: the device is busy for so long before
+    anything is timed, or its clock would still be rising."""
 
     way: str
     device: str
@@ -60,6 +64,7 @@ class Spec:
     states: str = "none"
     eager: bool = False
     minimum_bytes: int = 65536
+    warm_seconds: float = 0.0
 
 
 @dataclass
@@ -71,119 +76,24 @@ class Turn:
     peak_bytes: int = 0
 
 
-# ---------------------------------------------------------------------------------------------------- device memory
-
-
-class CudaMemory:
-    """torch's own counters; the cap is the allocator's."""
-
-    def __init__(self, cap_bytes: int | None) -> None:
-        if cap_bytes is not None:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), 0)
-
-    def used_bytes(self) -> int:
-        """In tensors, now."""
-        return torch.cuda.memory_allocated()
-
-    def peak_bytes(self) -> int:
-        """The most since :meth:`release`."""
-        return torch.cuda.max_memory_allocated()
-
-    def release(self) -> None:
-        """Give back what is not used, so that others can have it, and count anew."""
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize()
-
-    def elsewhere(self) -> AbstractContextManager[object]:
-        """Host memory does not count."""
-        return contextlib.nullcontext()
-
-
-class CountedMemory(TorchDispatchMode):
-    """A device that is played by main memory: the storages that this thread has made and that are alive."""
-
-    def __init__(self, cap_bytes: int | None) -> None:
-        super().__init__()
-        self._cap, self._used, self._peak, self._counts = cap_bytes, 0, 0, True
-        self._alive: set[int] = set()  # addresses, also of storages that do not count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the storages of what an operator returns."""
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
-                self._add(value.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage.data_ptr(), storage.nbytes() if self._counts else 0
-        if key == 0 or key in self._alive:
-            return
-        if self._cap is not None and self._used + size > self._cap:
-            raise torch.OutOfMemoryError(f"{size} bytes more than {self._used} of {self._cap}")
-        self._alive.add(key)
-        self._used += size
-        self._peak = max(self._peak, self._used)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self._used -= size
-
-    def used_bytes(self) -> int:
-        """In tensors, now."""
-        return self._used
-
-    def peak_bytes(self) -> int:
-        """The most since :meth:`release`."""
-        return self._peak
-
-    def release(self) -> None:
-        """Count anew."""
-        gc.collect()
-        self._peak = self._used
-
-    def synchronize(self) -> None:
-        """Nothing runs behind this thread's back."""
-
-    @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """What is made here stands for host memory."""
-        before, self._counts = self._counts, False
-        try:
-            yield
-        finally:
-            self._counts = before
-
-
-Memory = CudaMemory | CountedMemory
-
-
-# ------------------------------------------------------------------------------------------------------------- ways
-
-
 class Trainer:
     """A model, its optimizer and a batch, trained in one way."""
 
-    def __init__(self, task: Task, spec: Spec, memory: Memory, stack: contextlib.ExitStack) -> None:
-        self._task, self._spec, self._memory = task, spec, memory
-        self._device = torch.device(spec.device, 0 if spec.device == "cuda" else None)
+    def __init__(self, task: Task, spec: Spec, meter: Meter, stack: contextlib.ExitStack) -> None:
+        self._task, self._spec, self._meter = task, spec, meter
+        self._device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
         torch.manual_seed(0)
         self._model = task.build(self._device)
         if spec.way == "checkpoint":
+            again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             for block in task.blocks(self._model):
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore
+                block.forward = functools.partial(again, block.forward)
+        self.pageable_bytes = 0
         if spec.way == "fsdp":
-            with memory.elsewhere():
-                self._model = _sharded(
-                    self._model, task, self._device, stack, fp32=spec.states == "fp32"
-                )
+            with meter.elsewhere():
+                fp32 = spec.states == "fp32"
+                self._model = sharded(self._model, task, self._device, stack, fp32=fp32)
+            self.pageable_bytes = pageable_bytes(self._model) if spec.device == "cuda" else 0
         # Wait for updates that run beside the next step.
         self._settle: Callable[[], None] = lambda: None
         self._moved: list[torch.optim.Optimizer] = []
@@ -196,23 +106,29 @@ class Trainer:
             pinned = self._device.type == "cuda"
             self._around = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)
         self._batch = task.batch(spec.rows, self._device)
-        self._steps = 0
+        self._steps = self._since = 0  # ever; since there is a limit
         if spec.way == "offload" and spec.limit_bytes is not None:
             self.limit(spec.limit_bytes, spec.tier_bytes)
-        memory.release()
-        self.static_bytes = memory.used_bytes()
+        meter.release()
+        self.static_bytes = meter.used_bytes()
 
-    def limit(self, limit_bytes: int, tier_bytes: int | str, *, eager: bool = False) -> None:
+    def resize(self, rows: int) -> int:
+        """Train so many rows from now on; the bytes that then stay between steps."""
+        del self._batch
+        self._batch = self._task.batch(rows, self._device)
+        self._meter.release()
+        self.static_bytes = self._meter.used_bytes()
+        return self.static_bytes
+
+    def limit(self, limit_bytes: int, tier_bytes: int | str, *, eager: bool = False) -> bool:
         """Let what moves hold ``limit_bytes`` on the device from now on. The limit of ``parallax.swap`` is of weights
         and gradients as well."""
         if self._limit == limit_bytes:
-            return  # a new scope would pin its host memory anew
+            return True  # a new scope would pin its host memory anew
         self._scope.close()
         gc.collect()
-        fixed = sum(
-            t.nbytes
-            for t in [*self._model.parameters(), *self._model.buffers(), *self._model.parameters()]
-        )
+        weights = [*self._model.parameters()]
+        fixed = sum(tensor.nbytes for tensor in [*weights, *self._model.buffers(), *weights])
         self._swapping = self._scope.enter_context(
             parallax.swap(
                 self._model,
@@ -223,7 +139,8 @@ class Trainer:
                 minimum_bytes=self._spec.minimum_bytes,
             )
         )
-        self._limit = limit_bytes
+        self._limit, self._since = limit_bytes, self._steps
+        return True
 
     def keep_to(self, budget_bytes: int, tier_bytes: int) -> Turn:
         """Find, within a few turns, a limit whose peak is at most ``budget_bytes`` above what stays between steps.
@@ -253,30 +170,31 @@ class Trainer:
         return turn
 
     def turn(self, steps: int) -> Turn:
-        """One step for the allocator to grow, then ``steps`` that are timed; afterwards the memory is others'."""
-        turn = Turn()
-        self._memory.release()
-        for index in range(1 + steps):
-            self._memory.synchronize()
-            start = time.perf_counter()
-            loss = self._step(*self._batch)
-            self._memory.synchronize()
-            taken = time.perf_counter() - start
-            turn.losses[self._steps] = loss.item()
-            self._steps += 1
-            if index:
-                turn.seconds.append(taken)
+        """Some steps for the allocator to grow and the clock to rise, then ``steps`` that are timed, with nobody
+        waiting between them; afterwards the memory is others'."""
+        turn, losses, first = Turn(), list[Tensor](), self._steps
+        self._meter.release()
+        begun = time.perf_counter()
+        while not losses or time.perf_counter() - begun < self._spec.warm_seconds:
+            losses.append(self._step(*self._batch))
+            self._meter.synchronize()
+        marks: list[Any] = [self._meter.mark()]
+        for _ in range(steps):
+            losses.append(self._step(*self._batch))
+            marks.append(self._meter.mark())
+        turn.seconds = self._meter.seconds(marks)
         self._settle()
-        turn.peak_bytes = self._memory.peak_bytes()
-        del loss
-        self._memory.release()
+        turn.peak_bytes = self._meter.peak_bytes()
+        turn.losses = {first + index: loss.item() for index, loss in enumerate(losses)}
+        losses.clear()
+        self._meter.release()
         return turn
 
-    def fits(self, rows: int, limits: tuple[int, ...]) -> str | None:
-        """Why a step of ``rows`` is not possible; None where it is. A swap limit is chosen of ``limits``: the share
+    def fits(self, rows: int, limits: tuple[int, ...]) -> str:
+        """Why a step of ``rows`` is not possible; nothing where it is. A swap limit is chosen of ``limits``: the share
         that suits depends on what a block needs while it runs."""
         del self._batch
-        why: str | None = None
+        why = ""
         for limit in [limit for limit in limits if self._limit is None or limit <= self._limit] or [
             0
         ]:
@@ -285,17 +203,43 @@ class Trainer:
                     self.limit(limit, self._spec.tier_bytes)
                 self._batch = self._task.batch(rows, self._device)
                 self._step(*self._batch)
-                self._memory.synchronize()
-                why = None
-            except (torch.OutOfMemoryError, BudgetExceeded, SwapError) as error:
+                self._meter.synchronize()
+                why = ""
+            except REFUSED as error:
                 why = reason(error)
-            self._memory.release()
-            if why is None:
+            self._meter.release()
+            if not why:
                 break
             self._batch = (torch.empty(0), torch.empty(0))
             self._model.zero_grad(set_to_none=True)
-            self._memory.release()
+            self._meter.release()
         return why
+
+    def moved(self) -> dict[str, float]:
+        """Of a step: bytes that went down and came up, and seconds that the training thread waited for them."""
+        if self._swapping is None or self._steps == self._since:
+            return {}
+        found, steps = self._swapping.statistics, self._steps - self._since
+        return {
+            "bytes_out": found.bytes_out / steps,
+            "bytes_in": found.bytes_in / steps,
+            "stall_seconds": found.stall_seconds / steps,
+        }
+
+    def trace(self, path: str) -> dict[str, Any]:
+        """Write one step as a Chrome trace, after one that warms up."""
+        self._step(*self._batch)
+        self._meter.synchronize()
+        kinds = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        with profile(activities=kinds) as profiler:
+            self._step(*self._batch)
+            self._meter.synchronize()
+        self._settle()
+        self._meter.release()
+        profiler.export_chrome_trace(path)
+        return {"file": Path(path).name, "bytes": Path(path).stat().st_size}
 
     def _saved(self) -> int:
         """The most that saved activations have held on the device."""
@@ -305,111 +249,44 @@ class Trainer:
         with self._around():
             loss = self._task.loss(self._model, inputs, targets)
         loss.backward()
-        with self._memory.elsewhere() if self._spec.way == "fsdp" else contextlib.nullcontext():
+        with self._meter.elsewhere() if self._spec.way == "fsdp" else contextlib.nullcontext():
             self._update()
+        self._steps += 1  # one that failed has changed nothing
         return loss.detach()
 
-    def _updater(self, stack: contextlib.ExitStack) -> Callable[[], None]:
+    def _updater(self, stack: contextlib.ExitStack) -> Update:
         parameters = list(self._model.parameters())
         if self._spec.states == "none":
-            return _stepper(torch.optim.SGD(parameters, lr=1e-3))
+            return stepper(torch.optim.SGD(parameters, lr=1e-3))
         if self._spec.states == "bf16" or self._spec.way == "fsdp":
             optimizer = torch.optim.AdamW(parameters, fused=True, **SETTINGS)
             self._moved = [optimizer] if self._spec.way == "offload" else []
-            return _stepper(optimizer)
+            return stepper(optimizer)
         if self._spec.way == "offload":
-            with self._memory.elsewhere():
-                return self._host_updater(stack)
-        return _full_precision(parameters)
-
-    def _host_updater(self, stack: contextlib.ExitStack) -> Callable[[], None]:
-        parameters = list(self._model.parameters())
-        meant = torch.optim.AdamW(parameters, fused=True, **SETTINGS)
-        host = HostOptimizer(meant, parameters, copies=copies_for(self._device))
-        stack.callback(host.close)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(host.reduced)
-        for module in self._model.modules():
-            own = list(module.parameters(recurse=False))
-            if own:
-                module.register_forward_pre_hook(lambda module, inputs, own=own: host.ready(own))  # type: ignore[misc]
-        self._settle = host.finish
-        return host.commit
-
-
-def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return update
-
-
-def _full_precision(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    """AdamW on fp32 copies of bf16 weights, all on the device: 16 bytes of states for each parameter."""
-    copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
-    optimizer = torch.optim.AdamW(copies, fused=True, **SETTINGS)
-
-    @torch.no_grad()
-    def update() -> None:
-        for parameter, copy in zip(parameters, copies):
-            assert parameter.grad is not None
-            copy.grad = parameter.grad.float()
-            parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        for parameter, copy in zip(parameters, copies):
-            parameter.copy_(copy)
-
-    return update
-
-
-def _sharded(
-    model: nn.Module, task: Task, device: torch.device, stack: contextlib.ExitStack, *, fp32: bool
-) -> nn.Module:
-    """FSDP2 on one rank: its parameters, gradients and optimizer are on the host, a block's weights come and go."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-benchmark-"))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
-    )
-    stack.callback(dist.destroy_process_group)
-    mesh = init_device_mesh(device.type, (1,))
-    kind = next(model.parameters()).dtype
-    host = model.cpu().float() if fp32 else model.cpu()
-    host = host.to(memory_format=torch.contiguous_format)  # FSDP2 knows no other
-    policy = MixedPrecisionPolicy(param_dtype=kind if fp32 else None)
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=policy,
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda"),
-    )
-    for block in task.blocks(host):
-        shard(block)
-    shard(host)
-    for module in host.modules():  # it moves parameters only
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
-    return host
+            with self._meter.elsewhere():
+                update, self._settle = on_host(self._model, self._device, stack)
+            return update
+        return full_precision(parameters)
 
 
 @contextlib.contextmanager
-def train(task: Task, spec: Spec) -> Iterator[tuple[int, Callable[[tuple[Any, ...]], Any]]]:
-    """A worker's way (benchmarks/workers.py). Ready: the bytes that stay between steps. Messages: the name of a method
-    of :class:`Trainer`, and its arguments."""
+def train(task: Task, spec: Spec) -> Iterator[tuple[dict[str, int], Callable[[Any], Any]]]:
+    """A worker's way (benchmarks/workers.py). Ready: the bytes that stay between steps, and those that a copy to the
+    device would find in pageable memory. Messages: the name of a method of :class:`Trainer`, and its arguments."""
+    gc.freeze()  # what libraries have made need not be looked through in every turn
     with contextlib.ExitStack() as stack:
-        memory: Memory
+        meter: Meter
         if spec.device == "cuda":
             torch.cuda.init()
-            memory = CudaMemory(spec.cap_bytes)
+            meter = CudaMeter(spec.cap_bytes)
         else:
             torch.set_num_threads(1)
-            memory = stack.enter_context(CountedMemory(spec.cap_bytes))
-        trainer = Trainer(task, spec, memory, stack)
+            meter = stack.enter_context(CountedMeter(spec.cap_bytes))
+        trainer = Trainer(task, spec, meter, stack)
 
         def answer(message: tuple[Any, ...]) -> Any:
             name, *arguments = message
             return getattr(trainer, name)(*arguments)
 
-        yield trainer.static_bytes, answer
+        ready = {"static_bytes": trainer.static_bytes, "pageable_bytes": trainer.pageable_bytes}
+        yield ready, answer

@@ -8,13 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import pipeline_plans
-from benchmarks.gpu import __main__ as gpu
 from benchmarks.models import ResNetTask
 from benchmarks.pipeline import main
 from benchmarks.pipeline_plans import Heavy, Lopsided
@@ -257,81 +255,6 @@ def test_host_adam_benchmark_prints_json_last() -> None:
         assert row["seconds_per_1e9"] == pytest.approx(
             min(row["seconds"]) / found["parameters"] * 1e9
         )
-
-
-def dry(part: str, folder: Path) -> Any:
-    """One part of the GPU's benchmark at toy sizes."""
-    text = run("gpu", "--dry", "--output", str(folder), "--parts", part)
-    (file,) = folder.iterdir()
-    assert str(file) in text.replace("\n", "")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert set(found["parts"]) == {part}
-    assert "reason" not in found["parts"][part]
-    assert {goal["met"] for goal in found["goals"]} <= {True, False, None}
-    assert found["goals"]
-    return found["parts"][part]
-
-
-@pytest.mark.bench
-def test_gpu_benchmark_runs_its_gpt_dry(tmp_path: Path) -> None:
-    rows = {row["way"]: row for row in dry("gpt", tmp_path)["rows"]}
-    assert {"plain", "offload 100%", "offload 75%", "offload 50%", "offload 25%"} <= set(rows)
-    assert {"save_on_cpu", "checkpoint", "fsdp"} <= set(rows)
-    for way, row in rows.items():
-        assert row["reason"] is None, (way, row)
-        assert row["throughput"] == pytest.approx(1 / row["over_reference"]["median"])
-        assert row["losses_compared"] > 0
-        assert row["losses_equal"], (way, row)
-    assert rows["offload 75%"]["within_cap"]
-    assert (
-        rows["offload 50%"]["peak_bytes"]
-        < rows["offload 75%"]["peak_bytes"]
-        < rows["plain"]["peak_bytes"]
-    )
-
-
-@pytest.mark.bench
-def test_gpu_benchmark_runs_its_states_dry(tmp_path: Path) -> None:
-    part = dry("states", tmp_path)
-    states = {row["way"]: row for row in part["rows"]}
-    assert part["states_over_cap"] >= 2
-    assert "OutOfMemoryError" in states["plain"]["reason"]
-    assert states["offload"]["peak_bytes"] <= part["cap_bytes"]
-    assert states["offload, bf16 states"]["losses_equal"]
-    assert states["offload"]["loss_difference"] < 1e-3
-
-
-@pytest.mark.bench
-def test_gpu_benchmark_runs_its_pipeline_dry(tmp_path: Path) -> None:
-    part = dry("pipeline", tmp_path)
-    rows = {row["way"]: row for row in part["rows"]}
-    assert set(rows) == {"one process", "1f1b", "zb-h1", "swap"}
-    for way, row in rows.items():
-        assert row["reason"] is None, (way, row)
-        assert row["throughput"] == pytest.approx(1 / row["over_reference"]["median"])
-        assert row["loss_difference"] < 1e-2, (way, row)  # sums of two-byte numbers
-        assert row["peak_bytes"] > 0
-    assert "offload" in rows["swap"]["plan"]
-    assert rows["swap"]["within_cap"] == (rows["swap"]["peak_bytes"] <= part["swap_cap_bytes"])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_gpu_benchmark_needs_a_device_or_dry(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        gpu.main([])
-    assert stopped.value.code == 2
-    assert "--dry" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("device_gib", "host_gib"), [(139, 128), (80, 200), (24, 64), (8, 16)])
-def test_gpu_sizes_fit_the_machine(device_gib: int, host_gib: int) -> None:
-    setup = gpu.setup_for(device_gib * 2**30, host_gib * 2**30)
-    ways = len(gpu.CAPS) + len(gpu.PEERS) + 2
-    assert ways * (2 * setup.gpt.parameters + gpu.CONTEXT_BYTES) < device_gib * 2**30
-    assert setup.gpt_rows >= 1
-    assert setup.resnet_rows >= 8
-    if device_gib >= 80:
-        assert 1e9 < setup.gpt.parameters < 2e9
 
 
 def test_resnet_152_has_its_parameters() -> None:

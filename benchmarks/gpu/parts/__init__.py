@@ -1,0 +1,1 @@
+"""The parts of the GPU benchmark, one module each: what is measured, the most valuable first."""

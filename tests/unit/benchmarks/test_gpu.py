@@ -1,0 +1,399 @@
+"""The benchmark for GPUs runs dry, keeps what it has found whatever ends it, and its results can be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import compare
+from benchmarks.gpu.bars import bars
+from benchmarks.gpu.parts.part import Findings, Given
+from benchmarks.gpu.parts.tests import run_tests
+from benchmarks.gpu.results import COMPLETE, FAILED, INTERRUPTED, NOT_BEGUN, UNDERWAY, Results, load
+from benchmarks.gpu.runners import by_turns, row, running
+from benchmarks.gpu.setup import BARS, CONTEXT_BYTES, dry_setup, setup_for
+from benchmarks.gpu.ways import Spec
+from benchmarks.workers import Deadline
+from tests.leaks import lasting
+from tests.unit.benchmarks.test_benchmarks import RATIO, ROOT, run
+
+GIB = 2**30
+ABOUT = {"dry": False, "torch": "2", "cuda": "13", "python": "3.12", "host": "a host", "cores": 16}
+
+
+# ------------------------------------------------------------------------------------------------------- a whole run
+
+
+@pytest.mark.bench
+def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
+    text = run("gpu", "--dry", "--output", str(tmp_path))
+    (file,) = tmp_path.glob("gpu-*.json")
+    found = load(file)
+    parts = found["parts"]
+    assert list(parts) == list(gpu.PARTS)
+    assert {part["state"] for part in parts.values()} == {COMPLETE}, text
+    assert {row["outcome"] for row in parts["tests"]["rows"]} <= {"skipped", "passed"}
+    for name in ("gpt", "resnet"):
+        rows = {row["way"]: row for row in parts[name]["rows"]}
+        assert set(rows) == set(BARS)
+        for way, each in rows.items():
+            assert each["reason"] is None, (way, each)
+            assert set(each["over_reference"]) == RATIO
+            assert each["throughput"] == pytest.approx(1 / each["over_reference"]["median"])
+            assert each["losses_compared"] > 0
+            assert each["losses_equal"], (name, way, each)
+        assert rows["offload 50%"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+        assert rows["offload 50%"]["bytes_out"] > 0
+    assert {row["reason"] for row in parts["host"]["rows"]} == {None}
+    check_states(parts["states"])
+    check_planned(parts)
+    for part in ("gpt", "host"):
+        trace = tmp_path / parts[part]["trace"]["file"]
+        assert 0 < trace.stat().st_size < 2**20
+    assert all(bar["met"] is not None for bar in found["bars"] if "tests" not in bar["name"])
+    assert "0 worse by more than their spread" in text  # compared with itself at the end
+
+
+def check_states(part: dict[str, Any]) -> None:
+    states = {row["way"]: row for row in part["rows"]}
+    assert part["states_over_cap"] >= 2
+    assert "OutOfMemoryError" in states["plain"]["reason"]
+    assert states["offload"]["peak_bytes"] <= part["cap_bytes"]
+    assert states["offload, bf16 states"]["losses_equal"]
+    assert states["offload"]["loss_difference"] < 1e-3
+
+
+def check_planned(parts: dict[str, Any]) -> None:
+    for name, plans in (
+        ("plans", {"keep", "offload", "auto", "recompute", "host optimizer"}),
+        ("pipeline", {"one process", "1f1b", "zb-h1", "swap"}),
+    ):
+        rows = {row["way"]: row for row in parts[name]["rows"]}
+        assert set(rows) == plans
+        for way, each in rows.items():
+            assert each["reason"] is None, (way, each)
+            assert each["loss_difference"] < 1e-2, (way, each)  # sums of two-byte numbers
+            assert each["peak_of_predicted"] == each["peak_bytes"] / each["predicted_peak_bytes"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_it_needs_a_device_or_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main([])
+    assert stopped.value.code == 2
+    assert "--dry" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", [["--parts", "all"], ["--host-memory", "much"]])
+def test_it_refuses_nonsense(argument: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main(["--dry", *argument])
+    assert stopped.value.code == 2
+    assert argument[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(139, 120), (79, 120), (24, 64), (8, 16)])
+def test_sizes_fit_the_machine(device_gib: int, host_gib: int) -> None:
+    setup = setup_for(device_gib * GIB, host_gib * GIB)
+    weights = (len(BARS) - 1) * 2 * setup.gpt.parameters + len(BARS) * CONTEXT_BYTES
+    assert weights < device_gib * GIB
+    assert 20 * setup.host.parameters < device_gib * GIB
+    assert 40 * setup.host.parameters < host_gib * GIB
+    assert min(setup.gpt_rows, setup.host_rows, setup.caps_rows) >= 1
+    assert setup.resnet_rows >= 8
+    if device_gib >= 79:
+        assert setup.gpt.hidden > 9000  # or the link could not carry half of the activations
+        assert setup.host.parameters > 1e9
+
+
+def test_a_run_takes_less_than_nine_minutes() -> None:
+    assert sum(seconds for _, seconds in gpu.PARTS.values()) <= 9 * 60 - 30
+
+
+# ----------------------------------------------------------------------------------------------- parts and their file
+
+
+def rows_of(way: str, seconds: float) -> dict[str, Any]:
+    return {
+        "way": way,
+        "reason": None,
+        "over_reference": None,
+        "seconds": [seconds],
+        "peak_bytes": 8,
+    }
+
+
+def good(given: Given) -> Findings:
+    yield {"rows": [rows_of("plain", 1.0)]}
+    assert load(given.file("x").parent / f"{given.name}.json")["parts"]["good"]["rows"], "written"
+    yield {"rows": [rows_of("plain", 1.0), rows_of("fsdp", 2.0)]}
+
+
+def broken(given: Given) -> Findings:
+    yield {"rows": [rows_of("plain", 1.0)]}
+    raise torch.OutOfMemoryError("too much")
+
+
+def stopped(given: Given) -> Findings:
+    yield {"rows": [rows_of("plain", 1.0)]}
+    raise KeyboardInterrupt
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> list[str]:
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    return list(parts)
+
+
+def test_a_part_that_fails_ends_no_other_and_keeps_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = chosen(monkeypatch, broken=(broken, 20.0), good=(good, 20.0), late=(good, -60.0))
+    results, said = Results(tmp_path / "a.json", names, ABOUT), list[str]()
+    gpu.run(results, said.append, lambda parts: dry_setup(), dry=False)
+    parts = load(tmp_path / "a.json")["parts"]
+    assert parts["broken"]["state"] == FAILED
+    assert parts["broken"]["reason"] == "OutOfMemoryError: too much"
+    assert len(parts["broken"]["rows"]) == 1
+    assert parts["good"]["state"] == COMPLETE
+    assert len(parts["good"]["rows"]) == 2
+    assert parts["late"] == {"state": NOT_BEGUN, "reason": "no time was left"}
+    assert "broken: failed: OutOfMemoryError: too much" in said
+
+
+def test_an_interrupted_run_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = chosen(monkeypatch, good=(good, 20.0), stopped=(stopped, 20.0), never=(good, 20.0))
+    results = Results(tmp_path / "a.json", names, ABOUT)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(results, lambda text: None, lambda parts: dry_setup(), dry=False)
+    parts = load(tmp_path / "a.json")["parts"]
+    assert [part["state"] for part in parts.values()] == [COMPLETE, INTERRUPTED, NOT_BEGUN]
+    assert len(parts["stopped"]["rows"]) == 1
+
+
+KILLED = """
+import os, sys
+from benchmarks.gpu import __main__ as gpu
+folder, number = sys.argv[1:]
+def hurt(given):
+    yield {"rows": []}
+    os.kill(os.getpid(), int(number))
+    yield {"rows": []}
+gpu.PARTS = {"tests": (hurt, 20.0), "device": (hurt, 20.0)}
+sys.exit(gpu.main(["--dry", "--output", folder, "--parts", "tests", "device"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "state"), [(signal.SIGKILL, UNDERWAY), (signal.SIGTERM, INTERRUPTED)]
+)
+def test_a_killed_run_leaves_its_file(tmp_path: Path, sent: int, state: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(int(sent))]
+    (own := tmp_path / "temporary").mkdir()  # which a killed process cannot empty
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(own)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == (-sent if sent == signal.SIGKILL else 128 + sent), ended.stderr
+    (file,) = tmp_path.glob("*.json")
+    found = load(file)
+    assert [part["state"] for part in found["parts"].values()] == [state, NOT_BEGUN]
+
+
+def test_a_way_out_of_memory_ends_no_other() -> None:
+    setup = dry_setup()
+    free = Spec(way="plain", device="cpu", rows=2, minimum_bytes=1024)
+    specs = {"small": Spec(way="plain", device="cpu", rows=2, cap_bytes=300 * 1024), "plain": free}
+    deadline = Deadline(60.0)
+    with lasting(), running(setup.gpt, specs, deadline) as runners:  # the server of forks stays
+        for runner in runners.values():
+            runner.warm_up(deadline)
+        rounds = sum(1 for _ in by_turns(list(runners.values()), 2, 1, deadline))
+        found = {name: row(each, runners["plain"], setup.gpt) for name, each in runners.items()}
+    assert rounds == 2
+    assert "OutOfMemoryError" in found["small"]["reason"]
+    assert len(found["plain"]["seconds"]) == 2
+    assert found["plain"]["throughput"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------ tests as rows
+
+SEVERAL = """
+import os, time, pytest
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "numbers"
+@pytest.mark.skip(reason="not today")
+def test_skipped(): pass
+def test_dies(): os._exit(7)
+def test_hangs(): time.sleep(600)
+def test_after(): pass
+"""
+
+
+def outcomes(folder: Path, **options: Any) -> dict[str, Any]:
+    *_, found = run_tests(str(folder), Deadline(60.0), lambda text: None, **options)
+    found["rows"] = {row["way"].rpartition("::")[2]: row for row in found["rows"]}
+    return found
+
+
+def test_each_test_is_a_row_whatever_another_does(tmp_path: Path) -> None:
+    (tmp_path / "test_several.py").write_text(SEVERAL)
+    rows = outcomes(tmp_path, sanitizer=None, quiet=1.0)["rows"]
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "test_passes": "passed",
+        "test_fails": "failed",
+        "test_skipped": "skipped",
+        "test_dies": "failed",
+        "test_hangs": "failed",
+        "test_after": "passed",
+    }
+    assert "numbers" in rows["test_fails"]["reason"]
+    assert rows["test_skipped"]["reason"] == "not today"
+    assert rows["test_dies"]["reason"] == "its process ended with exit code 7"
+    assert rows["test_hangs"]["reason"] == "no end within 1 s"
+
+
+def test_a_file_that_cannot_be_imported_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text("import nothing_of_that_name")
+    (found,) = outcomes(tmp_path, sanitizer=None)["rows"].values()
+    assert found["outcome"] == "failed"
+    assert "nothing_of_that_name" in found["reason"]
+
+
+def test_what_the_sanitizer_says_stands_beside_the_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one(): pass")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\nwhile case "$1" in --*) true;; *) false;; esac; do shift; done\n'
+        'echo "========= Invalid __global__ write of size 4 bytes"\n"$@"\n'
+        'echo "========= ERROR SUMMARY: 2 errors"\n'
+    )
+    tool.chmod(0o755)
+    found = outcomes(tmp_path, sanitizer=str(tool))
+    assert found["rows"]["test_one"] | {"seconds": 0} == {
+        "way": found["rows"]["test_one"]["way"],
+        "outcome": "passed",
+        "seconds": 0,
+        "sanitized": "passed",
+    }
+    assert found["sanitizer"]["errors"] == 2
+    assert "Invalid __global__ write" in found["sanitizer"]["lines"][0]
+
+
+# ---------------------------------------------------------------------------------------------------- bars, comparing
+
+
+def sample(ours: float = 1.0, peak: int = 100) -> dict[str, Any]:
+    """Parts of a run in which ``ours`` is what the offload's step takes beside plain's of 1."""
+    times = [ours * noise for noise in (0.99, 1.0, 1.01)]
+    over = {"fastest": ours, "median": ours, "low": 0.99 * ours, "high": 1.01 * ours}
+    half = rows_of("offload 50%", 1.0) | {"seconds": times, "over_reference": over}
+    half |= {"peaks": [peak] * 3, "peak_bytes": peak, "budget_bytes": 100}
+    plain = rows_of("plain", 1.0) | {"seconds": [1.0] * 3}
+    peer = rows_of("save_on_cpu", 1.0) | {"seconds": [2.5] * 3}
+    plan = rows_of("keep", 1.0) | {"seconds_error": -0.05, "peak_of_predicted": 0.97}
+    failed = {"way": "fsdp", "reason": "OutOfMemoryError: x"}
+    return {
+        "tests": {"state": COMPLETE, "rows": [{"way": "a", "outcome": "passed"}]},
+        "gpt": {"state": COMPLETE, "rows": [plain, half, peer, failed], "static_bytes": 0},
+        "plans": {"state": COMPLETE, "rows": [plan, plan | {"seconds_error": 0.2}]},
+    }
+
+
+def test_bars_are_met_missed_or_not_measured() -> None:
+    found = {bar.name: bar for bar in bars(sample(ours=1.01))}
+    at_half = found["gpt: plain's throughput at 50% of its activations"]
+    assert at_half.met
+    assert at_half.value == pytest.approx(1 / 1.01)
+    assert found["gpt: at 50%, over save_on_cpu"].value == pytest.approx(2.5 / 1.01)
+    assert found["gpt: at 50%, over FSDP2 CPU offload"].met is None
+    assert found["plans: highest peak over its prediction"].met
+    assert found["plans: largest error of a predicted step"].met is False
+    assert found["tests/gpu that fail"].met
+    assert found["tests/gpu: errors that compute-sanitizer finds"].met is None
+    assert {bar.met for bar in bars({})} == {None}
+
+
+def write(path: Path, **parts: Any) -> str:
+    results = Results(path, [], ABOUT)
+    results.found["parts"] = parts
+    results._write()
+    return str(path)
+
+
+def test_what_got_worse_by_more_than_its_spread_is_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = write(tmp_path / "old.json", **sample())
+    new = write(tmp_path / "new.json", **sample(ours=1.2, peak=90))
+    assert compare.main([old, new]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split("  ")[1].strip() for line in lines if line.rstrip().endswith("worse")} == {
+        "gpt: offload 50%, throughput",
+        "gpt: offload 50%, seconds of a step",
+    }
+    assert lines[-1].endswith("2 worse by more than their spread")
+    write(tmp_path / "new.json", **sample(ours=1.005))
+    assert compare.main([old, new]) == 0
+    assert "0 worse by more than their spread" in capsys.readouterr().out
+
+
+def test_what_is_not_comparable_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = write(tmp_path / "old.json", **sample(), device={"state": COMPLETE, "name": "one"})
+    later = sample() | {"plans": {"state": UNDERWAY}}
+    new = write(tmp_path / "new.json", **later, device={"state": COMPLETE, "name": "two"})
+    assert compare.main([old, new]) == 0
+    text = capsys.readouterr().out
+    assert "not of the same kind: one before, two after" in text
+    assert "after: plans is underway" in text
+    assert "not measured" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("{", "no JSON"),
+        ("\xff\xfe", "no JSON"),
+        ("[]", "names no format"),
+        ('{"format": "other 2"}', "'other 2'"),
+        ('{"format": "parallax benchmarks.gpu 1"}', "its parts"),
+        ('{"format": "parallax benchmarks.gpu 1", "parts": {"gpt": {}}}', "its parts"),
+        (
+            '{"format": "parallax benchmarks.gpu 1", "parts": {"gpt": {"state": "complete", "rows": [{}]}}}',
+            "part gpt",
+        ),
+    ],
+)
+def test_bad_and_foreign_files_are_refused_in_a_line(
+    tmp_path: Path, text: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good_one = write(tmp_path / "good.json", **sample())
+    bad = tmp_path / "bad.json"
+    if text is not None:
+        bad.write_bytes(text.encode("latin-1"))
+    for pair in ([good_one, str(bad)], [str(bad), good_one]):
+        assert compare.main(pair) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(bad) in line
+        assert said in line
+
+
+def test_a_results_file_is_plain_json(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", **sample())
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert {bar["met"] for bar in found["bars"]} == {True, False, None}
