@@ -37,6 +37,7 @@ VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON"
 
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _LIBRARIES = os.path.realpath(sys.prefix)  # files of their own they may keep open: fonts
+_DRIVER = "/dev/nvidia"  # its files are opened whenever a CUDA driver needs another one, and stay
 _lasting_processes: set[int] = set()
 _lasting_files: set[tuple[int, str]] = set()
 _lasting_names: set[Path] = set()
@@ -73,7 +74,9 @@ def files() -> set[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own
             found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return {(file, target) for file, target in found if not target.startswith(_LIBRARIES)}
+    return {
+        (file, target) for file, target in found if not target.startswith((_LIBRARIES, _DRIVER))
+    }
 
 
 def names() -> set[Path]:

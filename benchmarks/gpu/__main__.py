@@ -65,16 +65,16 @@ Sized = Callable[[Mapping[str, Found]], Setup]
 
 # Seconds of each, 510 in all: with what begins and ends processes, less than nine minutes.
 PARTS: dict[str, tuple[Part, float]] = {
-    "tests": (tests, 50.0),
-    "device": (device, 15.0),
-    "gpt": (gpt, 110.0),
+    "tests": (tests, 70.0),
+    "device": (device, 30.0),
+    "gpt": (gpt, 100.0),
     "host": (host, 70.0),
     "plans": (plans, 60.0),
-    "resnet": (resnet, 55.0),
-    "states": (states, 45.0),
-    "pipeline": (pipeline, 35.0),
-    "caps": (caps, 40.0),
-    "batch": (batch, 30.0),
+    "resnet": (resnet, 50.0),
+    "states": (states, 40.0),
+    "pipeline": (pipeline, 30.0),
+    "caps": (caps, 35.0),
+    "batch": (batch, 25.0),
 }
 DRY_SECONDS = 300.0  # processes start slowly where several share a core
 LEAST_SECONDS = 8.0  # no part comes to a number in less

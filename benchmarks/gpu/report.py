@@ -94,7 +94,8 @@ def _tests(name: str, part: Mapping[str, Any]) -> Table:
     table = _table(_title(name, part), ("test", "outcome", "sanitized", "seconds", "reason"))
     for row in part.get("rows", ()):
         seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
-        why = (row.get("reason") or "").splitlines() or [""]
+        said = row.get("reason") or row.get("sanitized_reason") or ""
+        why = said.splitlines() or [""]
         table.add_row(
             row["way"].removeprefix("tests/gpu/"),
             row["outcome"],

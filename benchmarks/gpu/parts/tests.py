@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from benchmarks.workers import Deadline
 
 ROOT = Path(__file__).parents[3]
 FOLDER = "tests/gpu"
-START_SECONDS, QUIET_SECONDS = 60.0, 25.0  # until tests are collected; without a line afterwards
+START_SECONDS, QUIET_SECONDS = 60.0, 40.0  # until tests are collected; without a line afterwards
 LOOK_SECONDS, WRITE_SECONDS = 0.1, 5.0
 TOOLS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 # Libraries ask for functions that a driver need not have, which the tool would count as errors of the program.
@@ -76,9 +77,8 @@ def run_tests(
             session.end("no time was left")
         found = _found(plain, checked)
         failed = [row["way"] for row in found["rows"] if row["outcome"] == "failed"]
-        say(
-            f"{len(found['rows'])} tests, {len(failed)} failed{': ' if failed else ''}{', '.join(failed)}"
-        )
+        counts = Counter(row["outcome"] for row in found["rows"])
+        say("; ".join([*(f"{count} {outcome}" for outcome, count in counts.items()), *failed]))
         say(f"compute-sanitizer: {found['sanitizer']['said']}")
         yield found
 
@@ -214,7 +214,10 @@ def _found(plain: _Session, checked: _Session | None) -> Found:
     rows = []
     for test, result in plain.results.items():
         under = checked.results.get(test, {}) if checked else {}
-        rows.append({"way": test, **result, "sanitized": under.get("outcome")})
+        row = {"way": test, **result, "sanitized": under.get("outcome")}
+        if under.get("outcome") == "failed":
+            row["sanitized_reason"] = under.get("reason")
+        rows.append(row)
     return {"rows": rows, "sanitizer": _sanitized(checked)}
 
 
