@@ -81,8 +81,8 @@ class Runner:
         self._worker.stop()
 
     def close(self) -> None:
-        """End the process."""
-        self._worker.close(patience=5.0 if self.why is None else 0.0)
+        """End the process; one that failed is cleaning up, and one that hung is gone already."""
+        self._worker.close(patience=5.0)
 
     def _started(self) -> Worker:
         start = start_of(self.spec.device)

@@ -34,7 +34,9 @@ ABOUT = {"dry": False, "torch": "2", "cuda": "13", "python": "3.12", "host": "a 
 
 
 @pytest.mark.bench
-def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
+def test_a_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own := tmp_path / "temporary").mkdir()  # where the folder for swap files stays
+    monkeypatch.setenv("TMPDIR", str(own))
     text = run("gpu", "--dry", "--output", str(tmp_path))
     (file,) = tmp_path.glob("gpu-*.json")
     found = load(file)
@@ -228,6 +230,18 @@ def test_a_way_out_of_memory_ends_no_other() -> None:
     assert "OutOfMemoryError" in found["small"]["reason"]
     assert len(found["plain"]["seconds"]) == 2
     assert found["plain"]["throughput"] == 1
+
+
+def test_a_way_that_hangs_ends_no_other() -> None:
+    setup = dry_setup()
+    fine = Spec(way="plain", device="cpu", rows=2, minimum_bytes=1024)
+    specs = {"hangs": Spec(way="plain", device="cpu", rows=2, warm_seconds=600.0), "fine": fine}
+    with lasting(), running(setup.gpt, specs, Deadline(60.0)) as runners:
+        for _ in by_turns(list(runners.values()), 2, 1, Deadline(4.0)):
+            pass
+    assert runners["hangs"].why == "no answer within 2 s"
+    assert runners["fine"].why is None
+    assert runners["fine"].turns
 
 
 # ------------------------------------------------------------------------------------------------------ tests as rows
