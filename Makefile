@@ -53,7 +53,7 @@ bench: $(INSTALLED)  ## measure this machine: pipeline, swap and host optimizer 
 	@$(BIN)/python -m benchmarks.host_adam
 	@$(BIN)/python -m benchmarks.prediction
 
-bench-gpu: $(INSTALLED)  ## measure swap against its peers, and pipelines, on a CUDA device (ARGS=--dry: toy sizes on the CPU)
+bench-gpu: $(INSTALLED_DEV)  ## test and measure a CUDA device in nine minutes (ARGS=--dry: toy sizes on the CPU)
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove .venv, builds and caches; runs/ stays
