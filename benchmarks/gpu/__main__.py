@@ -42,7 +42,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.gpu import compare, report
 from benchmarks.gpu.parts.activations import caps, gpt, resnet
@@ -221,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _folder(given.output, dry=given.dry) as folder:
         file = folder / f"gpu-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
         results = Results(file, chosen, _about(dry=given.dry))
-        say(f"results go to {file}")
+        kept = given.output is not None or not given.dry
+        say(f"results go to {file if kept else 'no file that stays'}")
         try:
             with _ended_by(signal.SIGTERM, signal.SIGHUP):
                 _import_once(dry=given.dry)
@@ -229,15 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
         finally:
-            _print(console, results)
+            console.print(report.about(results.found), markup=False)
+            for table in report.tables(results.found):
+                console.print(table)
+            if kept:
+                console.print(f"written: {file}", markup=False)
         return compare.main([str(file), str(file)]) if given.dry else 0
-
-
-def _print(console: Console, results: Results) -> None:
-    console.print(report.about(results.found), markup=False)
-    for table in report.tables(results.found):
-        console.print(table)
-    console.print(f"written: {results.file}", markup=False)
 
 
 if __name__ == "__main__":

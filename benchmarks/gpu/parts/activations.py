@@ -26,20 +26,20 @@ TRACED = "offload 50%"
 def gpt(given: Given) -> Findings:
     """The widest decoder that fits, and a trace of one of its steps."""
     setup = given.setup
-    yield from _beside_plain(given, setup.gpt, setup.gpt_rows, _specs(setup, BARS), traced=TRACED)
+    yield from beside_plain(given, setup.gpt, setup.gpt_rows, _specs(setup, BARS), traced=TRACED)
 
 
 def resnet(given: Given) -> Findings:
     """Convolutions: many bytes for each operation."""
     setup = given.setup
-    yield from _beside_plain(given, setup.resnet, setup.resnet_rows, _specs(setup, BARS))
+    yield from beside_plain(given, setup.resnet, setup.resnet_rows, _specs(setup, BARS))
 
 
 def caps(given: Given) -> Findings:
     """What other caps cost, at a usual width."""
     setup = given.setup
     specs = _specs(setup, ("plain", "offload 50%", *CAPS))
-    yield from _beside_plain(given, setup.caps, setup.caps_rows, specs)
+    yield from beside_plain(given, setup.caps, setup.caps_rows, specs)
 
 
 def _specs(setup: Setup, ways: tuple[str, ...]) -> dict[str, Spec]:
@@ -58,9 +58,10 @@ def _cap(name: str) -> float | None:
     return {"offload 50%": 0.5, **CAPS}.get(name)
 
 
-def _beside_plain(
+def beside_plain(
     given: Given, task: Task, rows: int, specs: Mapping[str, Spec], traced: str = ""
 ) -> Findings:
+    """Rows of ``specs``, one of them plain, whose ``rows`` all train, or half of them; at the end a trace of a step."""
     found: Found = {"task": asdict(task), "rows": []}  # type: ignore[call-overload]
     with running(task, specs, given.deadline) as runners:
         plain = runners["plain"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import compare
+from benchmarks.gpu import compare, report
 from benchmarks.gpu.bars import bars
+from benchmarks.gpu.parts.activations import beside_plain
 from benchmarks.gpu.parts.part import Findings, Given
 from benchmarks.gpu.parts.tests import run_tests
 from benchmarks.gpu.results import COMPLETE, FAILED, INTERRUPTED, NOT_BEGUN, UNDERWAY, Results, load
@@ -230,6 +232,37 @@ def test_a_way_out_of_memory_ends_no_other() -> None:
     assert "OutOfMemoryError" in found["small"]["reason"]
     assert len(found["plain"]["seconds"]) == 2
     assert found["plain"]["throughput"] == 1
+
+
+def test_where_plain_does_not_fit_its_peers_still_run(tmp_path: Path) -> None:
+    setup, said = dry_setup(), list[str]()
+    given = Given(
+        kind="cpu",
+        sized=lambda parts: setup,
+        deadline=Deadline(60.0),
+        say=said.append,
+        folder=tmp_path,
+        name="a",
+        cache=tmp_path,
+    )
+    small = Spec(way="plain", device="cpu", rows=1, cap_bytes=300 * 1024, minimum_bytes=1024)
+    free = replace(small, cap_bytes=None)
+    specs = {"plain": small, "offload 50%": replace(free, way="offload"), "save_on_cpu": free}
+    with lasting():
+        *_, found = beside_plain(given, setup.gpt, 2, specs)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert "OutOfMemoryError" in rows["plain"]["reason"]
+    assert rows["offload 50%"]["reason"].startswith("its cap is a share of plain's activations")
+    assert rows["save_on_cpu"]["reason"] is None
+    assert rows["save_on_cpu"]["rows"] == 1  # half of them, as for all
+    assert rows["save_on_cpu"]["throughput"] is None
+    console = report.wide_console()
+    with console.capture() as printed:
+        for table in report.tables(
+            {"parts": {"gpt": {"state": COMPLETE, **found}}, "bars": [], "dry": True}
+        ):
+            console.print(table)
+    assert "OutOfMemoryError" in printed.get()
 
 
 def test_a_way_that_hangs_ends_no_other() -> None:
