@@ -168,8 +168,11 @@ def _ended_by(*signals: signal.Signals) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _import_once(*, dry: bool) -> None:
-    """Let all processes of a dry run be forked from one that has imported what they need."""
+def _prepare(*, dry: bool) -> None:
+    """What all processes inherit: how torch allocates, or a cap is lost to fragments; those of a dry run are forked
+    from one that has imported what they need."""
+    for name, value in accelerator_named("cuda").environment.items():
+        os.environ.setdefault(name, value)
     if dry:
         forkserver.set_forkserver_preload(["benchmarks.gpu.__main__"])
         forkserver.ensure_running()
@@ -206,8 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     console = report.wide_console()
     begun = time.monotonic()
-    for name, value in accelerator_named("cuda").environment.items():
-        os.environ.setdefault(name, value)  # or a cap is lost to fragments
     trains = set(given.parts) - {"tests"}  # which needs sizes for the device
     chosen = [name for name in PARTS if name in given.parts or (name == "device" and trains)]
 
@@ -219,12 +220,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with _folder(given.output, dry=given.dry) as folder:
         file = folder / f"gpu-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
-        results = Results(file, chosen, _about(dry=given.dry))
+        try:
+            results = Results(file, chosen, _about(dry=given.dry))
+        except OSError as error:
+            print(f"python -m benchmarks.gpu: {folder}: {error.strerror}", file=sys.stderr)
+            return 2
         kept = given.output is not None or not given.dry
         say(f"results go to {file if kept else 'no file that stays'}")
         try:
             with _ended_by(signal.SIGTERM, signal.SIGHUP):
-                _import_once(dry=given.dry)
+                _prepare(dry=given.dry)
                 run(results, say, sized, dry=given.dry)
         except KeyboardInterrupt:
             return 130

@@ -66,49 +66,66 @@ def row_bytes(task: GPTTask) -> int:
     return task.sequence * (40 * task.layers * task.hidden + 14 * task.vocabulary)
 
 
-def setup_for(device_bytes: int, host_bytes: int) -> Setup:
-    """Sizes for a CUDA device with so much free memory and a host with so much for pinned copies.
+@dataclass(frozen=True)
+class Room:
+    """Free bytes of a device, and of its host for pinned copies.
 
     All ways of a part are alive at once, so their weights must fit together; what they hold while they run is given
     back after each turn. What they offload goes to pinned memory, together about three times plain's activations.
     """
-    activations = min(0.25 * device_bytes, 0.18 * host_bytes)
-    usable, ways = 0.9 * device_bytes, len(BARS)
 
-    def alive(task: GPTTask) -> bool:
+    device_bytes: int
+    host_bytes: int
+
+    @property
+    def usable(self) -> float:
+        """Of the device, less the allocators' gaps."""
+        return 0.9 * self.device_bytes
+
+    @property
+    def activations(self) -> float:
+        """That plain may have."""
+        return min(0.25 * self.device_bytes, 0.18 * self.host_bytes)
+
+    def beside_plain(self, task: GPTTask) -> bool:
         """Weights of all ways, gradients and activations of one; gradients are within half of plain's activations."""
-        weights, contexts = (ways - 1) * 2 * task.parameters, ways * CONTEXT_BYTES
-        held = weights + contexts + 2 * task.parameters + 1.5 * activations
-        below = 3 * activations + 6 * task.parameters
-        return (
-            held <= usable
-            and below <= 0.8 * host_bytes
-            and 2 * task.parameters <= 0.4 * activations
-        )
+        weights, contexts = (len(BARS) - 1) * 2 * task.parameters, len(BARS) * CONTEXT_BYTES
+        held = weights + contexts + 2 * task.parameters + 1.5 * self.activations
+        below = 3 * self.activations + 6 * task.parameters
+        few = 2 * task.parameters <= 0.4 * self.activations
+        return few and held <= self.usable and below <= 0.8 * self.host_bytes
 
-    def stepped(task: GPTTask) -> bool:
+    def stepped(self, task: GPTTask) -> bool:
         """Plain's states on the device beside the others' weights, and the states of two ways on the host."""
-        held = (STATE_BYTES + 4) * task.parameters + 3 * CONTEXT_BYTES + 2 * row_bytes(task)
-        return held <= usable and 2.5 * STATE_BYTES * task.parameters <= 0.8 * host_bytes
+        below = 2.5 * STATE_BYTES * task.parameters
+        return self.beside_states(task) >= 2 * row_bytes(task) and below <= 0.8 * self.host_bytes
 
-    def shared(task: GPTTask) -> bool:
+    def beside_states(self, task: GPTTask) -> float:
+        """What is left beside plain's states and the others' weights."""
+        return self.usable - (STATE_BYTES + 4) * task.parameters - 3 * CONTEXT_BYTES
+
+    def shared(self, task: GPTTask) -> bool:
         """Several processes of whole models at once; no more than needed to keep the device busy."""
         held = 5 * STATE_BYTES * task.parameters + 7 * CONTEXT_BYTES + 8 * row_bytes(task)
-        return task.hidden <= 2048 and held <= usable
+        return task.hidden <= 2048 and held <= self.usable
 
-    def capped(task: GPTTask) -> bool:
+    def capped(self, task: GPTTask) -> bool:
         """States of plain twice, once with two bytes each, and the weights of those that keep the cap, all at once."""
         held = 34 * task.parameters + 7 * CONTEXT_BYTES + 3 * row_bytes(task)
         below = 3.5 * STATE_BYTES * task.parameters + 6 * row_bytes(task)
-        return held <= usable and below <= 0.8 * host_bytes
+        return held <= self.usable and below <= 0.8 * self.host_bytes
 
+
+def setup_for(device_bytes: int, host_bytes: int) -> Setup:
+    """Sizes for a CUDA device with so much free memory and a host with so much for pinned copies."""
+    room = Room(device_bytes, host_bytes)
+    activations = room.activations
     few = (
         activations / 3
-    )  # each of its ways pins what it offloads anew for every limit that it tries
-    gpt = _first((*WIDE, *USUAL), alive)
+    )  # each way of ``caps`` pins what it offloads anew for every limit that it tries
+    gpt = _first((*WIDE, *USUAL), room.beside_plain)
     caps = _first(USUAL, lambda task: 2 * task.parameters <= 0.22 * few)
-    host, plans, states = (_first(USUAL, fits) for fits in (stepped, shared, capped))
-    left = usable - (STATE_BYTES + 4) * host.parameters - 3 * CONTEXT_BYTES
+    host = _first(USUAL, room.stepped)
     return Setup(
         device="cuda",
         host_bytes=host_bytes,
@@ -117,12 +134,12 @@ def setup_for(device_bytes: int, host_bytes: int) -> Setup:
         caps=caps,
         caps_rows=_rows(few, row_bytes(caps), 32),
         host=host,
-        host_rows=_rows(left / 1.3, row_bytes(host), 16),
-        plans=plans,
+        host_rows=_rows(room.beside_states(host) / 1.3, row_bytes(host), 16),
+        plans=_first(USUAL, room.shared),
         plans_rows=8,
         resnet=ResNetTask(),
         resnet_rows=max(8, _rows(activations, IMAGE_BYTES, 96) // 8 * 8),
-        states=states,
+        states=_first(USUAL, room.capped),
         states_rows=2,
     )
 

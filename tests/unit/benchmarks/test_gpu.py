@@ -105,6 +105,14 @@ def test_it_refuses_nonsense(argument: list[str], capsys: pytest.CaptureFixture[
     assert argument[1] in capsys.readouterr().err
 
 
+def test_a_folder_that_is_a_file_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert gpu.main(["--dry", "--output", str(tmp_path / "file")]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("device_gib", "host_gib"), [(139, 120), (79, 120), (24, 64), (8, 16)])
 def test_sizes_fit_the_machine(device_gib: int, host_gib: int) -> None:
     setup = setup_for(device_gib * GIB, host_gib * GIB)
