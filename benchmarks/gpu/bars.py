@@ -52,6 +52,7 @@ def bars(parts: Parts) -> list[Bar]:
         *_plans(parts.get("plans", {})),
         *_activations("resnet", parts.get("resnet", {})),
         *_states(parts.get("states", {})),
+        _highest_peak("pipeline", parts.get("pipeline", {})),
         _within("pipeline: swap's peak over its cap", parts.get("pipeline", {}), "swap"),
     ]
 
@@ -100,14 +101,16 @@ def _within(name: str, part: Mapping[str, Any], way: str) -> Bar:
 
 
 def _plans(part: Mapping[str, Any]) -> Iterator[Bar]:
-    rows = list(_rows(part).values())
-    peaks = [row["peak_of_predicted"] for row in rows]
-    errors = [abs(row["seconds_error"]) for row in rows]
-    yield Bar(
-        name="plans: highest peak over its prediction", most=1, value=max(peaks, default=None)
-    )
+    yield _highest_peak("plans", part)
+    errors = [abs(row["seconds_error"]) for row in _rows(part).values()]
     name = "plans: largest error of a predicted step"
     yield Bar(name=name, most=0.1, value=max(errors, default=None))
+
+
+def _highest_peak(name: str, part: Mapping[str, Any]) -> Bar:
+    peaks = [row["peak_of_predicted"] for row in _rows(part).values()]
+    name = f"{name}: highest peak over its prediction"
+    return Bar(name=name, most=1, value=max(peaks, default=None))
 
 
 def _states(part: Mapping[str, Any]) -> Iterator[Bar]:
