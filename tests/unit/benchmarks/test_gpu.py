@@ -207,7 +207,11 @@ sys.exit(gpu.main(["--dry", "--output", folder, "--parts", "tests", "device"]))
 
 
 @pytest.mark.parametrize(
-    ("sent", "state"), [(signal.SIGKILL, UNDERWAY), (signal.SIGTERM, INTERRUPTED)]
+    ("sent", "state"),
+    [
+        (signal.SIGKILL, UNDERWAY),
+        pytest.param(signal.SIGTERM, INTERRUPTED, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_killed_run_leaves_its_file(tmp_path: Path, sent: int, state: str) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(int(sent))]
@@ -242,6 +246,7 @@ def test_a_way_out_of_memory_ends_no_other() -> None:
     assert found["plain"]["throughput"] == 1
 
 
+@pytest.mark.thorough
 def test_where_plain_does_not_fit_its_peers_still_run(tmp_path: Path) -> None:
     setup, said = dry_setup(), list[str]()
     given = Given(
@@ -273,6 +278,7 @@ def test_where_plain_does_not_fit_its_peers_still_run(tmp_path: Path) -> None:
     assert "OutOfMemoryError" in printed.get()
 
 
+@pytest.mark.thorough  # as one that is out of memory, but after a while
 def test_a_way_that_hangs_ends_no_other() -> None:
     setup = dry_setup()
     fine = Spec(way="plain", device="cpu", rows=2, minimum_bytes=1024)
