@@ -17,7 +17,7 @@ def line(number: int, count: int, verdict: Verdict) -> str:
     remark = verdict.remark or (f"initial: {verdict.initial}" if verdict.initial else "")
     return (
         f"[{number}/{count}] {verdict.result:9} {verdict.name:44} {cut:26} {verdict.seconds:5.1f} s"
-        f" (describe {verdict.describe_seconds:.1f})  {remark}"
+        f" (describe {verdict.describe_seconds:.1f}, verify {verdict.verify_seconds:.1f})  {remark}"
     ).rstrip()
 
 

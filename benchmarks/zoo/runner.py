@@ -122,7 +122,9 @@ def _judge(job: Job, folder: Path, verdict: Verdict) -> None:
     sizes = training.block_sizes(chain)
     verdict.blocks, verdict.largest = len(sizes), max(sizes) / max(1, sum(sizes))
     verdict.means = _means(chain)
+    begin = time.perf_counter()
     verify(chain, entry.loss, EntryRows(entry, training.ROWS, 0, dtype), when=True)
+    verdict.verify_seconds = time.perf_counter() - begin
     found = _in_ranks(job, chain, folder)
     weights = found[entry.optimizers[0]].before
     verdict.initial = judging.initial(entry.build, weights, dtype)
