@@ -7,10 +7,10 @@ from typing import Any
 
 def scenario(name: str, lateness: int = 2) -> Any:
     """A part of the swap."""
+    from tests.sim.midway import ALL
     from tests.sim.races import judge
-    from tests.sim.swapping import SCENARIOS
 
-    return tuple(judge(SCENARIOS[name], lateness=lateness))
+    return tuple(judge(ALL[name], lateness=lateness))
 
 
 def engine(*args: Any, **options: Any) -> Any:
@@ -22,9 +22,9 @@ def engine(*args: Any, **options: Any) -> Any:
 
 
 def scenario_names() -> list[str]:
-    from tests.sim.swapping import SCENARIOS
+    from tests.sim.midway import ALL
 
-    return list(SCENARIOS)
+    return list(ALL)
 
 
 def missing_wait() -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import parallax
-from parallax.machine.device import StreamCopies, copies_for
+from parallax.machine.device import StreamCopies, copies_for, no_delay
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -20,8 +20,9 @@ from parallax.swap.activations.policy import Policy
 from parallax.swap.config import SwapConfig
 from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.parameters.streamed import StreamedParameters
-from parallax.swap.stores.store import DiskStore, HostStore, Store
+from parallax.swap.stores.store import DiskStore, HostStore
 from tests.sim.device import SIM
+from tests.sim.strict import StrictStore
 
 MIB, WIDTH = 2**20, 64
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -70,7 +71,9 @@ def activations(tier: str, *, eager: bool, verify: bool = False) -> None:
 
     plain = gradients(None)
     with tempfile.TemporaryDirectory() as folder:
-        store = SwapConfig(verify=verify).open_store(tier, 64 * MIB, copies_for(SIM), Path(folder))
+        store = SwapConfig(verify=verify).open_store(
+            f"strict {tier}", 64 * MIB, copies_for(SIM), Path(folder)
+        )
         manager = SwapManager(
             store, limit_bytes=48 * 1024, policy=Policy(eager=eager), verify=verify
         )
@@ -109,7 +112,7 @@ def early(tier: str) -> None:
     plain = gradients(None)
     with tempfile.TemporaryDirectory() as folder:
         store = SwapConfig(verify=tier == "disk").open_store(
-            tier, 64 * MIB, copies_for(SIM), Path(folder)
+            f"strict {tier}", 64 * MIB, copies_for(SIM), Path(folder)
         )
         for eager in (True, False):
             manager = SwapManager(store, limit_bytes=40 * 1024, policy=Policy(eager=eager))
@@ -118,44 +121,68 @@ def early(tier: str) -> None:
         manager.close()
 
 
+def open_below(
+    tier: str, folder: str, copies: StreamCopies, delay: Callable[[], float] = no_delay
+) -> StrictStore:
+    """A store that minds how it is used; transfers through files are held up by ``delay``."""
+    if tier == "host":
+        return StrictStore(HostStore(64 * MIB, copies))
+    return StrictStore(DiskStore(Path(folder), 64 * MIB, copies, threads=2, delay=delay))
+
+
+@contextlib.contextmanager
+def streaming(
+    tier: str, blocks: nn.ModuleList, make: MakeOptimizer, delay: Callable[[], float] = no_delay
+) -> Iterator[tuple[StreamedParameters, HostOptimizer, StrictStore]]:
+    """The parameters of ``blocks`` below, with the optimizer that steps them there."""
+    copies = StreamCopies(SIM)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        store = open_below(tier, folder, copies, delay)
+        stack.callback(store.close)
+        streamed = StreamedParameters([b.parameters() for b in blocks], store, chunk_bytes=16384)
+        stack.callback(streamed.close)
+        for index, block in enumerate(blocks):
+            streamed.attach(index, block)
+        below = HostOptimizer(make(blocks.parameters()), [], copies=copies, extra=streamed.chunks)
+        stack.callback(below.close)
+        yield streamed, below, store
+
+
 def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
     """Weights that stream, stepped below: losses, gradients and weights are those of plain training."""
     torch.manual_seed(0)
     plain = nn.ModuleList(Block() for _ in range(6)).to(SIM)
     mine = copy.deepcopy(plain)
-    copies = StreamCopies(SIM)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        store: Store = (
-            DiskStore(Path(folder), 64 * MIB, copies, threads=2)
-            if tier == "disk"
-            else HostStore(64 * MIB, copies)
-        )
-        stack.callback(store.close)
-        streamed = StreamedParameters([b.parameters() for b in mine], store, chunk_bytes=16384)
-        stack.callback(streamed.close)
-        for index, block in enumerate(mine):
-            streamed.attach(index, block)
-        below = HostOptimizer(make(mine.parameters()), [], copies=copies, extra=streamed.chunks)
-        stack.callback(below.close)
+    with streaming(tier, mine, make) as (streamed, below, _):
         theirs = make(plain.parameters())
         for _ in range(steps):
             theirs.zero_grad()
             below.finish()
             streamed.zero_gradients(set_to_none=True)
-            torch.testing.assert_close(_losses(mine), _losses(plain), atol=1e-6, rtol=0)
-            for p, q in zip(mine.parameters(), plain.parameters()):
-                torch.testing.assert_close(
-                    streamed.read_gradient(p), q.grad, atol=1e-6, rtol=1e-5, check_device=False
-                )
+            torch.testing.assert_close(losses(mine), losses(plain), atol=1e-6, rtol=0)
+            assert_gradients(streamed, mine, plain)
             below.commit()
             theirs.step()
         below.finish()
-        new = [t for index in range(len(mine)) for t in streamed.read_full(index)]
-        for found, q in zip(new, plain.parameters()):
-            torch.testing.assert_close(found, q.detach().cpu(), atol=1e-5, rtol=0)
+        assert_below(streamed, plain)
 
 
-def _losses(blocks: Iterable[nn.Module]) -> list[float]:
+def assert_gradients(streamed: StreamedParameters, mine: nn.Module, plain: nn.Module) -> None:
+    """Of every parameter, the same."""
+    for p, q in zip(mine.parameters(), plain.parameters()):
+        torch.testing.assert_close(
+            streamed.read_gradient(p), q.grad, atol=1e-6, rtol=1e-5, check_device=False
+        )
+
+
+def assert_below(streamed: StreamedParameters, plain: nn.ModuleList) -> None:
+    """The weights below are those of ``plain``."""
+    new = [t for index in range(len(plain)) for t in streamed.read_full(index)]
+    for found, q in zip(new, plain.parameters()):
+        torch.testing.assert_close(found, q.detach().cpu(), atol=1e-5, rtol=0)
+
+
+def losses(blocks: Iterable[nn.Module]) -> list[float]:
     """Two micro-batches, forward before backward."""
     roots = []
     for seed in range(2):
@@ -215,9 +242,10 @@ def scope(tier: str) -> None:
             trained(rows(step, 32)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == 2:  # as a checkpoint is written, and read
+            if step == 1:  # as a checkpoint is written
                 states = copy.deepcopy(optimizer.state_dict())
                 told.append([v.cpu() for s in states["state"].values() for v in s.values()])
+            if step == 2:  # and read, while newer states leave
                 optimizer.load_state_dict(states)
 
     with (
@@ -226,7 +254,7 @@ def scope(tier: str) -> None:
             model,
             fixed + 160 * 1024,
             optimizer=mine,
-            tier=tier,
+            tier=f"strict {tier}",
             tier_bytes=32 * MIB,
             directory=Path(folder) / "s",
             minimum_bytes=1024,

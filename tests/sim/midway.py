@@ -1,0 +1,386 @@
+"""What ends, fails or turns in the middle of something, on the simulated accelerator: what goes on trains alike."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import parallax
+from parallax.errors import SwapError
+from parallax.machine.device import StreamCopies
+from parallax.model.saved import Selector
+from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.manager import SwapManager
+from parallax.swap.activations.policy import Policy
+from parallax.swap.lms.scope import Swapping
+from parallax.swap.optimizer.host import HostOptimizer
+from parallax.swap.verify import Delays
+from tests.sim import swapping
+from tests.sim.device import SIM
+from tests.sim.swapping import (
+    MIB,
+    WIDTH,
+    Block,
+    adamw,
+    assert_below,
+    assert_gradients,
+    losses,
+    open_below,
+    rows,
+    sgd,
+    streaming,
+)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The kernel refuses every write into a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def twins(count: int, dtype: torch.dtype = torch.float32) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """The same blocks twice."""
+    torch.manual_seed(0)
+    made = nn.ModuleList(Block() for _ in range(count)).to(SIM, dtype)
+    return made, copy.deepcopy(made)
+
+
+# ---- parameters that stream
+
+
+def other_orders(tier: str) -> None:
+    """Blocks that come are given up where another follows than the step before made expect."""
+    mine, plain = twins(6)
+    theirs = sgd(plain.parameters())
+    with streaming(tier, mine, sgd) as (streamed, below, _):
+        for order in ([*range(6)], [0, 3, 1, 5], [4, 2, 0], [*range(6)], [5, 1, 3]):
+            theirs.zero_grad()
+            below.finish()
+            streamed.zero_gradients(set_to_none=True)
+            found = [losses([blocks[at] for at in order]) for blocks in (mine, plain)]
+            torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+            assert_gradients(streamed, mine, plain)
+            below.commit()
+            theirs.step()
+        below.finish()
+        assert_below(streamed, plain)
+
+
+def stops_streaming(tier: str) -> None:
+    """Right after a step, while new weights go down and a block comes; training goes on on the device."""
+    mine, plain = twins(6)
+    theirs = sgd(plain.parameters())
+    with streaming(tier, mine, sgd) as (streamed, below, _):
+        losses(mine)
+        losses(plain)
+        below.commit()
+        theirs.step()
+        below.finish()
+        streamed.enter(0)
+        streamed.restore()
+        own = sgd(mine.parameters())
+        for optimizer, blocks in ((theirs, plain), (own, mine)):
+            optimizer.zero_grad()
+            losses(blocks)
+            optimizer.step()
+        for p, q in zip(mine.parameters(), plain.parameters()):
+            torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+
+
+def stops_at_once(tier: str) -> None:
+    """Nothing is left in the store, though nobody has looked at the new weights."""
+    for dtype in (torch.float32, torch.bfloat16):
+        mine, _ = twins(3, dtype)
+        with streaming(tier, mine, adamw, Delays()) as (streamed, below, store):
+            losses_of(mine, dtype)
+            below.commit()
+            below.finish()
+            below.close()
+            streamed.close()
+            assert store.slots.used_bytes == 0
+
+
+def losses_of(blocks: nn.ModuleList, dtype: torch.dtype = torch.float32) -> float:
+    """One micro-batch in a type of its own."""
+    x = rows(0).to(dtype)
+    for block in blocks:
+        x = block(x)
+    loss = x.float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def masters(tier: str) -> None:
+    """Weights of two bytes are stepped in fp32 below, and the fp32 ones read at once, and given back."""
+    mine, plain = twins(3, torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    theirs = adamw(wide)
+    with streaming(tier, mine, adamw, Delays()) as (streamed, below, _):
+        for _ in range(3):
+            below.finish()
+            streamed.zero_gradients(set_to_none=True)
+            plain.zero_grad()
+            assert losses_of(mine, torch.bfloat16) == losses_of(plain, torch.bfloat16)
+            below.commit()
+            for p, q in zip(wide, plain.parameters()):
+                p.grad = q.grad.float() if q.grad is not None else None
+            theirs.step()
+            for p, q in zip(wide, plain.parameters()):
+                q.data.copy_(p.detach())
+            known = [below.states(p) for p in mine.parameters()]
+            for states, p in zip(known, wide):
+                torch.testing.assert_close(states["master"], p.detach().cpu(), atol=1e-6, rtol=0)
+            for states, p in zip(known, mine.parameters()):
+                below.restore(p, states)
+        below.finish()
+        assert_below(streamed, plain)
+
+
+def gradients_lost() -> None:
+    """A disk is full while gradients of several chunks go down: after that a step is as any other."""
+    mine, plain = twins(3)
+    theirs = sgd(plain.parameters())
+    with streaming("disk", mine, sgd) as (streamed, below, _):
+        with full_disk(), contextlib.suppress(SwapError):
+            losses(mine)
+        for _ in range(2):
+            theirs.zero_grad()
+            below.finish()
+            streamed.zero_gradients(set_to_none=True)
+            torch.testing.assert_close(losses(mine), losses(plain), atol=1e-6, rtol=0)
+            assert_gradients(streamed, mine, plain)
+            below.commit()
+            theirs.step()
+        below.finish()
+        assert_below(streamed, plain)
+
+
+# ---- activations
+
+
+def writes_lost() -> None:
+    """A write that failed is told of in its own words, and not taken for one that ended."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(SIM)
+    selector = Selector([*model.parameters()], minimum_bytes=1)
+    told = ""
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_below("disk", folder, StreamCopies(SIM))
+        manager = SwapManager(store, limit_bytes=MIB, policy=Policy(eager=True))
+        try:
+            with full_disk():
+                with offloading(manager, selector, 0):
+                    loss = model(rows(0)).square().mean()
+                store.let_end()
+            loss.backward()
+        except SwapError as error:
+            told = str(error)
+        manager.close()
+    assert "cannot write" in told, told or "nothing was said"
+
+
+# ---- states of an optimizer in host memory, or in files
+
+
+def states_asked_for(bucket_bytes: int) -> None:
+    """Asked for, skipped over and set again while a step is under way."""
+    mine, plain = twins(3)
+    theirs, copies = adamw(plain.parameters()), StreamCopies(SIM)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        store = open_below("disk", folder, copies, Delays(most_seconds=0.01))
+        stack.callback(store.close)
+        host = HostOptimizer(
+            adamw(mine.parameters()),
+            list(mine.parameters()),
+            copies=copies,
+            store=store,
+            bucket_bytes=bucket_bytes,
+        )
+        stack.callback(host.close)
+        for p in mine.parameters():
+            p.register_post_accumulate_grad_hook(host.reduced)
+
+        def step() -> None:
+            host.finish()
+            for blocks in (mine, plain):
+                losses_of(blocks)
+            host.commit()
+            theirs.step()
+            theirs.zero_grad(set_to_none=False)
+
+        step()
+        _assert_states(host, mine, theirs)
+        before = copy.deepcopy((plain.state_dict(), theirs.state_dict()))
+        known = [host.states(p) for p in mine.parameters()]
+        step()
+        host.skip()
+        host.finish()
+        _assert_alike(mine, plain)
+        losses_of(mine)  # whose gradients are on their way down
+        host.skip()
+        host.zero_grad()
+        step()
+        host.reset()
+        plain.load_state_dict(before[0])
+        theirs.load_state_dict(before[1])
+        with torch.no_grad():
+            for p, q, states in zip(mine.parameters(), plain.parameters(), known):
+                p.copy_(q)
+                host.restore(p, states)
+        host.zero_grad()
+        step()
+        _assert_states(host, mine, theirs)
+        _assert_alike(mine, plain)
+        most = max(bucket.state_bytes for bucket in host._buckets)
+        assert store.most_behind_bytes <= most, "more buckets are kept in host memory than promised"
+
+
+def _assert_alike(mine: nn.Module, plain: nn.Module) -> None:
+    for p, q in zip(mine.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+
+
+def _assert_states(host: HostOptimizer, mine: nn.Module, theirs: torch.optim.Optimizer) -> None:
+    for p, states in zip(mine.parameters(), theirs.state.values()):
+        found = host.states(p)
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(found[key], states[key].cpu(), atol=1e-6, rtol=0)
+
+
+# ---- a scope around a loop
+
+
+class Stumbling(torch.optim.AdamW):
+    """Fails in the middle of the step that it is told to fail in."""
+
+    calls_left = 0  # of all of this class: a step in pieces is that of several stand-ins
+
+    def step(self, closure: Any = None) -> Any:
+        Stumbling.calls_left -= 1
+        if not Stumbling.calls_left:
+            raise ArithmeticError("stumbled")
+        return super().step(closure)
+
+
+def _stumbling() -> tuple[nn.Module, Stumbling, nn.Module, Stumbling]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)]).to(SIM)
+    other = copy.deepcopy(model)
+    made = [Stumbling(each.parameters(), lr=0.01, fused=True) for each in (model, other)]
+    return model, made[0], other, made[1]
+
+
+def _scope(model: nn.Module, optimizer: torch.optim.Optimizer, tier: str, folder: str) -> Swapping:
+    fixed = 2 * sum(p.nbytes for p in model.parameters())
+    return parallax.swap(
+        model,
+        fixed + 224 * 1024,
+        optimizer=optimizer,
+        tier=f"strict {tier}",
+        tier_bytes=32 * MIB,
+        directory=Path(folder) / "s",
+        minimum_bytes=1024,
+        piece_bytes=32768,
+    )
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model(rows(seed, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    found: tuple[Any, Any] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    return found
+
+
+def _load(model: nn.Module, optimizer: torch.optim.Optimizer, saved: tuple[Any, Any]) -> None:
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))  # which torch would take for its own
+    optimizer.zero_grad()
+
+
+def _tensors(states: dict[str, Any]) -> list[Tensor]:
+    return [value.cpu() for state in states["state"].values() for value in state.values()]
+
+
+def step_fails(tier: str) -> None:
+    """In its second piece, while the states of the third come: who looks at them then sees all, and a checkpoint that
+    is loaded is gone on from."""
+    model, mine, other, theirs = _stumbling()
+    with tempfile.TemporaryDirectory() as folder, _scope(model, mine, tier, folder):
+        for seed in range(2):
+            _step(model, mine, seed)
+            _step(other, theirs, seed)
+        saved = _saved(model, mine)
+        for calls in (2, 3, 4):
+            Stumbling.calls_left = calls
+            with contextlib.suppress(ArithmeticError):
+                _step(model, mine, 2)
+            assert not Stumbling.calls_left, "no step has so many pieces"
+            told = _tensors(copy.deepcopy(mine.state_dict()))
+            torch.accelerator.synchronize()
+            assert all(map(torch.equal, told, _tensors(mine.state_dict()))), "states differ"
+            _load(model, mine, saved)
+        for seed in range(2, 4):
+            _step(model, mine, seed)
+            _step(other, theirs, seed)
+    assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
+
+
+def scope_ends_midway(tier: str) -> None:
+    """By what a step raised: all states are on the device, and a plain loop goes on from a checkpoint."""
+    model, mine, other, theirs = _stumbling()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.suppress(ArithmeticError),
+        _scope(model, mine, tier, folder),
+    ):
+        for seed in range(2):
+            _step(model, mine, seed)
+            _step(other, theirs, seed)
+        saved = _saved(model, mine)
+        Stumbling.calls_left = 3
+        _step(model, mine, 2)
+    found = _tensors(mine.state_dict())
+    assert len(found) == len(_tensors(saved[1]))
+    assert all(value.isfinite().all() for value in found)
+    assert all(v.device == SIM for s in mine.state.values() for k, v in s.items() if k != "step")
+    _load(model, mine, saved)
+    for seed in range(2, 4):
+        _step(model, mine, seed)
+        _step(other, theirs, seed)
+    assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "other orders host": lambda: other_orders("host"),
+    "other orders disk": lambda: other_orders("disk"),
+    "stops streaming host": lambda: stops_streaming("host"),
+    "stops streaming disk": lambda: stops_streaming("disk"),
+    "stops at once host": lambda: stops_at_once("host"),
+    "stops at once disk": lambda: stops_at_once("disk"),
+    "masters host": lambda: masters("host"),
+    "masters disk": lambda: masters("disk"),
+    "gradients lost": gradients_lost,
+    "writes lost": writes_lost,
+    "step fails host": lambda: step_fails("host"),
+    "step fails disk": lambda: step_fails("disk"),
+    "scope ends midway host": lambda: scope_ends_midway("host"),
+    "scope ends midway disk": lambda: scope_ends_midway("disk"),
+}
+ALL = {**swapping.SCENARIOS, **SCENARIOS}
