@@ -113,6 +113,20 @@ def stops_at_once(tier: str) -> None:
             assert store.slots.used_bytes == 0
 
 
+def written_twice(tier: str) -> None:
+    """Chunks get new values while older ones are still being written; few of them wait in host memory."""
+    for made in ([nn.Linear(16, 16)], [Block()]):
+        blocks = nn.ModuleList(made).to(SIM)
+        wanted = [p.detach().cpu() for p in blocks.parameters()]
+        with streaming(tier, blocks, sgd, Delays()) as (streamed, _, store):
+            most = max(chunk.size for chunk in streamed.chunks)
+            for _ in range(3):
+                wanted = [value * 0.5 for value in wanted]
+                streamed.write_full(0, wanted)
+            assert all(map(torch.equal, streamed.read_full(0), wanted))
+        assert store.most_behind_bytes <= 3 * most, "more is kept in host memory than promised"
+
+
 def losses_of(blocks: nn.ModuleList, dtype: torch.dtype = torch.float32) -> float:
     """One micro-batch in a type of its own."""
     x = rows(0).to(dtype)
@@ -374,6 +388,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "stops streaming disk": lambda: stops_streaming("disk"),
     "stops at once host": lambda: stops_at_once("host"),
     "stops at once disk": lambda: stops_at_once("disk"),
+    "written twice disk": lambda: written_twice("disk"),
     "masters host": lambda: masters("host"),
     "masters disk": lambda: masters("disk"),
     "gradients lost": gradients_lost,

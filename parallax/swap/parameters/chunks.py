@@ -271,6 +271,7 @@ class Chunk:
     def put(self, slot: StoreSlot, pending: Pending) -> None:
         """The weights are in ``slot`` from here on, and no longer as the device may have them."""
         with self._tier.lock:
+            self._let_end()  # the place before may be given away next
             old, self._slot, self._pending = self._slot, slot, pending
             self._aged(old)
 
@@ -289,9 +290,8 @@ class Chunk:
     def discard(self) -> None:
         """Nothing is below any more."""
         self.drop_master()
-        if self._slot is not None and self._pending is not None:
-            with contextlib.suppress(SwapError):
-                self._pending.wait()
+        self._let_end()
+        if self._slot is not None:
             self._tier.free(self._slot)
         self._slot = self._pending = None
 
@@ -300,6 +300,12 @@ class Chunk:
         if self._master is not None:
             self._tier.free(self._master)
             self._master = None
+
+    def _let_end(self) -> None:
+        """Wait until the weights are written, whether that fails or not."""
+        if self._pending is not None:
+            with contextlib.suppress(SwapError):
+                self._pending.wait()
 
     @property
     def _is_short(self) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,8 @@ from torch.nn.utils import get_total_norm
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
 from parallax.swap.optimizer.host import HostOptimizer
+from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.stores.store import DiskStore
 from tests.unit.swap.test_parameters import (
     WIDTH,
     Stream,
@@ -159,3 +165,18 @@ def test_restored_parameters_are_ordinary_ones(stream: Stream) -> None:
     assert run(mine, gpipe(2)) == run(plain, gpipe(2))
     assert_same(gradients(mine), gradients(plain))
     assert_same(list(mine.parameters()), list(plain.parameters()))
+
+
+def test_values_that_are_set_again_are_not_overtaken_by_older_ones(scratch: Path) -> None:
+    """A place was given away while it was still being written: the third values lay there, and the first, late, came on
+    top of them with a sum that was right."""
+    late = itertools.chain([0.0, 0.1], itertools.repeat(0.0))  # the second write is that of 1.0
+    disk = DiskStore(scratch, 2**20, CpuCopies(), threads=2, delay=lambda: next(late))
+    with contextlib.closing(disk):
+        layer = nn.Linear(16, 16)
+        streamed = StreamedParameters([layer.parameters()], disk)
+        for value in (1.0, 2.0, 3.0):
+            streamed.write_full(0, [torch.full((16, 16), value), torch.full((16,), value)])
+        time.sleep(0.2)  # whatever is late has come
+        assert [t.unique().tolist() for t in streamed.read_full(0)] == [[3.0], [3.0]]
+        streamed.close()
