@@ -75,11 +75,9 @@ class ChunkStore:
             del self._sums[slot]
         self._store.free(slot)
 
-    def finish(self) -> None:
-        """Wait for what is written behind, whether it fails or not."""
-        while self._going:
-            with contextlib.suppress(SwapError):
-                self._going.popleft()[1].wait()
+    def let_go(self) -> None:
+        """Of host memory that was kept for writes; chunks that are discarded have waited for theirs."""
+        self._going.clear()
 
 
 class Gradient:

@@ -207,9 +207,6 @@ class FlatParameter:
             gradient.clear(to_none=True)
         for chunk in self.chunks:
             chunk.discard()
-        for pending in self._reads:
-            with contextlib.suppress(SwapError):
-                pending.wait()
         for slot in self._unused:
             self.tier.free(slot)
         self._unused.clear()

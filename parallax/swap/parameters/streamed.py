@@ -286,7 +286,7 @@ class StreamedParameters:
 
     def _close(self) -> None:
         self._closed = True
-        self._tier.finish()
+        self._tier.let_go()
         for hook in self._hooks:
             hook.remove()
 
