@@ -261,12 +261,16 @@ class CopiedWeights:
             event.wait_stream()
 
     def skip(self) -> None:
-        """The next step's gradients come to the same place, after these."""
+        """The next step's gradients come to the same place, after these; the device changes no gradient that is still
+        being copied."""
+        for event in self._landed:
+            event.wait_stream()
         self._landed = []
 
     def reset(self) -> None:
-        """The copies may be half new."""
-        self._landed = []
+        """The copies may be half new. What is set on the device now comes after what is still on its way there."""
+        self.skip()
+        self.wait()
         self._master = [None] * len(self.segments)
 
     def masters(self) -> list[Tensor | None]:

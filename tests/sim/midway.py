@@ -393,6 +393,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "masters disk": lambda: masters("disk"),
     "gradients lost": gradients_lost,
     "writes lost": writes_lost,
+    "states asked for": lambda: states_asked_for(8192),
+    "states in one bucket": lambda: states_asked_for(MIB),
     "step fails host": lambda: step_fails("host"),
     "step fails disk": lambda: step_fails("disk"),
     "scope ends midway host": lambda: scope_ends_midway("host"),

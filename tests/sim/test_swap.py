@@ -17,6 +17,7 @@ MIDWAY = [
     *("other orders host", "other orders disk", "stops streaming host", "stops streaming disk"),
     *("stops at once host", "stops at once disk", "written twice disk"),
     *("masters host", "masters disk", "gradients lost", "writes lost"),
+    *("states asked for", "states in one bucket"),
     *("step fails host", "step fails disk", "scope ends midway host", "scope ends midway disk"),
 ]
 
