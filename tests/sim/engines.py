@@ -7,13 +7,14 @@ between devices by the group of :mod:`tests.sim.group`; otherwise all say the sa
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from parallax.errors import SwapError
 from parallax.machine.accelerators import register_accelerator
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
@@ -24,7 +25,8 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.plans import make_plan
 from tests.sim import group
-from tests.sim.device import SIM, Sim
+from tests.sim.device import SIM, C, Sim
+from tests.sim.midway import full_disk
 from tests.sim.races import Verdict, host_waits, judge, note_waits
 
 MIB = 2**20
@@ -33,13 +35,16 @@ STEPS = 3
 
 
 class Ran(NamedTuple):
-    """``losses`` of the steps, what was noticed in all of them, the host's ``waits`` of the last by place, and the
-    bytes on the device after each."""
+    """``losses`` of the steps, what was noticed in all of them, the host's ``waits`` of the last by place, and after
+    each the bytes on the device, and of pinned memory. ``left``: the sum of each parameter's absolute values after
+    the first and at the end, and before that the loss of what comes next."""
 
     losses: list[float]
     verdict: Verdict
     waits: dict[str, int]
     allocated_bytes: list[int]
+    pinned_bytes: list[int]
+    left: list[float]
 
 
 class Shared(Sim):
@@ -68,6 +73,15 @@ def without_slack(plan: Plan, chain: Chain) -> Plan:
     return replace(plan, stages=tuple(replace(s, streamed_bytes=needed) for s in plan.stages))
 
 
+class Broken(TensorRows):
+    """Rows of which the third micro-batch cannot be had."""
+
+    def targets(self, start: int, stop: int) -> Any:
+        if start >= 4:
+            raise ArithmeticError("broken rows")
+        return super().targets(start, stop)
+
+
 def train(
     device: str,
     replicas: Sequence[int],
@@ -81,11 +95,13 @@ def train(
     exact: bool = False,
     verify: bool = False,
     resumed: bool = False,
+    fails: str = "",
     number: str = "fp32",
 ) -> Ran:
     """Some steps of a small decoder under the plan of ``options``; called by every rank. ``exact``: streamed parameters
-    have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: from a checkpoint,
-    after the first step. ``number``: the type of weights and of computing."""
+    have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: the second step
+    is taken twice, again from a checkpoint of the first. ``fails``: after the first step one does, by its "rows", or a
+    full "disk", which may be told in the "gradients" that follow. ``number``: the type of weights and of computing."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     precision = PrecisionConfig(parameters=number, compute=number)
@@ -95,9 +111,7 @@ def train(
     plan = make_plan(chain, replicas=replicas, **{**usual, **options})
     if exact:
         plan = without_slack(plan, chain)
-    losses: list[float] = []
-    waits: dict[str, int] = {}
-    allocated: list[int] = []
+    found = Ran([], Verdict("", [], {}), {}, [], [], [])
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -111,15 +125,62 @@ def train(
                 precision=precision,
             )
             assert engine.mesh.direct == (direct and len(replicas) > 1)
-            for step in range(steps):
-                if step == steps - 1:
-                    note_waits()
-                losses.append(engine.step(batch()).loss)
-                if resumed and not step:
-                    engine.load(engine.save(Path(folder) / "checkpoints", {}))
-                allocated.append(torch.accelerator.memory_allocated(SIM))
-            waits.update(host_waits())
+            _steps(engine, found, steps, Path(folder), resumed=resumed, fails=fails)
             engine.close()
 
     verdict = judge(run, lateness=lateness)
-    return Ran(losses, verdict, waits, allocated)
+    return found._replace(verdict=verdict)
+
+
+def _steps(
+    engine: Engine, found: Ran, steps: int, folder: Path, *, resumed: bool, fails: str
+) -> None:
+    """The steps, and what they leave."""
+    while len(found.losses) < steps:
+        step = len(found.losses)
+        if step == steps - 1:
+            note_waits()
+        found.losses.append(engine.step(batch()).loss)
+        found.allocated_bytes.append(torch.accelerator.memory_allocated(SIM))
+        found.pinned_bytes.append(C.pinned_bytes())
+        if not step:
+            found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
+        if not step and (resumed or fails):
+            saved = engine.save(folder / "checkpoints", {})
+        if not step and fails == "rows":
+            _fail_by_rows(engine)
+        if not step and fails.startswith("disk"):
+            _fail_on_disk(engine, engine.gradients if "gradients" in fails else engine.step)
+            engine.load(saved)
+        if step == 1 and resumed:
+            engine.load(saved)
+            found.losses.pop()
+            resumed = False
+    found.waits.update(host_waits())
+    found.left.append(engine.gradients(batch()))
+    found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
+
+
+def _fail_by_rows(engine: Engine) -> None:
+    """In the middle of a step, whose micro-batches are under way."""
+    tokens = batch()
+    try:
+        engine.step(Broken(tokens.inputs(0, 8), tokens.targets(0, 8)))
+    except ArithmeticError:
+        return
+    raise AssertionError("broken rows were not asked for")
+
+
+def _fail_on_disk(engine: Engine, following: Callable[[TensorRows], object]) -> None:
+    """In a step, or beside what follows it: then that says so, and changes nothing."""
+    first = next(iter(engine.parameters.values()))
+    before = first.clone()
+    with full_disk():
+        try:
+            engine.step(batch())
+            before = first.clone()
+            following(batch())
+        except SwapError:
+            assert torch.equal(before, first), "a step that failed has changed weights"
+            return
+    raise AssertionError("a full disk was not told of")

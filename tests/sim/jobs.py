@@ -7,10 +7,10 @@ from typing import Any
 
 def scenario(name: str, lateness: int = 2) -> Any:
     """A part of the swap."""
-    from tests.sim.midway import ALL
     from tests.sim.races import judge
+    from tests.sim.scenarios import SCENARIOS
 
-    return tuple(judge(ALL[name], lateness=lateness))
+    return tuple(judge(SCENARIOS[name], lateness=lateness))
 
 
 def engine(*args: Any, **options: Any) -> Any:
@@ -22,9 +22,9 @@ def engine(*args: Any, **options: Any) -> Any:
 
 
 def scenario_names() -> list[str]:
-    from tests.sim.midway import ALL
+    from tests.sim.scenarios import SCENARIOS
 
-    return list(ALL)
+    return list(SCENARIOS)
 
 
 def missing_wait() -> Any:
@@ -42,6 +42,17 @@ def missing_wait() -> Any:
         copies.copy(source, target, DoneEvent()).wait_host()
 
     return tuple(judge(copy))
+
+
+def pair(name: str) -> Any:
+    """One of two ranks."""
+    import torch.distributed as dist
+
+    from tests.sim.pairs import PAIRS
+    from tests.sim.races import judge
+
+    rank = dist.get_rank()
+    return tuple(judge(lambda: PAIRS[name](rank)))
 
 
 def timed() -> Any:
@@ -68,3 +79,36 @@ def stalls() -> tuple[int, int]:
         counts.append(len(copies.take_stalls()))
     torch.accelerator.synchronize()
     return counts[0], counts[1]
+
+
+def loop(tier: str, steps: int) -> dict[str, Any]:
+    """A plain loop in a ``parallax.swap`` scope; the bytes on the device, and of pinned memory, after each step."""
+    import tempfile
+
+    import torch
+    from torch import nn
+
+    from tests.sim.device import SIM, C
+    from tests.sim.midway import scope_around, take_step
+    from tests.sim.races import judge
+    from tests.sim.swapping import Block, adamw
+
+    held: list[tuple[int, int]] = []
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block() for _ in range(4)]).to(SIM)
+        optimizer = adamw(model.parameters())
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            scope_around(model, optimizer, tier, folder, room=128 * 1024) as scope,
+        ):
+            for seed in range(steps):
+                take_step(model, optimizer, seed)
+                held.append((torch.accelerator.memory_allocated(SIM), C.pinned_bytes()))
+            assert scope.states[0].bytes_out > 0, scope.report()
+            assert scope.statistics.bytes_out > 0, scope.report()
+
+    verdict = judge(run)
+    device, pinned = zip(*held)
+    return {"verdict": tuple(verdict), "allocated_bytes": device, "pinned_bytes": pinned}

@@ -21,9 +21,7 @@ from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
 from parallax.swap.lms.scope import Swapping
-from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.verify import Delays
-from tests.sim import swapping
 from tests.sim.device import SIM
 from tests.sim.swapping import (
     MIB,
@@ -167,7 +165,7 @@ def gradients_lost() -> None:
     """A disk is full while gradients of several chunks go down: after that a step is as any other."""
     mine, plain = twins(3)
     theirs = sgd(plain.parameters())
-    with streaming("disk", mine, sgd) as (streamed, below, _):
+    with streaming("disk", mine, sgd, lambda: 0.01) as (streamed, below, _):
         with full_disk(), contextlib.suppress(SwapError):
             losses(mine)
         for _ in range(2):
@@ -206,74 +204,6 @@ def writes_lost() -> None:
     assert "cannot write" in told, told or "nothing was said"
 
 
-# ---- states of an optimizer in host memory, or in files
-
-
-def states_asked_for(bucket_bytes: int) -> None:
-    """Asked for, skipped over and set again while a step is under way."""
-    mine, plain = twins(3)
-    theirs, copies = adamw(plain.parameters()), StreamCopies(SIM)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        store = open_below("disk", folder, copies, Delays(most_seconds=0.01))
-        stack.callback(store.close)
-        host = HostOptimizer(
-            adamw(mine.parameters()),
-            list(mine.parameters()),
-            copies=copies,
-            store=store,
-            bucket_bytes=bucket_bytes,
-        )
-        stack.callback(host.close)
-        for p in mine.parameters():
-            p.register_post_accumulate_grad_hook(host.reduced)
-
-        def step() -> None:
-            host.finish()
-            for blocks in (mine, plain):
-                losses_of(blocks)
-            host.commit()
-            theirs.step()
-            theirs.zero_grad(set_to_none=False)
-
-        step()
-        _assert_states(host, mine, theirs)
-        before = copy.deepcopy((plain.state_dict(), theirs.state_dict()))
-        known = [host.states(p) for p in mine.parameters()]
-        step()
-        host.skip()
-        host.finish()
-        _assert_alike(mine, plain)
-        losses_of(mine)  # whose gradients are on their way down
-        host.skip()
-        host.zero_grad()
-        step()
-        host.reset()
-        plain.load_state_dict(before[0])
-        theirs.load_state_dict(before[1])
-        with torch.no_grad():
-            for p, q, states in zip(mine.parameters(), plain.parameters(), known):
-                p.copy_(q)
-                host.restore(p, states)
-        host.zero_grad()
-        step()
-        _assert_states(host, mine, theirs)
-        _assert_alike(mine, plain)
-        most = max(bucket.state_bytes for bucket in host._buckets)
-        assert store.most_behind_bytes <= most, "more buckets are kept in host memory than promised"
-
-
-def _assert_alike(mine: nn.Module, plain: nn.Module) -> None:
-    for p, q in zip(mine.parameters(), plain.parameters()):
-        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
-
-
-def _assert_states(host: HostOptimizer, mine: nn.Module, theirs: torch.optim.Optimizer) -> None:
-    for p, states in zip(mine.parameters(), theirs.state.values()):
-        found = host.states(p)
-        for key in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(found[key], states[key].cpu(), atol=1e-6, rtol=0)
-
-
 # ---- a scope around a loop
 
 
@@ -297,11 +227,18 @@ def _stumbling() -> tuple[nn.Module, Stumbling, nn.Module, Stumbling]:
     return model, made[0], other, made[1]
 
 
-def _scope(model: nn.Module, optimizer: torch.optim.Optimizer, tier: str, folder: str) -> Swapping:
+def scope_around(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tier: str,
+    folder: str,
+    room: int = 224 * 1024,
+) -> Swapping:
+    """A scope with ``room`` bytes for activations and states."""
     fixed = 2 * sum(p.nbytes for p in model.parameters())
     return parallax.swap(
         model,
-        fixed + 224 * 1024,
+        fixed + room,
         optimizer=optimizer,
         tier=f"strict {tier}",
         tier_bytes=32 * MIB,
@@ -311,7 +248,8 @@ def _scope(model: nn.Module, optimizer: torch.optim.Optimizer, tier: str, folder
     )
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step of a plain loop."""
     model(rows(seed, 32)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -336,23 +274,23 @@ def step_fails(tier: str) -> None:
     """In its second piece, while the states of the third come: who looks at them then sees all, and a checkpoint that
     is loaded is gone on from."""
     model, mine, other, theirs = _stumbling()
-    with tempfile.TemporaryDirectory() as folder, _scope(model, mine, tier, folder):
+    with tempfile.TemporaryDirectory() as folder, scope_around(model, mine, tier, folder):
         for seed in range(2):
-            _step(model, mine, seed)
-            _step(other, theirs, seed)
+            take_step(model, mine, seed)
+            take_step(other, theirs, seed)
         saved = _saved(model, mine)
         for calls in (2, 3, 4):
             Stumbling.calls_left = calls
             with contextlib.suppress(ArithmeticError):
-                _step(model, mine, 2)
+                take_step(model, mine, 2)
             assert not Stumbling.calls_left, "no step has so many pieces"
             told = _tensors(copy.deepcopy(mine.state_dict()))
             torch.accelerator.synchronize()
-            assert all(map(torch.equal, told, _tensors(mine.state_dict()))), "states differ"
+            assert all(map(torch.equal, told, _tensors(mine.state_dict()))), "values differ"
             _load(model, mine, saved)
         for seed in range(2, 4):
-            _step(model, mine, seed)
-            _step(other, theirs, seed)
+            take_step(model, mine, seed)
+            take_step(other, theirs, seed)
     assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
 
 
@@ -362,22 +300,22 @@ def scope_ends_midway(tier: str) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(ArithmeticError),
-        _scope(model, mine, tier, folder),
+        scope_around(model, mine, tier, folder),
     ):
         for seed in range(2):
-            _step(model, mine, seed)
-            _step(other, theirs, seed)
+            take_step(model, mine, seed)
+            take_step(other, theirs, seed)
         saved = _saved(model, mine)
         Stumbling.calls_left = 3
-        _step(model, mine, 2)
+        take_step(model, mine, 2)
     found = _tensors(mine.state_dict())
     assert len(found) == len(_tensors(saved[1]))
     assert all(value.isfinite().all() for value in found)
     assert all(v.device == SIM for s in mine.state.values() for k, v in s.items() if k != "step")
     _load(model, mine, saved)
     for seed in range(2, 4):
-        _step(model, mine, seed)
-        _step(other, theirs, seed)
+        take_step(model, mine, seed)
+        take_step(other, theirs, seed)
     assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
 
 
@@ -393,11 +331,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "masters disk": lambda: masters("disk"),
     "gradients lost": gradients_lost,
     "writes lost": writes_lost,
-    "states asked for": lambda: states_asked_for(8192),
-    "states in one bucket": lambda: states_asked_for(MIB),
     "step fails host": lambda: step_fails("host"),
     "step fails disk": lambda: step_fails("disk"),
     "scope ends midway host": lambda: scope_ends_midway("host"),
     "scope ends midway disk": lambda: scope_ends_midway("disk"),
 }
-ALL = {**swapping.SCENARIOS, **SCENARIOS}

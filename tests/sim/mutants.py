@@ -1,32 +1,63 @@
 """Does the simulated accelerator find a wait that is missing? Every wait of the package is taken away, one at a time.
 
-A wait is a call of one of ``WAITS`` on its own, found by reading the source; a mutant is the module without it, in a
-process of its own, which runs what exercises it until something is wrong: a race, another result, an error, or no end.
-::
+A wait is a call on its own of what does nothing but wait (``WAITS``) for a device, or for work that is done beside the
+one that computes, found by reading the source of ``ROOMS``. What is no such wait, though it has the name of one, is
+named in ``NO_WAITS``; what all ranks do together by torch.distributed (barriers, sums) has other names: it is no
+matter of a device's memory. A mutant is the module without the wait, in processes of its own, which run what
+exercises it until something is wrong: a race, another result, an error, or no end. ::
 
     python -m tests.sim.mutants                 # all of them, and what became of each
-    python -m tests.sim.mutants 7               # one
+    python -m tests.sim.mutants 7 19            # some
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.abc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = "parallax/machine/device.py", "parallax/swap"
-WAITS = "wait", "wait_host", "wait_stream", "wait_event", "synchronize", "arrive", "_wait"
-_SECONDS = 120.0
+ROOMS = (
+    *("parallax/machine/device.py", "parallax/swap"),
+    *(f"parallax/runtime/{room}" for room in ("channels", "replicas", "optim", "meters")),
+    *(f"parallax/runtime/{file}.py" for file in ("engine", "executor", "stage", "saving")),
+)
+WAITS = (
+    *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
+    *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_let_end"),
+)
+# By file and function.
+NO_WAITS = {
+    "swap/lms/states.py _after": "gives the optimizer what the pieces changed",
+    "runtime/replicas/reducer.py finish": "reduces",
+    "runtime/replicas/reducer.py _settle": "reduces",
+    "runtime/executor.py _backward_weight": "computes",
+    "runtime/meters/memory.py _touch_libraries": "computes",
+    "runtime/channels/shared_channel.py accept": "for a process, where the device is the host",
+}
+# What no rank does alone.
+_BETWEEN_RANKS = (
+    "runtime/channels",
+    "runtime/replicas",
+    "runtime/executor.py",
+    "runtime/stage.py skip",
+)
+# Nothing ends that computes for so long, or does nothing for so long: the clock knows too little on a busy machine.
+_BUSY_SECONDS, _IDLE_SECONDS = 200.0, 20.0
 _CLOSE = {"fp32": 1e-5, "bf16": 2e-3}  # of losses, relative
 
 
@@ -41,28 +72,39 @@ class Wait(NamedTuple):
     def __str__(self) -> str:
         return f"{self.path.relative_to(ROOT)}:{self.line} {self.function}: {self.text}"
 
+    @property
+    def place(self) -> str:
+        """File and function."""
+        return f"{self.path.relative_to(ROOT / 'parallax')} {self.function}"
+
 
 def waits() -> list[Wait]:
     """All of them, in the order of the source."""
-    found = []
+    return [wait for wait in waits_of_any_kind() if wait.place not in NO_WAITS]
+
+
+def waits_of_any_kind() -> Iterator[Wait]:
+    """What has the name of one."""
     for room in ROOMS:
         place = ROOT / room
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            found += list(_waits_in(path))
-    return found
+            yield from _waits_in(path)
 
 
 def _waits_in(path: Path) -> Iterator[Wait]:
+    """Of each function, those within another once, as the inner one's."""
+    owners: dict[int, tuple[str, ast.Expr]] = {}
     for function in ast.walk(ast.parse(path.read_text())):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
-                if _is_wait(node):
-                    assert isinstance(node, ast.Expr)
-                    yield Wait(path, node.lineno, function.name, ast.unparse(node))
+                if isinstance(node, ast.Expr) and _is_wait(node):
+                    owners[node.lineno] = function.name, node
+    for line, (name, node) in sorted(owners.items()):
+        yield Wait(path, line, name, ast.unparse(node))
 
 
-def _is_wait(node: ast.AST) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
+def _is_wait(node: ast.Expr) -> bool:
+    call = node.value
     return (
         isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
@@ -114,67 +156,188 @@ class MutatingFinder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         raise OSError  # never the file that was compiled without the change
 
 
-def exercise() -> str:
-    """What is wrong first; '' if nothing is."""
-    from tests.sim.engines import train
-    from tests.sim.races import judge
-    from tests.sim.swapping import SCENARIOS
+BELOW: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+HALF = {"optimizer_offload": 0.5, "directive": "offload"}
 
+
+class _Engine(NamedTuple):
+    """How one is planned, which step fails, whether transfers are held up, and the type of its numbers."""
+
+    options: dict[str, Any]
+    fails: str = ""
+    verify: bool = False
+    number: str = "fp32"
+
+
+ENGINES = [
+    _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk"),
+    _Engine({**BELOW, "directive": "offload", "tier": "strict host"}, fails="rows"),
+    _Engine({**HALF, "tier": "strict host"}),
+    _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk, gradients"),
+    _Engine({**BELOW, "tier": "strict disk"}, fails="disk"),
+    _Engine(
+        {**BELOW, "directive": "offload", "tier": "strict disk"}, "rows", verify=True, number="bf16"
+    ),
+]
+
+
+def exercise(*, engines_first: bool) -> str:
+    """What is wrong first with one rank; '' if nothing is."""
+    parts = [_wrong_scenario, _wrong_engine]
+    if engines_first:
+        parts.reverse()
     for lateness in (2, 9):
-        for name, scenario in SCENARIOS.items():
-            verdict = judge(scenario, lateness=lateness)
-            if not verdict.good:
-                return f"{name}: {verdict.error or verdict.races[0][0]}"
-        below: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
-        for number, options in (
-            ("fp32", {"directive": "offload"}),
-            ("fp32", {**below, "directive": "offload"}),
-            ("fp32", {"optimizer_offload": 1.0, "tier": "disk"}),
-            ("fp32", {**below, "tier": "disk"}),
-            ("bf16", {**below, "tier": "disk"}),
-        ):
-            plain = train("cpu", (1,), {}, number=number)
-            late = options.get("tier") == "disk"
-            ran = train(
-                "sim", (1,), options, lateness=lateness, verify=late, resumed=True, number=number
-            )
-            if not ran.verdict.good:
-                return f"engine: {ran.verdict.error or ran.verdict.races[0][0]}"
-            if any(not abs(a - b) <= _CLOSE[number] * b for a, b in zip(ran.losses, plain.losses)):
-                return f"engine: losses {ran.losses} are not {plain.losses}"
+        for part in parts:
+            if wrong := part(lateness):
+                return wrong
+    return ""
+
+
+def _wrong_scenario(lateness: int) -> str:
+    from tests.sim.races import judge
+    from tests.sim.scenarios import SCENARIOS
+
+    for name, scenario in SCENARIOS.items():
+        verdict = judge(scenario, lateness=lateness)
+        if not verdict.good:
+            return f"{name}: {verdict.error or verdict.races[0][0]}"
+    return ""
+
+
+def _wrong_engine(lateness: int) -> str:
+    for engine in ENGINES:
+        if lateness > 2 and "disk" in engine.options["tier"]:
+            continue  # threads wait on the host, where nothing is late
+        if wrong := _wrong(engine, lateness):
+            return f"engine: {wrong}"
+    return ""
+
+
+def _wrong(engine: _Engine, lateness: int) -> str:
+    """With one engine, compared with a CPU's."""
+    from tests.sim.engines import train
+
+    number = engine.number
+    plain = train("cpu", (1,), {}, number=number)
+    ran = train(
+        "sim",
+        (1,),
+        engine.options,
+        lateness=lateness,
+        verify=engine.verify,
+        resumed=True,
+        fails=engine.fails,
+        number=number,
+    )
+    if not ran.verdict.good:
+        return str(ran.verdict.error or ran.verdict.races[0][0])
+    close = _CLOSE[number]
+    if any(not abs(a - b) <= close * b for a, b in zip(ran.losses, plain.losses, strict=True)):
+        return f"losses {ran.losses} are not {plain.losses}"
+    if (
+        any(not abs(a - b) <= 1e-3 * b for a, b in zip(ran.left, plain.left, strict=True))
+        and number == "fp32"
+    ):
+        return f"what is left, {ran.left}, is not {plain.left}"
     return ""
 
 
 def judged(number: int) -> str:
-    """What became of one mutant, in a process of its own; '' if it was not found."""
+    """What became of one mutant; '' if it was not found."""
+    if waits()[number].place.startswith(_BETWEEN_RANKS):
+        return _in_pairs(number)
+    return _alone(number) or _in_pairs(number)
+
+
+def _alone(number: int) -> str:
+    return _first_found([[str(number), "alone"]])
+
+
+def _in_pairs(number: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return _first_found([[str(number), str(rank), f"{folder}/store"] for rank in range(2)])
+
+
+def _first_found(each: Sequence[Sequence[str]]) -> str:
+    """What one of some processes found first, with these arguments; '' where all find nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.sim.mutants", str(number)],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            env=environment,
-            cwd=ROOT,
-        )
-    except subprocess.TimeoutExpired:
-        return "no end"
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
-    return json.loads(lines[-1][6:]) if lines else f"exit code {ran.returncode}"
+    command = [sys.executable, "-m", "tests.sim.mutants", "mutate"]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for arguments in each:
+            process = subprocess.Popen(
+                [*command, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment,
+                cwd=ROOT,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            running.append(process)
+        worked, since = 0.0, time.monotonic()
+        while running:
+            for process in [each for each in running if each.poll() is not None]:
+                running.remove(process)
+                if why := _said(process):
+                    return why
+            if abs((now := _worked(running)) - worked) > 0.2:
+                worked, since = now, time.monotonic()
+            if worked > _BUSY_SECONDS or time.monotonic() > since + _IDLE_SECONDS:
+                return "no end"
+            time.sleep(0.05)
+    return ""
+
+
+def _worked(running: Sequence[subprocess.Popen[str]]) -> float:
+    """Seconds of processors that have been spent so far."""
+    spent = 0.0
+    for process in running:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(process.pid).cpu_times()
+            spent += times.user + times.system
+    return spent
+
+
+def _said(process: subprocess.Popen[str]) -> str:
+    """What a process found that has ended."""
+    assert process.stdout is not None
+    lines = [line for line in process.stdout.read().splitlines() if line.startswith("FOUND ")]
+    if not lines:
+        return f"exit code {process.returncode}"
+    found: str = json.loads(lines[-1][6:])
+    return found
+
+
+def _mutate(arguments: Sequence[str]) -> None:
+    """In this process: exercise the mutant that is told."""
+    number, rank, *store = arguments
+    sys.meta_path.insert(0, MutatingFinder(waits()[int(number)]))
+    if rank == "alone":
+        found = exercise(engines_first=waits()[int(number)].place.startswith("runtime/"))
+    else:
+        from tests.sim.pairs import run_all
+
+        found = run_all(int(rank), store[0])
+    print("FOUND " + json.dumps(found[:1000]), flush=True)
+    os._exit(0)
 
 
 def main() -> None:
-    """All mutants, or one in this process."""
-    if len(sys.argv) > 1:
-        sys.meta_path.insert(0, MutatingFinder(waits()[int(sys.argv[1])]))
-        print("FOUND " + json.dumps(exercise()), flush=True)
-        os._exit(0)
-    found = 0
-    for number, wait in enumerate(waits()):
+    """All mutants, some, or, where a process is told to ``mutate``, one in it."""
+    if sys.argv[1:2] == ["mutate"]:
+        _mutate(sys.argv[2:])
+    found, all_waits = 0, waits()
+    numbers = [int(each) for each in sys.argv[1:]] or [*range(len(all_waits))]
+    for number in numbers:
         why = judged(number)
         found += bool(why)
-        print(f"{number:3} {'found ' if why else 'MISSED'} {wait}\n      {why[:150]}", flush=True)
-    print(f"{found} of {len(waits())} found")
+        print(
+            f"{number:3} {'found ' if why else 'MISSED'} {all_waits[number]}\n      {why[:150]}",
+            flush=True,
+        )
+    print(f"{found} of {len(numbers)} found")
 
 
 if __name__ == "__main__":

@@ -689,6 +689,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counts", [] { Scope s; return counts; }, nogil);
   m.def("sync_where", [] { Scope s; return sync_where; }, nogil);
   m.def("pending", [] { Scope s; return tasks.size(); }, nogil);
+  m.def("pinned_bytes", [] { Scope s; size_t n = 0; for (auto& [p, b] : blocks) if (b.pinned) n += b.size; return n; }, nogil);
   m.def("reset", [] { Scope s; reports.clear(); told.clear(); counts.clear(); sync_where.clear(); }, nogil);
   m.def("configure", [](int l, bool late_, bool st, bool ss, size_t c) { Scope s; lateness = l; late = late_; stacks = st; sync_stacks = ss; cap = c; },
         py::arg("lateness") = 2, py::arg("late") = true, py::arg("stacks") = true, py::arg("sync_stacks") = false, py::arg("cap") = 0, nogil);

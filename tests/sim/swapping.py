@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 import parallax
 from parallax.machine.device import StreamCopies, copies_for, no_delay
 from parallax.model.saved import Selector
+from parallax.plan.schedule import Action, Kind
+from parallax.runtime.meters.spans import spans_of
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
@@ -21,7 +24,7 @@ from parallax.swap.config import SwapConfig
 from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import DiskStore, HostStore
-from tests.sim.device import SIM
+from tests.sim.device import SIM, C
 from tests.sim.strict import StrictStore
 
 MIB, WIDTH = 2**20, 64
@@ -267,6 +270,19 @@ def scope(tier: str) -> None:
     assert all(map(torch.equal, *told)), "states differ"
 
 
+def first_span() -> None:
+    """The device is slow to come to a step's first action, which begins when it has."""
+    slow = 0.02
+    clock, before = spans_of(SIM, StreamCopies(SIM)), time.perf_counter()
+    C.sync_micros(int(1e6 * slow))
+    clock.begin()
+    C.sync_micros(0)
+    clock.end(0, 0, Action(Kind.FORWARD, 0, 0), 0.0)
+    torch.accelerator.synchronize()
+    (span,) = clock.take()
+    assert span.start >= before + slow, "an action began before the device came to it"
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "activations host eager": lambda: activations("host", eager=True),
     "activations host lazy": lambda: activations("host", eager=False),
@@ -278,6 +294,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "parameters host adamw": lambda: parameters("host", adamw),
     "parameters disk": lambda: parameters("disk"),
     "host optimizer": host_optimizer,
+    "first span": first_span,
     "scope host": lambda: scope("host"),
     "scope disk": lambda: scope("disk"),
 }

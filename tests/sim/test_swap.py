@@ -11,14 +11,15 @@ PARTS = [
     *("activations host eager", "activations host lazy", "activations disk eager"),
     *("activations host verified", "activations early host", "activations early disk"),
     *("parameters host", "parameters host adamw", "parameters disk"),
-    *("host optimizer", "scope host", "scope disk"),
+    *("host optimizer", "first span", "scope host", "scope disk"),
 ]
 MIDWAY = [
     *("other orders host", "other orders disk", "stops streaming host", "stops streaming disk"),
     *("stops at once host", "stops at once disk", "written twice disk"),
     *("masters host", "masters disk", "gradients lost", "writes lost"),
-    *("states asked for", "states in one bucket"),
     *("step fails host", "step fails disk", "scope ends midway host", "scope ends midway disk"),
+    *("states asked for", "states asked for in one bucket"),
+    *("states set back", "states set back in one bucket", "states lost"),
 ]
 
 
@@ -36,7 +37,8 @@ def test_trains_alike_without_a_race(sim_pool: Pool, name: str, lateness: int) -
     ((error, races, counts),) = sim_pool.run(jobs.scenario, 1, name, lateness)
     assert not error
     assert not races, races[0]
-    assert counts["kernels"] > (500 if name in PARTS else 1)
+    if name in PARTS and name != "first span":
+        assert counts["kernels"] > 500
 
 
 def test_all_parts_are_tried(sim_pool: Pool) -> None:

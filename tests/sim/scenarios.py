@@ -1,0 +1,7 @@
+"""All parts of the swap that are tried on the simulated accelerator, by name."""
+
+from __future__ import annotations
+
+from tests.sim import host_states, midway, swapping
+
+SCENARIOS = {**swapping.SCENARIOS, **midway.SCENARIOS, **host_states.SCENARIOS}

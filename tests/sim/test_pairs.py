@@ -1,0 +1,18 @@
+"""Two ranks on simulated devices: what they send arrives, no more is held than may be, and who is done may leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.sim import jobs
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("what", ["sends", "leaves early"])
+def test_between_two(sim_pool: Pool, what: str, way: str) -> None:
+    """Senders that did not wait would hold all messages at once, and a rank that closed would take away those that
+    nobody had received."""
+    for error, races, _ in sim_pool.run(jobs.pair, 2, f"{what} {way}"):
+        assert not error
+        assert not races, races[0]
