@@ -37,7 +37,7 @@ STEPS = 3
 class Ran(NamedTuple):
     """``losses`` of the steps, what was noticed in all of them, the host's ``waits`` of the last by place, and after
     each the bytes on the device, and of pinned memory. ``left``: the sum of each parameter's absolute values after
-    the first and at the end, and before that the loss of what comes next."""
+    the second step and at the end, and before that the loss of what comes next."""
 
     losses: list[float]
     verdict: Verdict
@@ -143,7 +143,7 @@ def _steps(
         found.losses.append(engine.step(batch()).loss)
         found.allocated_bytes.append(torch.accelerator.memory_allocated(SIM))
         found.pinned_bytes.append(C.pinned_bytes())
-        if not step:
+        if step == 1 and not resumed:
             found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
         if not step and (resumed or fails):
             saved = engine.save(folder / "checkpoints", {})
