@@ -166,6 +166,9 @@ class NoBounce:
         """Nothing is held."""
 
 
+_WAITED_FOR = DoneEvent()  # by the thread: a stream that waited would hold up other threads' copies
+
+
 class BounceRing:
     """A few pinned buffers, one for each thread that may ask, allocated once: pinning takes milliseconds. What is not
     on ``device``, as an optimizer's states, takes no buffer and waits for nothing of the device's."""
@@ -190,7 +193,7 @@ class BounceRing:
             ready.wait_host()
             for piece in data.split(self._piece):
                 host = buffer[: piece.numel()]
-                self._copies.copy(piece, host, ready).wait_host()
+                self._copies.copy(piece, host, _WAITED_FOR).wait_host()
                 yield host
         finally:
             self._free.put(buffer)
@@ -206,7 +209,7 @@ class BounceRing:
                 host = buffer[: piece.numel()]
                 yield host
                 ready.wait_host()
-                self._copies.copy(host, piece, ready).wait_host()
+                self._copies.copy(host, piece, _WAITED_FOR).wait_host()
         finally:
             self._free.put(buffer)
 

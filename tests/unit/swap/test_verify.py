@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
-from parallax.machine.device import BounceRing, CpuCopies, Event, no_delay
+from parallax.machine.device import BounceRing, CpuCopies, DoneEvent, Event, no_delay
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -137,7 +137,7 @@ def no_wait_for_the_dead(self: Transfers, record: Record, micro: int) -> None:
 def no_wait_before_the_file(self: BounceRing, data: Tensor, ready: Event) -> Iterator[Tensor]:
     buffer = self._free.get()
     for piece in data.split(self._piece):
-        self._copies.copy(piece, buffer[: piece.numel()], ready)
+        self._copies.copy(piece, buffer[: piece.numel()], DoneEvent())
         yield buffer[: piece.numel()]
     self._free.put(buffer)
 
@@ -148,7 +148,7 @@ def no_wait_before_the_next_piece(
     buffer = self._free.get()
     for piece in target.split(self._piece):
         yield buffer[: piece.numel()]
-        self._copies.copy(buffer[: piece.numel()], piece, ready)
+        self._copies.copy(buffer[: piece.numel()], piece, DoneEvent())
     self._free.put(buffer)
 
 
