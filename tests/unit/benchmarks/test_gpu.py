@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,15 +216,16 @@ sys.exit(gpu.main(["--dry", "--output", folder, "--parts", "tests", "device"]))
 )
 def test_a_killed_run_leaves_its_file(tmp_path: Path, sent: int, state: str) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(int(sent))]
-    (own := tmp_path / "temporary").mkdir()  # which a killed process cannot empty
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(own)},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    # A killed process cannot empty it; the names of its sockets must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as own:
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": own},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
     assert ended.returncode == (-sent if sent == signal.SIGKILL else 128 + sent), ended.stderr
     (file,) = tmp_path.glob("*.json")
     found = load(file)
