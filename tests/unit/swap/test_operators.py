@@ -34,6 +34,7 @@ PARTS = 6  # of the thorough run
 UNWRITTEN = "empty", "new_empty"
 THOROUGH = [pytest.param(part, marks=pytest.mark.thorough) for part in range(PARTS)]
 LEAVE_SECONDS = 30.0
+TRIES = 8  # kernels of lstsq round by where their memory lies, which is another place now and then
 
 Call = Callable[[], Any]
 
@@ -60,7 +61,9 @@ class Found:
         if found == expected:
             self.equal += 1
             self.refused += isinstance(expected, tuple)
-        elif isinstance(expected, list) and outcome(call, inputs, lambda: None) != expected:
+        elif isinstance(expected, list) and any(
+            outcome(call, inputs, lambda: None) != expected for _ in range(TRIES)
+        ):
             self.itself.append(name)
         else:
             self.different.append(f"{name}: {shown(expected)}, with swap {shown(found)}")
