@@ -183,6 +183,15 @@ def _is_part(value: Any) -> bool:
     return value.nbytes < value.untyped_storage().nbytes()
 
 
+def words_of(module: nn.Module) -> str | None:
+    """What ``module`` says of itself and of all inside. None where something inside has no words, as where it tells of
+    its values and has none yet."""
+    try:
+        return repr(module)
+    except Exception:  # whatever a user's own code raises
+        return None
+
+
 def has_gradient(tensor: Tensor) -> bool:
     """Whether a tensor of this type can have one."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from parallax.errors import DescribeError
-from parallax.model.block import RAGGED_HELP, Block, Cut, flatten, leaves, rebuild
+from parallax.model.block import RAGGED_HELP, Block, Cut, flatten, leaves, rebuild, words_of
 from parallax.model.construction.construct import Construction, ModelFactory, construct
 from parallax.model.construction.weights import FileLayout, OwnLayout
 from parallax.model.pretrained import layout_of
@@ -79,7 +79,8 @@ class Chain:
         the same names."""
         text = [str(self.dtype)]
         for block in self.blocks:
-            text.append(f"{block.name}|{block.module!r}")
+            kinds = [f"{name}: {type(m).__qualname__}" for name, m in block.module.named_modules()]
+            text.append(f"{block.name}|{words_of(block.module) or kinds}")
             text += [
                 f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()
             ]

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from parallax.model.block import words_of
 from parallax.model.describe import Chain
 
 
@@ -93,7 +94,7 @@ def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
         for name, tensor in module.state_dict(keep_vars=True).items()
     ]
     entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
-    return "|".join([repr(module), *shapes, *entering])
+    return "|".join([words_of(module) or f"no other than {id(module)}", *shapes, *entering])
 
 
 def _is_trained(tensor: Tensor) -> bool:

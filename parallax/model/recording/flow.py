@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.model.block import leaves, tensors_in, transform
+from parallax.model.block import leaves, tensors_in, transform, words_of
 from parallax.model.private import OperatorMode
 
 SHAPE_ONLY = (
@@ -72,7 +72,8 @@ class AlikeModules:
             )
             for path, part in leaves((args, kwargs))
         ]
-        return type(module), repr(module), module.training, torch.is_grad_enabled(), str(looks)
+        words = words_of(module) or id(module)
+        return type(module), words, module.training, torch.is_grad_enabled(), str(looks)
 
 
 class DataFlow(OperatorMode):

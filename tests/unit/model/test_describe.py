@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.common.seeds import block_seed
 from parallax.errors import DescribeError
-from parallax.model.describe import as_tuple, describe, parameter_names
+from parallax.model.describe import Chain, as_tuple, describe, parameter_names
 from parallax.model.gpt import GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.mlp import MLPConfig
+from parallax.model.verification.verify import verify
+from parallax.runtime.batch import TensorRows
 
 CPU = torch.device("cpu")
 GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=32, sequence=8)
@@ -330,6 +333,46 @@ def test_fingerprint_tells_models_apart() -> None:
         )  # type: ignore[arg-type]
         assert describe(other.build).fingerprint() != base, change
     assert describe(GPT.build, dtype=torch.float64).fingerprint() != base
+
+
+class Quantised(nn.Module):
+    """It tells of its values, which a model that is only described has not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.linear(x) * self.scale
+        return scaled
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale.item():.2f}"
+
+
+class OfQuantised(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Quantised(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_modules_that_cannot_be_printed_without_values() -> None:
+    """I-BERT's: describing it ended in a traceback."""
+
+    def described(width: int) -> Chain:
+        return describe(partial(OfQuantised, width), sample=lambda rows: torch.zeros(rows, width))
+
+    chain = described(4)
+    assert len(chain.blocks) > 1
+    assert chain.fingerprint() == described(4).fingerprint() != described(6).fingerprint()
+    rows = TensorRows(torch.randn(4, 4), torch.randn(4, 4))
+    verify(chain, torch.nn.functional.mse_loss, rows, when=True)
 
 
 def test_block_seeds_are_pinned_and_unrelated() -> None:
