@@ -133,6 +133,7 @@ def test_work_is_no_hang(stuck: Stuck) -> None:
     assert (run / "summary.json").exists()
 
 
+@pytest.mark.thorough  # as what spins before there are ranks, in test_working.py
 def test_what_polls_has_a_limit_of_its_own(stuck: Stuck) -> None:
     """It shows signs of life for ever."""
     _, code, err = stuck("building the model=polls", "trainer.phase_seconds=4", replicas=(1,))

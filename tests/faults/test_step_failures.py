@@ -227,6 +227,7 @@ def test_a_hang(
     assert running(here) == []
 
 
+@pytest.mark.thorough  # two thirds of its 20 s it sleeps
 def test_all_stopped_and_continued_is_no_hang(here: Path) -> None:
     """The whole job sleeps for longer than the limit, as with Ctrl-Z: nobody did anything wrong. A rank that sleeps
     alone is named."""

@@ -264,7 +264,15 @@ def test_what_peft_has_no_place_for_is_told(tmp_path: Path) -> None:
 # ---- around models of others --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gpt2",
+        "t5",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("bert", "vit")),
+    ],
+)
 def test_models_of_transformers_take_adapters(name: str) -> None:
     entry = FAMILIES[name]
     settings = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
