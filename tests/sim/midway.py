@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import resource
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,14 @@ from tests.sim.swapping import (
     adamw,
     assert_below,
     assert_gradients,
+    assert_steps_alike,
     losses,
     open_below,
     rows,
     sgd,
     streaming,
 )
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """The kernel refuses every write into a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.unit.swap_fakes import full_disk
 
 
 def twins(count: int, dtype: torch.dtype = torch.float32) -> tuple[nn.ModuleList, nn.ModuleList]:
@@ -164,20 +154,10 @@ def masters(tier: str) -> None:
 def gradients_lost() -> None:
     """A disk is full while gradients of several chunks go down: after that a step is as any other."""
     mine, plain = twins(3)
-    theirs = sgd(plain.parameters())
     with streaming("disk", mine, sgd, lambda: 0.01) as (streamed, below, _):
         with full_disk(), contextlib.suppress(SwapError):
             losses(mine)
-        for _ in range(2):
-            theirs.zero_grad()
-            below.finish()
-            streamed.zero_gradients(set_to_none=True)
-            torch.testing.assert_close(losses(mine), losses(plain), atol=1e-6, rtol=0)
-            assert_gradients(streamed, mine, plain)
-            below.commit()
-            theirs.step()
-        below.finish()
-        assert_below(streamed, plain)
+        assert_steps_alike(streamed, below, mine, plain, sgd(plain.parameters()), 2)
 
 
 # ---- activations

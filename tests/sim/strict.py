@@ -18,8 +18,8 @@ from torch import Tensor
 from parallax.errors import SwapError
 from parallax.plan.tier import DISK, HOST
 from parallax.swap.stores.slots import StoreSlot
-from parallax.swap.stores.store import DiskStore, HostStore, Pending, Store
-from parallax.swap.stores.tiers import StoreRequest, register_tier
+from parallax.swap.stores.store import Pending, Store
+from parallax.swap.stores.tiers import StoreRequest, open_disk, open_host, register_tier
 
 STRICT_HOST, STRICT_DISK = replace(HOST, name="strict host"), replace(DISK, name="strict disk")
 
@@ -109,21 +109,5 @@ def _strictly(open_store: Callable[[StoreRequest], Store]) -> Callable[[StoreReq
     return lambda asked: StrictStore(open_store(asked))
 
 
-def _host(asked: StoreRequest) -> Store:
-    return HostStore(asked.capacity, asked.copies, asked.remedies, tier=asked.tier)
-
-
-def _disk(asked: StoreRequest) -> Store:
-    return DiskStore(
-        asked.directory,
-        asked.capacity,
-        asked.copies,
-        threads=asked.threads,
-        delay=asked.delay,
-        remedies=asked.remedies,
-        tier=asked.tier,
-    )
-
-
-register_tier(STRICT_HOST, _strictly(_host))
-register_tier(STRICT_DISK, _strictly(_disk))
+register_tier(STRICT_HOST, _strictly(open_host))
+register_tier(STRICT_DISK, _strictly(open_disk))

@@ -157,17 +157,28 @@ def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
     plain = nn.ModuleList(Block() for _ in range(6)).to(SIM)
     mine = copy.deepcopy(plain)
     with streaming(tier, mine, make) as (streamed, below, _):
-        theirs = make(plain.parameters())
-        for _ in range(steps):
-            theirs.zero_grad()
-            below.finish()
-            streamed.zero_gradients(set_to_none=True)
-            torch.testing.assert_close(losses(mine), losses(plain), atol=1e-6, rtol=0)
-            assert_gradients(streamed, mine, plain)
-            below.commit()
-            theirs.step()
+        assert_steps_alike(streamed, below, mine, plain, make(plain.parameters()), steps)
+
+
+def assert_steps_alike(
+    streamed: StreamedParameters,
+    below: HostOptimizer,
+    mine: nn.Module,
+    plain: nn.Module,
+    theirs: torch.optim.Optimizer,
+    steps: int,
+) -> None:
+    """Of each step losses and gradients, and of the last the weights."""
+    for _ in range(steps):
+        theirs.zero_grad()
         below.finish()
-        assert_below(streamed, plain)
+        streamed.zero_gradients(set_to_none=True)
+        torch.testing.assert_close(losses(mine), losses(plain), atol=1e-6, rtol=0)
+        assert_gradients(streamed, mine, plain)
+        below.commit()
+        theirs.step()
+    below.finish()
+    assert_below(streamed, plain)
 
 
 def assert_gradients(streamed: StreamedParameters, mine: nn.Module, plain: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import threading
 import time
 import weakref
@@ -168,6 +169,17 @@ def storing(
         store.close()
         if isinstance(copies, LateCopies):
             copies.close()
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The kernel refuses every write into a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextlib.contextmanager

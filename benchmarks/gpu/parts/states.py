@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,10 +32,7 @@ def host(given: Given) -> Findings:
     specs = {HOST: replace(free, way="offload"), SHARDED: replace(free, way="fsdp"), PLAIN: free}
     found: Found = {"task": asdict(task), "parameters": task.parameters}
     with running(task, specs, given.deadline) as runners:
-        for name, runner in runners.items():
-            runner.warm_up(half(given.deadline))
-            given.say(f"{name}: {runner.why or format_bytes(runner.peak_bytes) + ' at its peak'}")
-        for _ in by_turns(list(runners.values()), setup.turns, setup.steps, given.deadline):
+        for _ in _turns(given, runners):
             yield found | _beside(runners, SHARDED, task)
         path = given.file("host.trace.json.gz")
         traced = runners[HOST].ask(half(given.deadline), "trace", str(path))
@@ -59,12 +56,18 @@ def states(given: Given) -> Findings:
     }
     specs = {FREE: free, FREE_BF16: replace(free, states="bf16"), **_capped(free, task, cap, setup)}
     with running(task, specs, given.deadline) as runners:
-        for name, runner in runners.items():
-            runner.warm_up(half(given.deadline))
-            given.say(f"{name}: {runner.why or format_bytes(runner.peak_bytes) + ' at its peak'}")
-        for _ in by_turns(list(runners.values()), setup.turns, setup.steps, given.deadline):
+        for _ in _turns(given, runners):
             yield found | _beside(runners, SHARDED, task)
         yield found | _beside(runners, SHARDED, task)
+
+
+def _turns(given: Given, runners: Mapping[str, Runner]) -> Iterator[object]:
+    """All warm up, and take turns."""
+    for name, runner in runners.items():
+        runner.warm_up(half(given.deadline))
+        given.say(f"{name}: {runner.why or format_bytes(runner.peak_bytes) + ' at its peak'}")
+    setup = given.setup
+    yield from by_turns(list(runners.values()), setup.turns, setup.steps, given.deadline)
 
 
 def _spec(setup: Setup, rows: int) -> Spec:

@@ -82,11 +82,19 @@ def check_tier_opens(tier: Tier, directory: Path, remedies: Remedies) -> None:
     _OPENERS[tier.name].check(directory, remedies)
 
 
-def _open_host(asked: StoreRequest) -> Store:
-    return HostStore(asked.capacity, asked.copies, asked.remedies, slab_bytes=asked.slab_bytes)
+def open_host(asked: StoreRequest) -> Store:
+    """In host memory."""
+    return HostStore(
+        asked.capacity,
+        asked.copies,
+        asked.remedies,
+        tier=asked.tier,
+        slab_bytes=asked.slab_bytes,
+    )
 
 
-def _open_disk(asked: StoreRequest) -> Store:
+def open_disk(asked: StoreRequest) -> Store:
+    """In files."""
     return DiskStore(
         asked.directory,
         asked.capacity,
@@ -94,10 +102,11 @@ def _open_disk(asked: StoreRequest) -> Store:
         threads=asked.threads,
         delay=asked.delay,
         remedies=asked.remedies,
+        tier=asked.tier,
     )
 
 
 _OPENERS: dict[str, _Opener] = {
-    HOST.name: _Opener(_open_host, _any_folder),
-    DISK.name: _Opener(_open_disk, check_directory),
+    HOST.name: _Opener(open_host, _any_folder),
+    DISK.name: _Opener(open_disk, check_directory),
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from tests.unit.swap.test_scope import (
     static_bytes,
     tight,
 )
-from tests.unit.swap_fakes import assert_equal
+from tests.unit.swap_fakes import assert_equal, full_disk
 
 __all__ = ["tight"]
 
@@ -95,17 +93,6 @@ def test_a_full_tier_loses_no_state(tight: Callable[..., Swapping]) -> None:
     found = optimizer.state_dict()["state"]
     assert found.keys() == before["state"].keys()
     assert all(isinstance(state["exp_avg"], Tensor) for state in found.values())
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """The kernel refuses every write into a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_step_that_failed_in_the_middle_is_not_taken_again(
