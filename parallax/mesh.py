@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, PlanError
 from parallax.machine.accelerators import accelerator_of
+from parallax.nodes.places import ALONE, Nodes
 from parallax.plan.plan import Plan
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
@@ -53,6 +54,7 @@ class Mesh:
     activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
     holds the lock that gloo's thread spins on to deliver the other's message. ``linked``: groups of replicas go from
     device to device as well.
+    ``nodes``: where all ranks are.
     """
 
     plan: Plan
@@ -69,6 +71,7 @@ class Mesh:
     edges: dict[Edge, dist.ProcessGroup]
     statistics: dist.ProcessGroup | None = None
     linked: bool = False
+    nodes: Nodes = ALONE
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
@@ -81,7 +84,7 @@ class Mesh:
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = plan.locate(rank)
-        direct = _direct_backend(device, size)
+        direct = direct_backend(device, size)
         alone = not shared and all(stage.replicas == 1 for stage in plan.stages)
         backend = direct or ("gloo" if alone else _shared_backend(device))
         own, updates, statistics = _replica_groups(plan, stage, backend)
@@ -113,6 +116,7 @@ class Mesh:
             edges,
             statistics,
             linked=bool(direct),
+            nodes=Nodes.gather(),
         )
 
     @property
@@ -199,7 +203,7 @@ def _replica_groups(
     return own, updates, statistics
 
 
-def _direct_backend(device: torch.device, size: int) -> str:
+def direct_backend(device: torch.device, size: int) -> str:
     """The backend that carries tensors from device to device, where every rank has one of its own; otherwise ''. Ranks
     may see and number devices as they like: what counts is which device of which host each has."""
     if device.type == "cpu" or size == 1:
@@ -212,7 +216,7 @@ def _direct_backend(device: torch.device, size: int) -> str:
 
 
 def _shared_backend(device: torch.device) -> str:
-    """The backend of replicas, and of stages that share parameters, that have no :func:`_direct_backend`."""
+    """The backend of replicas, and of stages that share parameters, that have no :func:`direct_backend`."""
     if device.type == "cpu":
         return "gloo"
     backend = accelerator_of(device).shared_backend

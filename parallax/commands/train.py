@@ -12,9 +12,9 @@ from parallax.common.signals import heeding, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS
 from parallax.errors import ConfigError, printable
-from parallax.run.launch import launch
 from parallax.run.prepare import PreparedRun, Trusts, prepare
-from parallax.run.rank import run_rank
+from parallax.run.processes.launch import launch
+from parallax.run.processes.rank import run_rank
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices

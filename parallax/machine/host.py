@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -313,6 +314,24 @@ class ResidentMeter:
         reset_peak_resident()
         self._peak = max(self._peak, now)
         return self._peak
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they can signal each other and meet on the loopback address."""
+    parts = [socket.gethostname()]
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+        lambda: os.readlink("/proc/self/ns/net"),
+    ):
+        with contextlib.suppress(OSError):
+            parts.append(read())
+    return " ".join(parts)
+
+
+def node_name() -> str:
+    """What this node is called: by Slurm where it started this process, otherwise by itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def cpu_model() -> str:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from parallax.common.units import parse_bytes
-from parallax.errors import ConfigError, check_choice, check_count
+from parallax.errors import ConfigError, check_choice, check_count, printable
 from parallax.machine.accelerators import (
     accelerator_named,
     known_kinds,
     present_devices,
     present_kind,
 )
-from parallax.machine.host import available_memory, usable_cores
+from parallax.machine.host import available_memory, node_name, usable_cores
 from parallax.machine.probes import Probes, measure_speeds
 from parallax.plan.analytic.catalog import UPDATE_BYTES
+from parallax.plan.analytic.hardware import LINK_KINDS
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
 
@@ -38,7 +38,8 @@ class ClusterConfig:
     ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: what is present). ``devices``: how many; every
     one of them works. On a CPU a device is a process that computes on ``threads`` cores. ``device_memory``: the budget
     of each device, a hard limit for parameters, gradients, optimizer states and activations. ``host_memory`` and
-    ``disk``: bytes that all offloaded data of this machine may take in either tier.
+    ``disk``: bytes that all offloaded data of this machine may take in either tier. ``link``: what goes between nodes
+    is measured (auto), or known: bytes per second, or a kind of link such as ethernet-10g.
     """
 
     name: str = "local"
@@ -48,8 +49,10 @@ class ClusterConfig:
     device_memory: int | str = AUTO
     host_memory: int | str = AUTO
     disk: int | str = AUTO
+    link: int | str = AUTO
 
     def __post_init__(self) -> None:
+        asked_link(self)
         check_choice("cluster.kind", self.kind, [AUTO, "cpu", *known_kinds()])
         for key in ("devices", "threads"):
             check_count(f"cluster.{key}", getattr(self, key))
@@ -67,6 +70,21 @@ class DeviceChoice:
     count: int
     threads: int
     exact: bool
+
+
+def asked_link(config: ClusterConfig) -> Link | None:
+    """The link between nodes that ``config`` names; None where it is to be measured."""
+    if config.link == AUTO:
+        return None
+    if config.link in LINK_KINDS:
+        return LINK_KINDS[str(config.link)].link()
+    try:
+        return Link(bytes_per_second=parse_bytes(config.link, "cluster.link"))
+    except ConfigError:
+        raise ConfigError(
+            f"cluster.link={printable(str(config.link))}: accepted are auto, bytes per second such as 125MB, and "
+            f"kinds of links: {', '.join(LINK_KINDS)}"
+        ) from None
 
 
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
@@ -137,7 +155,7 @@ def build_cluster(
     )
     concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
-    node = Node(name=socket.gethostname(), devices=devices, concurrent=concurrent, speeds=speeds)
+    node = Node(name=node_name(), devices=devices, concurrent=concurrent, speeds=speeds)
     return Cluster(nodes=(node,), local=local, remote=local)
 
 

@@ -83,18 +83,23 @@ class Node:
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes, the link between two devices of one node, and each device's link to other nodes. ``local_over_host``: the
-    devices of a node talk over the same wires as they swap over (PCIe without NVLink)."""
+    devices of a node talk over the same wires as they swap over (PCIe without NVLink). ``remote_ways``: how many
+    devices of a node can talk to other nodes at full speed together, where they share the node's network; 0 where each
+    has a network card of its own."""
 
     nodes: tuple[Node, ...]
     local: Link
     remote: Link
     local_over_host: bool = False
+    remote_ways: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise PlanError("the cluster has no devices: set cluster.devices to 1 or more")
         _check_link("local", self.local)
         _check_link("remote", self.remote)
+        if not 0 <= self.remote_ways < float("inf"):
+            raise PlanError(f"remote_ways={self.remote_ways} must be finite and not below zero")
         seen: set[Device] = set()
         for i, device in enumerate(self.devices):
             if device not in seen:

@@ -162,7 +162,7 @@ FORMS: dict[str, ExportForm] = {
 def export(run: PreparedRun, form: ExportForm, out: Path | None) -> Exported:
     """Write the last checkpoint of ``run`` in ``form`` to the folder ``out``, by default one of the run's directory
     with the step's name. All of it is there afterwards, or nothing."""
-    checkpoint = _last(run.directory)
+    checkpoint = _last(run)
     out = out or run.directory / form.name / checkpoint.name
     _check_free(out)
     config = built_model(run.config)
@@ -174,6 +174,7 @@ def export(run: PreparedRun, form: ExportForm, out: Path | None) -> Exported:
         )
     layout = form.layout(model)
     reader = CheckpointReader(checkpoint)
+    reader.check_whole()
     if adapting:
         return _export_adapters(model, reader, out, base=getattr(config, "weights", ""))
     tensors = _tensors_of(model, reader)
@@ -229,12 +230,12 @@ def _check_as_configured(model: Any) -> None:
         )
 
 
-def _last(directory: Path) -> Path:
-    found = list_checkpoints(directory / "checkpoints")
+def _last(run: PreparedRun) -> Path:
+    found = list_checkpoints(run.config.checkpoint.folder(run.directory))
     if not found:
         raise ConfigError(
-            f"{printable(str(directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every steps, at "
-            "its end, and where SIGTERM or Ctrl-C ends it"
+            f"{printable(str(run.directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every "
+            "steps, at its end, and where SIGTERM or Ctrl-C ends it"
         )
     return found[-1]
 

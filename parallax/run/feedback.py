@@ -21,6 +21,7 @@ from parallax.plan.schedule import Kind
 from parallax.plan.simulation.calibrate import calibrate, step_seconds
 from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.run.job import remember_run_profile
+from parallax.train.nodes import events_path
 from parallax.train.record import MEASURED_EVENTS, WARM_UP
 
 CALIBRATED = "profile-calibrated.json"
@@ -80,7 +81,7 @@ def correct(
 def measured_spans(directory: Path, ranks: int) -> list[Span]:
     """What the ranks of a run did in its last steps, without the first, which touch memory and connect; where they did
     not write that down, the typical step that the run's end wrote."""
-    files = [directory / f"events-rank{rank}.jsonl" for rank in range(ranks)]
+    files = [events_path(directory, rank) for rank in range(ranks)]
     spans = [span for file in files if file.is_file() for span in _recent(file)]
     typical = directory / MEASURED_EVENTS
     if not spans and typical.is_file():

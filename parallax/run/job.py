@@ -34,6 +34,7 @@ from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.transformer import TransformerConfig
+from parallax.plan.cluster import Cluster
 from parallax.plan.profile import ModelProfile
 from parallax.plan.work import ModelWork
 from parallax.run.planning import (
@@ -228,11 +229,13 @@ def plan_run(
     progress: Callable[[str], None],
     *,
     profile: ModelProfile | None = None,
+    present: Cluster | None = None,
     verified: bool = False,
 ) -> Planned:
     """The plan of ``config``, on this machine or for its catalog cluster. A given ``profile`` is used instead of
-    measuring, or deriving, one. ``scratch`` is where swap files would go. ``verified``: it is to be trained, so the
-    chain is compared with its model, and rows that meet must not be cut (:mod:`parallax.run.verified`)."""
+    measuring, or deriving, one. ``present`` is the cluster of several nodes, this one the first. ``scratch`` is where
+    swap files would go. ``verified``: it is to be trained, so the chain is compared with its model, and rows that meet
+    must not be cut (:mod:`parallax.run.verified`)."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
             stepped_by(profile or profile_run(config, progress), config.optimizer),
@@ -245,7 +248,7 @@ def plan_run(
             gather_loss=config.trainer.gather_loss,
             progress=progress,
         )
-    chain, loss, batch = _what_is_planned(config, progress)
+    chain, loss, batch = _what_is_planned(config, progress, present)
     verdict = verify_run(config, chain, loss, batch, progress) if verified else Verdict()
     progress("planning")
     planned = plan_model(
@@ -261,6 +264,7 @@ def plan_run(
         gather_loss=config.trainer.gather_loss,
         name=config.model.name,
         profile=profile,
+        present=present,
         scratch=scratch,
         progress=progress,
     )
@@ -269,7 +273,7 @@ def plan_run(
 
 
 def _what_is_planned(
-    config: RunConfig, progress: Callable[[str], None]
+    config: RunConfig, progress: Callable[[str], None], present: Cluster | None
 ) -> tuple[Chain, Loss, Rows]:
     """Model, loss and a batch of ``config``, which some plan on this machine may follow."""
     config.replicas.check_asked(config.plan)
@@ -285,6 +289,7 @@ def _what_is_planned(
         swap=config.swap,
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
+        present=present,
     )
     loss = build_loss(config)
     progress(doing(config, "fetching rows"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.common.files import existing_parent
-from parallax.errors import ParallaxError
 from parallax.machine.host import return_freed_memory
 from parallax.machine.local import (
     ClusterConfig,
     DeviceChoice,
-    build_cluster,
     choose_devices,
-    probe_speeds,
     tier_below,
 )
-from parallax.machine.probes import measure_probes
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.kept import profile_path, remember
 from parallax.model.profiling.measure import measure
 from parallax.model.profiling.offloads import Offloader
 from parallax.model.ragged import longest_rows
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_first
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
@@ -40,6 +36,7 @@ from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
 from parallax.plan.simulation.predict import Forecast
 from parallax.plan.work import ModelWork
+from parallax.run.nodes import join_nodes, measured_cluster, node_devices, swap_folder
 from parallax.runtime.batch import Rows
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
@@ -94,19 +91,21 @@ def plan_model(
     gather_loss: bool = False,
     name: str = "model",
     profile: ModelProfile | None = None,
+    present: Cluster | None = None,
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Measure ``chain`` on this machine and search the plan for global batches like ``batch``.
 
     With ``gather_loss`` the loss is computed once, of all rows of a batch, for losses in which rows meet.
-    ``profile`` is used instead of measuring. ``scratch`` is where swap files would go. Raises
+    ``profile`` is used instead of measuring. ``present`` is the cluster to plan for where it is of more nodes than
+    this one, its first. ``scratch`` is where swap files would go. Raises
     :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
-    choice = settled(cluster, plan)
+    choice = settled(on_first_node(cluster, present), plan)
     asked: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
-    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, **asked)
+    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **asked)
     profile = profile or measure_model(
         chain,
         loss,
@@ -120,7 +119,7 @@ def plan_model(
         progress=progress,
     )
     progress("measuring the machine")
-    found = _measured_cluster(cluster, choice, swap, scratch)
+    found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {len(found.devices)} device(s)")
     profile = stepped_by(profile, optimizer or OptimizerConfig())
     asked |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
@@ -128,19 +127,11 @@ def plan_model(
     return Planned(best, forecast, profile, found)
 
 
-def _measured_cluster(
-    config: ClusterConfig, choice: DeviceChoice, swap: SwapConfig, scratch: Path | None
-) -> Cluster:
-    """This machine as the planner sees it, with the bandwidths that were measured on it."""
-    folder = existing_parent(_swap_folder(swap, scratch))
-    return build_cluster(
-        config,
-        choice,
-        tier=swap.tier,
-        probes=measure_probes(folder),
-        speeds=probe_speeds(choice),
-        copying_threads=swap.threads,
-    )
+def on_first_node(cluster: ClusterConfig, present: Cluster | None) -> ClusterConfig:
+    """What a node of several is asked for: the devices that ``present`` has on the first."""
+    if present is None:
+        return cluster
+    return dataclasses.replace(cluster, devices=len(present.nodes[0].devices))
 
 
 def check_model(
@@ -152,6 +143,7 @@ def check_model(
     swap: SwapConfig,
     microbatch: int | str,
     gather_loss: bool,
+    present: Cluster | None = None,
 ) -> None:
     """Refuse settings that no plan of ``chain`` for batches of ``rows`` rows can follow, before anything is measured;
     see :func:`~parallax.plan.search.contradiction.check_question`."""
@@ -159,7 +151,7 @@ def check_model(
         Question(
             config=plan,
             blocks=len(chain.blocks),
-            devices=_choose(cluster, plan).count,
+            devices=len(present.devices) if present else _choose(cluster, plan).count,
             rows=rows,
             microbatch=microbatch,
             swap=swap.offloads,
@@ -257,14 +249,7 @@ def _conditions(
 def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
     """How the ranks of a run would offload."""
     tier = tier_below(choice, swap.tier)
-    return Trials(tier.name, swap, _swap_folder(swap, scratch)) if tier.exists else None
-
-
-def _swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
-    """Where swap files would be, or something there already above it."""
-    return (
-        Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
-    )
+    return Trials(tier.name, swap, swap_folder(swap, scratch)) if tier.exists else None
 
 
 def plan_catalog(
@@ -316,20 +301,17 @@ def plan_catalog(
 def plan_together(
     chain: Chain, loss: Loss, batch: Rows, *, cluster: ClusterConfig | None = None, **options: Any
 ) -> Plan:
-    """One plan for all ranks of an initialised torch.distributed: rank 0 plans for as many devices as there are
-    ranks, the others get its plan, or its error. Options are those of :func:`plan_model`."""
+    """One plan for all ranks of an initialised torch.distributed, of one node or of several: rank 0 plans for as many
+    devices as there are ranks, the others get its plan, or its error. Options are those of :func:`plan_model`."""
     sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
-    told: list[Any] = [None, None]
-    failure: ParallaxError | None = None
-    if dist.get_rank() == 0:
-        try:
-            told[0] = plan_model(chain, loss, batch, cluster=sized, **options).plan.to_dict()
-        except ParallaxError as error:
-            failure, told[1] = error, str(error)
-    dist.broadcast_object_list(told)
-    if failure is not None:
-        raise failure
-    if told[1] is not None:
-        raise ParallaxError(f"rank 0 could not plan: {told[1]}")
-    settle(choose_devices(sized))
-    return Plan.from_dict(told[0])
+    nodes = Nodes.gather()
+    if nodes.several:
+        swap, scratch = options.get("swap") or SwapConfig(), options.get("scratch")
+        options["present"] = join_nodes(sized, swap, nodes, scratch).cluster
+
+    def planned() -> dict[str, Any]:
+        return plan_model(chain, loss, batch, cluster=sized, **options).plan.to_dict()
+
+    found = Plan.from_dict(from_first(planned))
+    settle(node_devices(sized, nodes))
+    return found

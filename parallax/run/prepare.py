@@ -20,6 +20,7 @@ from parallax.common.trust import class_paths, remember
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, PlanError, printable
 from parallax.machine.local import ClusterConfig
+from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import plan_table
@@ -56,9 +57,15 @@ class PreparedRun:
         return configuration.fingerprint(self.config), self.plan.hash()
 
 
-def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitStack) -> PreparedRun:
+def prepare(
+    overrides: Sequence[str],
+    console: Console,
+    held: contextlib.ExitStack,
+    present: Cluster | None = None,
+) -> PreparedRun:
     """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
-    is continued from its last checkpoint, which any plan can load, with its own settings under what is typed."""
+    is continued from its last checkpoint, which any plan can load, with its own settings under what is typed.
+    ``present`` is the cluster of several nodes, this one the first."""
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
@@ -66,8 +73,9 @@ def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitSta
         local_cluster(config)
         name = config.name if config.name != "auto" else _free_name()
         config, directory = replace(config, name=name), RUNS / name
-        if config.trainer.resume == "never" and (directory / "checkpoints").exists():
-            refused = f"{directory} holds checkpoints; choose another name, or resume=auto"
+        saved = config.checkpoint.folder(directory)
+        if config.trainer.resume == "never" and saved.exists():
+            refused = f"{saved.parent} holds checkpoints; choose another name, or resume=auto"
             raise ConfigError(f"trainer.resume=never: {refused}")
         held.enter_context(locked(directory))
         if found.changed is not None:
@@ -75,7 +83,7 @@ def prepare(overrides: Sequence[str], console: Console, held: contextlib.ExitSta
             console.print(
                 f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
             )
-        planned = plan_run(config, directory / "swap", work, verified=True)
+        planned = plan_run(config, directory / "swap", work, present=present, verified=True)
     write_run(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))
@@ -121,6 +129,13 @@ def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
             f"cannot write the run directory {directory}: {where}: {error.strerror}; make room or make it writable, or "
             "choose another name"
         ) from error
+
+
+def run_files(directory: Path) -> dict[str, bytes]:
+    """What a rank reads of a prepared run, by name, for a node that does not see its directory."""
+    plan = directory / "plan.yaml"
+    names = STORED, "profile.json", plan.name, inputs_path(plan).name, PREDICTED_EVENTS
+    return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from parallax import cli
 from parallax.errors import ConfigError
-from parallax.run import rank
+from parallax.run.processes import rank
 from tests.faults.commands import (
     DGX,
     GPT2,

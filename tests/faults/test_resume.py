@@ -20,11 +20,12 @@ from parallax import cli, config
 from parallax.commands.options import read_plan
 from parallax.common.lock import LOCK, locked
 from parallax.errors import ConfigError
+from parallax.nodes.places import Nodes
 from parallax.plan.simulation.predict import Pipeline, predict
-from parallax.run import rank
 from parallax.run.job import open_source
 from parallax.run.planning import Planned
 from parallax.run.prepare import write_run
+from parallax.run.processes import together
 from parallax.run.resume import settings
 from tests.distributed.pool import Pool
 from tests.faults.commands import (
@@ -224,7 +225,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
 def read_for_all(directory: Path) -> str:
     """What a rank is told that the user's own torchrun has started."""
     with contextlib.ExitStack() as held, pytest.raises(ConfigError) as told:
-        rank._read_for_all(directory, held, lambda file, found: None)
+        together.read_together(directory, Nodes.gather(), held, lambda file, found: None)
     return str(told.value)
 
 

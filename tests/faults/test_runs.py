@@ -19,8 +19,8 @@ from parallax.errors import PlanError
 from parallax.model.profiling import measure
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.calibrate import times
-from parallax.run import rank as subject
 from parallax.run.prepare import PreparedRun
+from parallax.run.processes import together
 from tests.distributed.pool import Pool
 from tests.faults.commands import (
     MODULE,
@@ -262,7 +262,7 @@ def different_runs() -> list[Path]:
 def compared(runs: list[Path]) -> str:
     """What a rank is told that has read one of the ``runs``."""
     with pytest.raises(PlanError) as told:
-        subject._compare(PreparedRun.read(runs[dist.get_rank()]))
+        together.compare(PreparedRun.read(runs[dist.get_rank()]))
     return str(told.value)
 
 

@@ -5,7 +5,8 @@ after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorith
 section 3). Where nodes hold several of the ranks, a flat ring would send everything over each node's slowest link;
 instead the node's ranks first reduce-scatter among themselves, then each reduces its own share with its counterparts of
 the other nodes over its own network card, then they all-gather (Mikami et al. 2018, "Massively Distributed SGD:
-ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3).
+ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3). Where they share the
+node's network there is nothing to win by that: a flat ring leaves each node once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
     if len(ranks) < 2 or count <= 0:
         return 0.0, 0.0
     members = Counter(cluster.node_of[rank] for rank in ranks)
+    if cluster.remote_ways and len(members) > 1:
+        return 0.0, 2 * _half_ring(count, len(ranks), cluster.remote)
     inside = 2 * _half_ring(count, max(members.values()), cluster.local)
     across = 2 * _half_ring(count / min(members.values()), len(members), cluster.remote)
     return inside, across

@@ -139,7 +139,7 @@ class Network:
             ranks, [way for pair in ring for way in self._between(*pair)], inside
         )
         yield from self._occupy(
-            ranks, [self._ways[way, rank, 0] for rank in ranks for way in ("out", "in")], across
+            ranks, [self._remote(way, rank) for rank in ranks for way in ("out", "in")], across
         )
 
     def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
@@ -167,7 +167,16 @@ class Network:
     def _between(self, sender: int, receiver: int) -> list[Resource]:
         nodes = self._cluster.node_of
         if nodes[sender] != nodes[receiver]:
-            return [self._ways["out", sender, 0], self._ways["in", receiver, 0]]
+            return [self._remote("out", sender), self._remote("in", receiver)]
         if self._cluster.local_over_host:
             return [self._ways["host", sender, 0], self._ways["host", receiver, 0]]
         return [self._ways["local", sender, receiver]]
+
+    def _remote(self, direction: str, rank: int) -> Resource:
+        """A rank's way to or from other nodes: its own, or what its node's ranks share."""
+        if not self._cluster.remote_ways:
+            return self._ways[direction, rank, 0]
+        way = f"node {direction}", self._cluster.node_of[rank], 0
+        if way not in self._ways:
+            self._ways[way] = Resource(self._cluster.remote_ways)
+        return self._ways[way]

@@ -8,29 +8,28 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from parallax import config as configuration
-from parallax.common.lock import locked
 from parallax.common.signals import exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
-from parallax.errors import ConfigError, ParallaxError, PlanError, printable
+from parallax.errors import ConfigError, printable
 from parallax.machine.device import keep_to, select_device
-from parallax.machine.local import choose_devices
 from parallax.mesh import start_processes, stop_processes
 from parallax.model.describe import Chain
+from parallax.nodes.places import Nodes
 from parallax.plan.config import AUTO
-from parallax.plan.plan import Plan
 from parallax.report import summary_table
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
+from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
-from parallax.run.prepare import PreparedRun, Trusts, prepare
+from parallax.run.prepare import PreparedRun, Trusts
+from parallax.run.processes.together import compare, prepare_together, read_together
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import (
     EXIT_REPORT,
@@ -71,13 +70,14 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds)
         with watch.phase("planning"):
+            nodes = Nodes.gather()
             if directory is None:
-                run = _prepare_for_all(overrides, held)
+                run = prepare_together(overrides, nodes, held)
             else:
-                run = _read_for_all(directory, held, trusts)
+                run = read_together(directory, nodes, held, trusts)
             watch.limit(*_limits(run), run.directory)
-            _compare(run)
-        stopped = _train(run, watch)
+            compare(run)
+        stopped = _train(run, nodes, watch)
         watch.close()
         stop_processes()
         held.close()
@@ -105,53 +105,9 @@ def _meet() -> None:
         ) from error
 
 
-def _prepare_for_all(overrides: Sequence[str], held: contextlib.ExitStack) -> PreparedRun:
-    """Rank 0 composes and plans once; the others read what it wrote, or end as it did."""
-    sized = [f"cluster.devices={dist.get_world_size()}", *overrides]
-    return PreparedRun.read(_told_by_first(lambda: prepare(sized, safe_console(), held).directory))
-
-
-def _read_for_all(directory: Path, held: contextlib.ExitStack, trusts: Trusts) -> PreparedRun:
-    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all, and every rank asks whether
-    to trust it; a launcher of ours has done both."""
-    if "PARALLAX_RENDEZVOUS" in os.environ:
-        return PreparedRun.read(directory)
-    run = PreparedRun.read(directory, trusts)
-    _told_by_first(lambda: held.enter_context(locked(directory)))
-    return run
-
-
-def _told_by_first(call: Callable[[], Any]) -> Any:
-    """What ``call`` gives on rank 0, on every rank; or its error."""
-    told: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            told = [call(), None]
-        except ParallaxError as error:
-            told = [type(error), str(error)]
-    dist.broadcast_object_list(told)
-    found, failure = told
-    if failure is not None:
-        raise found(failure)
-    return found
-
-
-def _compare(run: PreparedRun) -> None:
-    """The first barrier: every rank has read the same configuration and the same plan."""
-    mine = (run.fingerprints(), configuration.dump(run.config), run.plan.to_dict())
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    for rank, (fingerprints, text, plan) in enumerate(found):
-        if fingerprints != found[0][0]:
-            first = configuration.load(found[0][1])
-            lines = configuration.differences(first, configuration.load(text))
-            lines += Plan.from_dict(found[0][2]).diff(Plan.from_dict(plan))
-            raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
-
-
-def _train(run: PreparedRun, watch: Watch) -> int:
+def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     """Build, train, report; the signal that ended it early, or 0."""
-    choice = choose_devices(local_cluster(run.config))
+    choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     keep_to(device, run.plan.prediction.ranks[dist.get_rank()].budget_bytes)
@@ -175,6 +131,7 @@ def _train(run: PreparedRun, watch: Watch) -> int:
             run.directory,
             tokens_per_row=tokens,
             on_drift=_on_drift(run.config),
+            checkpoints=run.config.checkpoint.folder(run.directory),
             debug=run.config.debug,
             onlooker=watch,
         )

@@ -26,11 +26,11 @@ from parallax.machine.accelerators import accelerator_named
 from parallax.machine.local import choose_devices
 from parallax.plan.config import AUTO
 from parallax.report import plan_table
-from parallax.run.agent import Agent
 from parallax.run.feedback import correct
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.prepare import PreparedRun, write_run
-from parallax.run.rank import ON_DRIFT
+from parallax.run.processes.agent import Agent
+from parallax.run.processes.rank import ON_DRIFT
 from parallax.run.resume import STORED, load_stored, read_stored
 from parallax.run.working import working
 from parallax.train.loop import OnDrift

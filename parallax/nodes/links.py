@@ -1,0 +1,223 @@
+"""The links between nodes, measured in the transport that will be used: one message at a time, as stages send them.
+
+Neighbours of the ring of nodes are measured, every second pair at the same time, so that it takes as long for a hundred
+nodes as for three: first their first ranks alone, then as many ranks as both have, which shows whether they share the
+node's network. What a pair has measured is kept; the slowest is what a plan may count on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallax.common.files import cache_directory, replacing
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all
+from parallax.plan.cluster import Link
+
+_PINGS = 20
+_FIRST_BYTES = 2**20
+_MOST_BYTES = 2**28
+_LONG_SECONDS = 0.2  # a message that takes as long says what the link carries
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLink:
+    """The link between ranks of two nodes; ``ways`` is how many ranks of a node can use it at full speed together, 0
+    where each has all of it."""
+
+    link: Link
+    ways: float
+
+    @classmethod
+    def slowest(cls, found: Sequence[RemoteLink]) -> RemoteLink:
+        """What holds for all of them."""
+        return cls(
+            Link(
+                bytes_per_second=min(each.link.bytes_per_second for each in found),
+                latency_seconds=max(each.link.latency_seconds for each in found),
+            ),
+            min((each.ways for each in found if each.ways), default=0.0),
+        )
+
+
+def probe_links(
+    nodes: Nodes, device: torch.device, backend: str = "", *, fresh: bool = False
+) -> RemoteLink:
+    """The slowest of the links between nodes; called by every rank of torch's world. ``backend`` carries what is on
+    ``device``; without one it is staged through the host, whose buffers are measured then. ``fresh`` measures what is
+    known again."""
+    pairs = [pair for turn in _rounds(len(nodes.names)) for pair in turn]
+    own = [pair for pair in pairs if nodes.rank == _low(nodes, pair)]
+    known = {
+        pair: link
+        for found in from_all(lambda: {} if fresh else _read(nodes, own, backend))
+        for pair, link in found.items()
+    }
+    if set(known) != set(pairs):
+        for turn in _rounds(len(nodes.names)):
+            found = _measured(nodes, turn, device if backend else torch.device("cpu"), backend)
+            known |= found
+            for pair in turn:
+                if pair in own:
+                    _keep(_path(nodes, pair, backend), found[pair])
+    return RemoteLink.slowest(list(known.values()))
+
+
+def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of neighbours, those of a round without a node in common."""
+    ring = [(node, node + 1) for node in range(count - 1)]
+    yield from (ring[turn::2] for turn in range(2))
+    yield [(0, count - 1)] if count > 2 else []
+
+
+def _low(nodes: Nodes, pair: tuple[int, int]) -> int:
+    return nodes.first(pair[0])
+
+
+def _path(nodes: Nodes, pair: tuple[int, int], backend: str) -> Path:
+    hosts = [nodes.hosts[nodes.first(node)] for node in pair]
+    told = [hosts, _alike(nodes, pair), backend, os.environ.get("GLOO_SOCKET_IFNAME", "")]
+    mark = hashlib.sha256(json.dumps([*told, torch.__version__]).encode()).hexdigest()[:16]
+    return cache_directory() / f"link-{mark}.json"
+
+
+def _alike(nodes: Nodes, pair: tuple[int, int]) -> int:
+    """As many ranks as both have."""
+    return min(nodes.of.count(node) for node in pair)
+
+
+def _read(
+    nodes: Nodes, pairs: Sequence[tuple[int, int]], backend: str
+) -> dict[tuple[int, int], RemoteLink]:
+    found = {}
+    for pair in pairs:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            kept = json.loads(_path(nodes, pair, backend).read_text())
+            found[pair] = RemoteLink(Link(**kept["link"]), float(kept["ways"]))
+    return found
+
+
+def _keep(path: Path, found: RemoteLink) -> None:
+    link = {
+        "bytes_per_second": found.link.bytes_per_second,
+        "latency_seconds": found.link.latency_seconds,
+    }
+    # A home that cannot be written costs a second.
+    with contextlib.suppress(OSError), replacing(path) as file:
+        file.write(json.dumps({"link": link, "ways": found.ways}).encode())
+
+
+def _measured(
+    nodes: Nodes, pairs: Sequence[tuple[int, int]], device: torch.device, backend: str
+) -> dict[tuple[int, int], RemoteLink]:
+    """Pairs without a node in common, all at the same time."""
+    mine = next((pair for pair in pairs if nodes.mine in pair), None)
+    place = nodes.rank - nodes.first(nodes.mine)
+    way = None
+    if mine is not None and place < _alike(nodes, mine):
+        low, high = (nodes.first(node) + place for node in mine)
+        way = _Way(low, high, nodes.rank == low, device, backend)
+    latency, alone = way.alone() if way is not None and place == 0 else (0.0, 0.0)
+    dist.barrier()
+    together = way.rate(latency) if way is not None else 0.0
+    if way is not None:
+        way.close()
+    told = from_all(lambda: (mine, latency, alone, together if way and way.low else 0.0))
+    found = {}
+    for pair in pairs:
+        latency, alone = next(
+            (seconds, rate) for each, seconds, rate, _ in told if each == pair and rate
+        )
+        rates = [rate for each, _, _, rate in told if each == pair and rate]
+        share = sum(rates) / alone
+        ways = 0.0 if share > 0.9 * len(rates) > 1 else max(1.0, share)
+        found[pair] = RemoteLink(Link(bytes_per_second=alone, latency_seconds=latency), ways)
+    return found
+
+
+class _Way:
+    """One end of the way between two ranks."""
+
+    def __init__(
+        self, low: int, high: int, is_low: bool, device: torch.device, backend: str
+    ) -> None:
+        self.low, self._peer, self._device = is_low, high if is_low else low, device
+        self._group = (
+            dist.new_group([low, high], backend=backend, use_local_synchronization=True)
+            if backend
+            else None
+        )
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def alone(self) -> tuple[float, float]:
+        """Seconds of the smallest message, the fastest of several, for what is slower measures who else uses the hosts;
+        and bytes per second of the slower direction."""
+        one, latency = torch.zeros(1, dtype=torch.uint8, device=self._device), float("inf")
+        for _ in range(_PINGS):
+            start = time.perf_counter()
+            for sends in (self.low, not self.low):
+                self._carry(one, sends=sends)
+            latency = min(latency, (time.perf_counter() - start) / 2)
+        return latency, min(self.rate(latency), self.rate(latency, down=True))
+
+    def rate(self, latency: float, *, down: bool = False) -> float:
+        """Bytes per second from the low rank to the high one (``down``: back), of messages that grow until one takes
+        long enough; each is answered, and told of before it."""
+        sends = self.low is not down
+        count, rate = _FIRST_BYTES, 0.0
+        answer = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        while True:
+            told = torch.tensor([float(count), rate], dtype=torch.float64)
+            (dist.send if sends else dist.recv)(told, self._peer)
+            count, rate = int(told[0]), float(told[1])
+            if count == 0:
+                return rate
+            message = torch.zeros(count, dtype=torch.uint8, device=self._device)
+            start = time.perf_counter()
+            self._carry(message, sends=sends)
+            self._carry(answer, sends=not sends)
+            seconds = time.perf_counter() - start
+            rate = count / max(seconds - 2 * latency, 1e-9)
+            if sends:
+                count = 0 if seconds > _LONG_SECONDS or count >= _MOST_BYTES else 2 * count
+
+    def _carry(self, tensor: torch.Tensor, *, sends: bool) -> None:
+        (dist.send if sends else dist.recv)(tensor, self._peer, group=self._group)
+        if not tensor.is_cpu:
+            torch.accelerator.synchronize(tensor.device)
+
+
+def clock_offset(nodes: Nodes) -> float:
+    """Seconds to add to ``time.perf_counter()`` of this host to read that of rank 0's; called by every rank of torch's
+    world. Of several questions the one that was answered soonest counts, and the middle of its time (Cristian 1989,
+    "Probabilistic clock synchronization")."""
+    found, clock = 0.0, torch.zeros(1, dtype=torch.float64)
+    for node in range(1, len(nodes.names)):
+        leader, soonest = nodes.first(node), float("inf")
+        for _ in range(_PINGS if nodes.rank in (0, leader) else 0):
+            if nodes.rank == 0:
+                dist.recv(clock, leader)
+                dist.send(clock.fill_(time.perf_counter()), leader)
+                continue
+            asked = time.perf_counter()
+            dist.send(clock, 0)
+            dist.recv(clock, 0)
+            answered = time.perf_counter()
+            if answered - asked < soonest:
+                soonest, found = answered - asked, float(clock) - (asked + answered) / 2
+    offsets = from_all(lambda: found)
+    return offsets[nodes.first(nodes.mine)]

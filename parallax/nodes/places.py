@@ -1,0 +1,144 @@
+"""Where the ranks of a run are: on which node each, and which of them see the same directory.
+
+Ranks of one host are a node, however they were started. A directory is shared where all see a file that rank 0 has
+written; where they do not, each node has one of its own, and its first rank writes there what rank 0 writes for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.errors import ConfigError, printable
+from parallax.machine.host import host_identity, node_name
+from parallax.nodes.together import from_all, from_first, rank_and_size
+
+_SEEN_SECONDS = 2.0  # in which a network's file system shows what another host has written
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """``names`` of the nodes, in the order of their ranks; ``of``: which of them each rank is on, ``hosts`` on which
+    host. Ranks that follow each other on a host are a node."""
+
+    rank: int
+    names: tuple[str, ...]
+    of: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def gather(cls) -> Nodes:
+        """Ask all; called by every rank of torch's world."""
+        found = from_all(lambda: (host_identity(), node_name()))
+        hosts = tuple(host for host, _ in found)
+        firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
+        names = [found[rank][1] for rank in firsts]
+        alike = Counter(names)
+        told = [f"{name}-{index}" if alike[name] > 1 else name for index, name in enumerate(names)]
+        of = tuple(sum(first <= rank for first in firsts) - 1 for rank in range(len(hosts)))
+        return cls(rank_and_size()[0], tuple(told), of, hosts)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return len(self.names) > 1
+
+    @property
+    def mine(self) -> int:
+        """The node of this rank."""
+        return self.of[self.rank]
+
+    @property
+    def local_count(self) -> int:
+        """Ranks on this rank's host, itself included."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    def first(self, node: int) -> int:
+        """The first rank of ``node``, which acts for it."""
+        return self.of.index(node)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank acts for its node."""
+        return self.first(self.mine) == self.rank
+
+    def name(self, rank: int) -> str:
+        """The name of a rank's node."""
+        return self.names[self.of[rank]]
+
+
+ALONE = Nodes(0, ("here",), (0,), ("",))
+"""One rank, which asks nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Which ranks see the same directory: ``leaders[r]`` is the rank that writes for rank r and all others there."""
+
+    rank: int
+    leaders: tuple[int, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks see one directory."""
+        return not any(self.leaders)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes for its site."""
+        return self.leaders[self.rank] == self.rank
+
+    @property
+    def at_first(self) -> bool:
+        """Whether this rank sees the directory of rank 0."""
+        return self.leaders[self.rank] == 0
+
+
+def find_sites(directory: Path, nodes: Nodes) -> Sites:
+    """Look for a file that rank 0 puts into ``directory``, which is made where it is missing; called by every rank of
+    torch's world. Raises :class:`ConfigError` where it cannot be made."""
+    if not nodes.several:
+        return Sites(nodes.rank, (0,) * len(nodes.of))
+
+    def put() -> Path:
+        path = directory / f".seen-{secrets.token_hex(8)}"
+        _writable(directory, path.touch)
+        return path
+
+    path = from_first(put)
+    try:
+        seen = from_all(lambda: nodes.rank == 0 or _appears(path))
+    finally:
+        if nodes.rank == 0:
+            path.unlink(missing_ok=True)
+    leaders = tuple(
+        0 if here or node == 0 else nodes.first(node) for here, node in zip(seen, nodes.of)
+    )
+    sites = Sites(nodes.rank, leaders)
+    from_all(lambda: None if sites.at_first else _writable(directory, lambda: None))
+    return sites
+
+
+def _writable(directory: Path, then: Callable[[], None]) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        then()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {printable(str(directory))} on node {node_name()}: {error.strerror}; make room or make it "
+            "writable, choose another name, or start from another folder"
+        ) from error
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + _SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

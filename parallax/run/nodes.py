@@ -1,0 +1,165 @@
+"""The cluster that is there: what each node of a run has, and the links between them.
+
+::
+
+    every node    its devices, memory, tiers, and how its ranks slow each other down ──┐
+    neighbours    bandwidth and latency of the link between them ─────────────────────┴──> one Cluster, on all ranks
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parallax.common.files import existing_parent
+from parallax.machine.accelerators import accelerator_named
+from parallax.machine.device import select_device
+from parallax.machine.host import cpu_model
+from parallax.machine.local import (
+    ClusterConfig,
+    DeviceChoice,
+    asked_link,
+    build_cluster,
+    choose_devices,
+    probe_speeds,
+)
+from parallax.machine.probes import measure_probes
+from parallax.mesh import direct_backend
+from parallax.nodes.links import RemoteLink, probe_links
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all
+from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.swap.config import SwapConfig
+
+Kind = tuple[str, ...]
+"""What must be equal for what was measured on one device to hold on another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A cluster of several nodes; ``kinds`` are those of each node's devices."""
+
+    cluster: Cluster
+    kinds: tuple[Kind, ...]
+
+    def at_speeds(self, seconds: Sequence[float]) -> Cluster:
+        """The cluster, where the devices of a node take so many ``seconds`` for the same work."""
+        nodes = tuple(
+            replace(
+                node,
+                devices=tuple(replace(each, speed=seconds[0] / taken) for each in node.devices),
+            )
+            for node, taken in zip(self.cluster.nodes, seconds)
+        )
+        return replace(self.cluster, nodes=nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a node has, as a cluster of its own."""
+
+    cluster: Cluster
+    kind: Kind
+
+
+def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
+    """The devices of this rank's node: one for each of its ranks."""
+    return choose_devices(replace(config, devices=nodes.local_count))
+
+
+def measured_cluster(
+    config: ClusterConfig, choice: DeviceChoice, swap: SwapConfig, scratch: Path | None
+) -> Cluster:
+    """This machine as the planner sees it, with the bandwidths that were measured on it."""
+    folder = existing_parent(swap_folder(swap, scratch))
+    return build_cluster(
+        config,
+        choice,
+        tier=swap.tier,
+        probes=measure_probes(folder),
+        speeds=probe_speeds(choice),
+        copying_threads=swap.threads,
+    )
+
+
+def join_nodes(
+    config: ClusterConfig, swap: SwapConfig, nodes: Nodes, scratch: Path | None
+) -> Joined:
+    """What all nodes have, as one cluster; called by every rank of torch's world. ``scratch`` is where swap files would
+    go. Nodes with the same kind of devices count as the weakest of them, so that a plan holds wherever it runs."""
+
+    def offer() -> _Offer | None:
+        if not nodes.leads:
+            return None
+        choice = node_devices(config, nodes)
+        own = measured_cluster(config, choice, swap, scratch)
+        devices = own.devices[: nodes.of.count(nodes.mine)]
+        kept = replace(own.nodes[0], name=nodes.names[nodes.mine], devices=devices)
+        return _Offer(replace(own, nodes=(kept,)), _kind(choice))
+
+    offers = [each for each in from_all(offer) if each is not None]
+    kinds = tuple(each.kind for each in offers)
+    between = _between(config, nodes)
+    cluster = Cluster(
+        nodes=tuple(_weakest(index, offers) for index in range(len(offers))),
+        local=_slowest([each.cluster.local for each in offers]),
+        remote=between.link,
+        local_over_host=any(each.cluster.local_over_host for each in offers),
+        remote_ways=between.ways,
+    )
+    return Joined(cluster, kinds)
+
+
+def _between(config: ClusterConfig, nodes: Nodes) -> RemoteLink:
+    """The link between nodes, as the user says or as it is measured."""
+    kind = node_devices(config, nodes).kind
+    if (link := asked_link(config)) is not None:
+        # A host's ranks share its network card; accelerators mostly have one each.
+        return RemoteLink(link, 1.0 if kind == "cpu" else 0.0)
+    device = select_device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    return probe_links(nodes, device, direct_backend(device, len(nodes.of)))
+
+
+def _kind(choice: DeviceChoice) -> Kind:
+    if choice.kind == "cpu":
+        return "cpu", cpu_model(), str(choice.threads)
+    return choice.kind, accelerator_named(choice.kind).devices()[0].name
+
+
+def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
+    """The node of an offer, with what the least of its kind has."""
+    node = offers[index].cluster.nodes[0]
+    alike = [each.cluster.nodes[0] for each in offers if each.kind == offers[index].kind]
+    devices = [device for each in alike for device in each.devices]
+    same = [each for each in alike if len(each.devices) == len(node.devices)]
+    return replace(
+        node,
+        devices=tuple(_least(device, devices) for device in node.devices),
+        concurrent=min(each.concurrent for each in same),
+        speeds=tuple(map(min, zip(*(each.speeds for each in same)))),
+    )
+
+
+def _least(device: Device, alike: Sequence[Device]) -> Device:
+    return replace(
+        device,
+        memory_bytes=min(each.memory_bytes for each in alike),
+        tier_bytes=min(each.tier_bytes for each in alike),
+        write=_slowest([each.write for each in alike]),
+        read=_slowest([each.read for each in alike]),
+        host_update_seconds=max(each.host_update_seconds for each in alike),
+    )
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return min(links, key=lambda link: link.bytes_per_second)
+
+
+def swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
+    """Where swap files would be, or something there already above it."""
+    return (
+        Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
+    )

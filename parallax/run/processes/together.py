@@ -1,0 +1,135 @@
+"""A run that its ranks prepare together, on one node or on several, under the user's own torchrun.
+
+Rank 0 composes and plans, for the cluster that all nodes are; what it writes into the run's directory the others read
+there. Where they do not see it, as without a shared file system, it is sent, and each node has a directory of its own::
+
+    node a    runs/NAME   config, plan, profile ──sent──>   node b    runs/NAME   the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from parallax import config as configuration
+from parallax.common.lock import locked
+from parallax.common.terminal import safe_console
+from parallax.config import RunConfig
+from parallax.errors import ConfigError, PlanError, printable
+from parallax.machine.host import node_name
+from parallax.nodes.places import Nodes, find_sites
+from parallax.nodes.together import from_all, from_first
+from parallax.plan.cluster import Cluster
+from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
+from parallax.run.job import local_cluster, profile_run
+from parallax.run.nodes import join_nodes
+from parallax.run.prepare import RUNS, PreparedRun, Trusts, prepare, run_files
+from parallax.run.resume import settings
+
+_COMPARED_ROWS = 4  # of which the times on several kinds of devices are compared
+
+
+def prepare_together(
+    overrides: Sequence[str], nodes: Nodes, held: contextlib.ExitStack
+) -> PreparedRun:
+    """Rank 0 composes and plans once; the others read what it wrote, or end as it did. Directories stay locked until
+    ``held`` is closed."""
+    sized = [f"cluster.devices={len(nodes.of)}", *overrides]
+    present = _present_cluster(sized, nodes) if nodes.several else None
+    directory = from_first(lambda: prepare(sized, safe_console(), held, present).directory)
+    return _distributed(directory, nodes, held)
+
+
+def read_together(
+    directory: Path, nodes: Nodes, held: contextlib.ExitStack, trusts: Trusts
+) -> PreparedRun:
+    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all, and every rank asks whether
+    to trust it; a launcher of ours has done both."""
+    if "PARALLAX_RENDEZVOUS" in os.environ:
+        return PreparedRun.read(directory)
+    if not nodes.several:
+        run = PreparedRun.read(directory, trusts)
+        from_first(lambda: held.enter_context(locked(directory)))
+        return run
+
+    def check() -> None:
+        PreparedRun.read(directory, trusts)
+        held.enter_context(locked(directory))
+
+    from_first(check)
+    return _distributed(directory, nodes, held)
+
+
+def compare(run: PreparedRun) -> None:
+    """The first barrier: every rank has read the same configuration and the same plan."""
+    mine = run.fingerprints(), configuration.dump(run.config), run.plan.to_dict()
+    found = from_all(lambda: mine)
+    for rank, (fingerprints, text, plan) in enumerate(found):
+        if fingerprints != found[0][0]:
+            first = configuration.load(found[0][1])
+            lines = configuration.differences(first, configuration.load(text))
+            lines += Plan.from_dict(found[0][2]).diff(Plan.from_dict(plan))
+            raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
+
+
+def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
+    """The run, read where this node sees its directory; where it does not, from one that is made here."""
+    sites = find_sites(directory, nodes)
+    files = from_first(lambda: {} if sites.shared else run_files(directory))
+
+    def write() -> None:
+        if sites.leads and not sites.at_first:
+            held.enter_context(locked(directory))
+            _write(directory, files)
+
+    from_all(write)
+    return PreparedRun.read(directory)
+
+
+def _write(directory: Path, files: dict[str, bytes]) -> None:
+    try:
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run directory {printable(str(directory))} on node {node_name()}: {error.strerror}; make "
+            "room or make it writable, or choose another name"
+        ) from error
+
+
+def _present_cluster(overrides: Sequence[str], nodes: Nodes) -> Cluster:
+    """The cluster of all nodes, its devices' speeds relative to those of rank 0's: a profile is measured once for each
+    kind of device, by the first node of that kind; rank 0 measures when it plans."""
+    config = configuration.load(
+        from_first(lambda: configuration.dump(_asked(settings(overrides, RUNS).config)))
+    )
+    joined = join_nodes(local_cluster(config), config.swap, nodes, RUNS)
+    kinds = joined.kinds
+    if len(set(kinds)) == 1:
+        return joined.cluster
+    measures = nodes.leads and kinds.index(kinds[nodes.mine]) == nodes.mine
+    seconds = from_all(lambda: _step_seconds(config, nodes) if measures else 0.0)
+    return joined.at_speeds([seconds[nodes.first(kinds.index(kind))] for kind in kinds])
+
+
+def _asked(config: RunConfig) -> RunConfig:
+    """The same, which must be of machines that are there."""
+    local_cluster(config)
+    return config
+
+
+def _step_seconds(config: RunConfig, nodes: Nodes) -> float:
+    """What forward and backward of some rows take on a device of this node."""
+    cluster = replace(local_cluster(config), devices=nodes.local_count)
+    return _computing(profile_run(replace(config, cluster=cluster), lambda text: None))
+
+
+def _computing(profile: ModelProfile) -> float:
+    return sum(
+        block.forward_seconds.at(_COMPARED_ROWS) + block.backward_seconds.at(_COMPARED_ROWS)
+        for block in profile.blocks
+    )
