@@ -9,6 +9,7 @@ torch's connections is turned away.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -17,19 +18,27 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from parallax.errors import TransportError
+from parallax.machine.host import host_identity, node_name
+from parallax.nodes.together import from_all, rank_and_size
 
 MEETING_SECONDS = 30.0  # for all ranks to connect
 _ANSWER_SECONDS = 3.0  # for one address to connect and to answer
 # For a peer that has been stopped: its buffers take more than is ever sent to it.
 _SEND_SECONDS = 1.0
 _LONGEST_LINE = 1 << 16
+# Without an answer of the other host's kernel, whatever its processes do: the network is cut, or the host has gone.
+UNREACHABLE_SECONDS = 8.0
+_CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+
+
+class UnreachableError(ConnectionError):
+    """Nothing goes to the other end any more, and nobody there has closed it."""
 
 
 class PeerLink:
@@ -38,6 +47,9 @@ class PeerLink:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            limit = round(UNREACHABLE_SECONDS * 1000)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
         self.socket = connection
         self._half = b""
 
@@ -47,16 +59,35 @@ class PeerLink:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that have come; ConnectionError where the peer has gone. Call it when there is something to
-        read."""
-        with contextlib.suppress(TimeoutError):
+        """The messages that have come; ConnectionError where the peer has gone, :class:`UnreachableError` where nothing
+        reaches it. Call it when there is something to read."""
+        try:
             part = self.socket.recv(_LONGEST_LINE)
-            if not part:
-                raise ConnectionError("the peer has gone")
-            *lines, self._half = (self._half + part).split(b"\n")
-            if len(self._half) > _LONGEST_LINE:
-                raise ConnectionError("no line of a message ends")
-            yield from map(json.loads, lines)
+        except OSError as error:
+            if error.errno in _CUT:
+                raise UnreachableError(error.strerror) from error
+            if isinstance(error, TimeoutError):
+                return
+            raise
+        if not part:
+            raise ConnectionError("the peer has gone")
+        *lines, self._half = (self._half + part).split(b"\n")
+        if len(self._half) > _LONGEST_LINE:
+            raise ConnectionError("no line of a message ends")
+        yield from map(json.loads, lines)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer has gone and all that it said has been read."""
+        try:
+            self.socket.setblocking(False)
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            self.socket.settimeout(_SEND_SECONDS)
 
     def close(self) -> None:
         """Close it."""
@@ -65,22 +96,22 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a rank knows after it has met the others: of every rank the process and its host, and its own links."""
+    """What a rank knows after it has met the others: of every rank the process, its host and what that is called, and
+    its own links."""
 
     rank: int
     pids: tuple[int, ...]
     hosts: tuple[str, ...]
+    names: tuple[str, ...]
     links: dict[int, PeerLink]
 
 
 def meet() -> Meeting:
     """Connect rank 0 with all others of torch's world. Called by every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Meeting(0, (os.getpid(),), (host_identity(),), {})
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, (os.getpid(), host_identity()))
-    pids, hosts = zip(*found)
+        return Meeting(0, (os.getpid(),), (host_identity(),), (node_name(),), {})
+    rank, size = rank_and_size()
+    pids, hosts, names = zip(*from_all(lambda: (os.getpid(), host_identity(), node_name())))
     one_host = len(set(hosts)) == 1
     told: list[Any] = [None]
     listener = None
@@ -95,20 +126,7 @@ def meet() -> Meeting:
         with listener:
             links = welcome(listener, word, size - 1)
     dist.barrier()  # nothing else is sent before every rank has read its welcome
-    return Meeting(rank, pids, hosts, links)
-
-
-def host_identity() -> str:
-    """Equal for two processes exactly when they can signal each other and meet on the loopback address."""
-    parts = [socket.gethostname()]
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: os.readlink("/proc/self/ns/pid"),
-        lambda: os.readlink("/proc/self/ns/net"),
-    ):
-        with contextlib.suppress(OSError):
-            parts.append(read())
-    return " ".join(parts)
+    return Meeting(rank, pids, hosts, names, links)
 
 
 def addresses(one_host: bool) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from parallax.errors import printable
 from parallax.plan.schedule import Action, Kind
 
 ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OFFLOAD, Kind.FETCH})
@@ -21,11 +22,12 @@ _BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: w
 
 
 class FailureKind(StrEnum):
-    """How a rank came to its end: it raised, its process ended without a word, it stays in one action, it does not
-    answer, or somebody stopped it on purpose."""
+    """How a rank came to its end: it raised, its process ended without a word, nothing reaches its host, it stays in
+    one action, it does not answer, or somebody stopped it on purpose."""
 
     RAISED = "raised"
     LOST = "lost"
+    CUT = "cut"
     HANGS = "hangs"
     SILENT = "silent"
     STOPPED = "stopped"
@@ -83,7 +85,7 @@ class RankStatus:
 @dataclass(frozen=True, slots=True)
 class FailureReport:
     """Why the run ends: ``who`` is the rank in words, ``what`` it did, ``remark`` what may help. All ranks leave with
-    ``code``."""
+    ``code``. ``speaker`` says it where the rank itself cannot, -1 where each host's first rank does."""
 
     rank: int
     how: FailureKind
@@ -91,6 +93,7 @@ class FailureReport:
     what: str
     remark: str = ""
     code: int = 1
+    speaker: int = -1
 
     @property
     def text(self) -> str:
@@ -107,12 +110,16 @@ class FailureReport:
         return cls(**{**plain, "how": FailureKind(plain["how"])})
 
 
-def name(rank: int, place: tuple[int, int] | None, action: Action | None = None) -> str:
-    """A rank in words. ``place``: its stage and replica, once there is a plan; an action names the stage it is of."""
+def name(
+    rank: int, place: tuple[int, int] | None, action: Action | None = None, node: str = ""
+) -> str:
+    """A rank in words. ``place``: its stage and replica, once there is a plan; an action names the stage it is of.
+    ``node``: where there are several."""
+    on = f" on {printable(node)}" if node else ""
     if place is None:
-        return f"rank {rank}"
+        return f"rank {rank}{on}"
     stage = place[0] if action is None else action.stage
-    return f"rank {rank} (stage {stage}, replica {place[1]})"
+    return f"rank {rank} (stage {stage}, replica {place[1]}){on}"
 
 
 def root_cause(

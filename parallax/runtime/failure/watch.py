@@ -32,7 +32,12 @@ from parallax.common.signals import Requests, exit_code, stopped_by
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
 from parallax.runtime.failure.life import where
-from parallax.runtime.failure.links import Meeting, meet
+from parallax.runtime.failure.links import (
+    UNREACHABLE_SECONDS,
+    Meeting,
+    UnreachableError,
+    meet,
+)
 from parallax.runtime.failure.own_status import OwnStatus, Watched
 from parallax.runtime.failure.report import (
     FailureKind,
@@ -48,6 +53,8 @@ PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has
 _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
 _LOOK_SECONDS = 0.1  # between two looks at the engine
 _HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
+# Of which a rank cannot tell itself.
+_SPEECHLESS = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)
 # Without a look: this process itself was stopped, and knows nothing of the others.
 _PAUSE_SECONDS = 5.0
 # What those that have nothing to say leave the one that has: torchrun stops it with them.
@@ -189,18 +196,17 @@ class Watch:
                 elif "bye" in message:
                     self._part(peer)
                     return
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             self._part(peer)
             seen = self._seen[peer]
-            self._decide(
-                FailureReport(
-                    peer,
-                    FailureKind.LOST,
-                    self._name(peer, seen.action),
-                    "ended without a word",
-                    seen.last,
-                )
-            )
+            who = self._name(peer, seen.action)
+            if isinstance(error, UnreachableError):
+                what = f"cannot be reached any more: for {UNREACHABLE_SECONDS:g} s nothing came through to its host"
+                remark = f"{seen.last}; the network between is cut, or the host has gone"
+                self._decide(FailureReport(peer, FailureKind.CUT, who, what, remark))
+            else:
+                what = "ended without a word"
+                self._decide(FailureReport(peer, FailureKind.LOST, who, what, seen.last))
 
     def _part(self, peer: int) -> None:
         link = self._links.pop(peer)
@@ -268,17 +274,18 @@ class Watch:
         """The first report holds. Rank 0 tells it to all; then the process ends."""
         if self._report is not None:
             return
-        self._report = report
         if self.rank == 0:
+            report = replace(report, speaker=self._speaker(report))
             for link in self._links.values():
                 link.send({"report": report.to_dict()})
+        self._report = report
         if report.rank == self.rank:
             self._judged.set()
             if report.how is FailureKind.RAISED:
                 time.sleep(PATIENCE_SECONDS)  # the main thread speaks and leaves
             if report.how is FailureKind.HANGS:
                 report = self._with_stacks(report)
-        if self._speaker(report) == self.rank:
+        if self._speaks(report):
             self.say(report)
             silent = report.how is FailureKind.SILENT
             if silent and self._met.hosts[report.rank] == self._met.hosts[self.rank]:
@@ -292,12 +299,34 @@ class Watch:
         os._exit(report.code)
 
     def _speaker(self, report: FailureReport) -> int:
-        """The rank that failed; where it cannot, the first beside it on its host, otherwise the first of all."""
-        if report.how not in (FailureKind.LOST, FailureKind.SILENT):
+        """Who says it: the rank that failed; where it cannot, the first beside it on its host that is still there,
+        otherwise the first of all. Nobody for all where hosts cannot reach each other."""
+        if report.how not in _SPEECHLESS:
             return report.rank
+        if report.how is FailureKind.CUT:
+            return -1
         hosts = self._met.hosts
-        others = [rank for rank in range(len(hosts)) if rank != report.rank]
-        return min(others, key=lambda rank: (hosts[rank] != hosts[report.rank], rank), default=-1)
+        if len(set(hosts)) > 1:
+            time.sleep(_FOLLOW_SECONDS)  # a host that goes takes all of its ranks along
+        others = [0, *(peer for peer, link in self._links.items() if not link.ended)]
+        return min(
+            (rank for rank in others if rank != report.rank),
+            key=lambda rank: (hosts[rank] != hosts[report.rank], rank),
+            default=-1,
+        )
+
+    def _speaks(self, report: FailureReport) -> bool:
+        """Whether this rank says it. Where rank 0 has gone, or nothing goes between hosts, each host's first does."""
+        if report.how not in _SPEECHLESS:
+            return report.rank == self.rank
+        if report.speaker >= 0:
+            return report.speaker == self.rank
+        hosts = self._met.hosts
+        return self.rank == next(
+            rank
+            for rank, host in enumerate(hosts)
+            if rank != report.rank and host == hosts[self.rank]
+        )
 
     def _with_stacks(self, report: FailureReport) -> FailureReport:
         """Say where this rank hangs, and leave the stacks of its threads."""
@@ -311,7 +340,8 @@ class Watch:
         return report
 
     def _name(self, rank: int, action: Action | None) -> str:
-        return name(rank, self._own.place(rank), action)
+        node = self._met.names[rank] if len(set(self._met.hosts)) > 1 else ""
+        return name(rank, self._own.place(rank), action, node)
 
     def _forget(self) -> None:
         """A forked child is no rank: it holds no connection that should end with its parent, and minds its signals."""
