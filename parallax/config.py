@@ -42,7 +42,7 @@ from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig
 from parallax.train.debug import DebugConfig
-from parallax.train.loop import TrainerConfig
+from parallax.train.loop import CheckpointConfig, TrainerConfig
 from parallax.train.monitor import LoggerConfig
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class RunConfig:
     precision: PrecisionConfig
     compile: bool = False
     trainer: TrainerConfig
+    checkpoint: CheckpointConfig
     logger: LoggerConfig
     debug: DebugConfig
 

@@ -179,11 +179,12 @@ class CheckpointReader:
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
+            self._nodes: dict[str, str] = dict(index.get("nodes", {}))
             self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
-            self._files = [
-                safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))
-            ]
+            paths = sorted(directory.glob("*.safetensors"))
+            self._files = [safe_open(path, framework="pt") for path in paths]
             self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+            self._paths = dict(zip(map(id, self._files), paths))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             reason = f"{type(error).__name__}: {printable(str(error))}"
             raise CheckpointError(
@@ -236,6 +237,8 @@ class CheckpointReader:
         try:
             tensor: Tensor = self._where[name].get_tensor(name)
         except (KeyError, SafetensorError) as error:
+            if name not in self._where and name in self._nodes:
+                raise CheckpointError(self._elsewhere(name)) from error
             raise CheckpointError(
                 f"{self.directory} has no readable {name}; use an earlier one"
             ) from error
@@ -244,6 +247,30 @@ class CheckpointReader:
                 f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint"
             )
         return tensor
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """What it holds of the parameters ``names``, but not here."""
+        wanted = [f"{kind}/{name}" for name in names for kind in ("model", *self._optimizer)]
+        return [each for each in wanted if each in self._nodes and each not in self._where]
+
+    def files(self) -> dict[str, str]:
+        """The file that each tensor is in, of those that are here."""
+        return {name: self._paths[id(file)].name for name, file in self._where.items()}
+
+    def check_whole(self) -> None:
+        """Refuse a checkpoint of which other nodes hold parts."""
+        for name in self._checksums:
+            if name not in self._where and name in self._nodes:
+                raise CheckpointError(self._elsewhere(name))
+
+    def _elsewhere(self, name: str) -> str:
+        """Of a tensor that another node has saved."""
+        place, here = printable(self._nodes[name]), {self._nodes.get(each) for each in self._where}
+        mine = ", ".join(sorted(printable(str(each)) for each in here if each)) or "no node"
+        return (
+            f"{self.directory} has on this node what {mine} saved, and {printable(name)} is on {place}: run with the "
+            f"same nodes and stages, or copy the *.safetensors of that folder from {place} to here"
+        )
 
     def check(self, names: dict[str, Tensor]) -> None:
         """Read everything that a rank with the tensors ``names`` needs, one by one, and keep nothing: what is refused

@@ -309,14 +309,19 @@ class Engine:
         finally:
             self._stage.train(was_training)
 
-    def save(self, directory: Path, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder.
+    def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
+        """What :meth:`load` can continue from below ``directory``, oldest first, and what is to be said of checkpoints
+        that not every node has. What interrupted saves have left is removed."""
+        return self._saving.usable(directory)
+
+    def save(self, directory: Path, state: dict[str, Any], *, keep: int = 0) -> Path:
+        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder. The
+        last ``keep`` stay, itself included; 0 keeps all. Where nodes share no such folder, each has its ranks' part.
 
         All ranks fail together where one cannot write; what was saved before stays as it is.
         """
-        return self._saving.save(
-            directory, self._step, {"state": state, "scale": self._scale.state()}
-        )
+        told = {"state": state, "scale": self._scale.state()}
+        return self._saving.save(directory, self._step, told, keep)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from a checkpoint of this model under any plan; the state that was saved with it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch import Tensor
 from parallax.errors import CheckpointError, NonFiniteError
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
+from parallax.nodes.places import Sites, find_sites
+from parallax.nodes.together import from_all, from_first
 from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import UNTOUCHED
+from parallax.runtime.collecting import collect
 from parallax.runtime.nonfinite import unfit
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.stage import Stage
@@ -38,17 +41,49 @@ class Saving:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
         self._step, self._said = 0, not chain.left_out or mesh.rank > 0
+        self._sites: dict[Path, Sites] = {}
 
-    def save(self, directory: Path, step: int, told: dict[str, Any]) -> Path:
-        """Write a checkpoint below ``directory``; ``told`` is kept with it, as JSON. Its folder. Raises
-        :class:`NonFiniteError` where a weight is no number, and then leaves nothing either."""
+    def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
+        """Whole checkpoints below ``directory`` that every node has, oldest first, and what is to be said of others;
+        what interrupted saves have left is removed. Raises :class:`CheckpointError` where some nodes have checkpoints
+        and no checkpoint is on all."""
+        sites = self._sites_of(directory)
+
+        def held() -> list[str]:
+            if sites.leads and directory.is_dir():
+                checkpoint.remove_partial(directory)
+            self._mesh.barrier()
+            return [path.name for path in checkpoint.list_checkpoints(directory)]
+
+        found = from_all(held)
+        everywhere = set(found[0]).intersection(*found)
+        lost: dict[str, set[str]] = {}
+        for rank, names in enumerate(found):
+            for name in set().union(*found) - set(names):
+                lost.setdefault(name, set()).add(self._mesh.nodes.name(rank))
+        told = [
+            f"{directory / name} is not on {', '.join(sorted(lost[name]))}"
+            for name in sorted(lost, reverse=True)
+        ]
+        if told and not everywhere:
+            raise CheckpointError(
+                f"{told[0]}: run on the nodes that have saved it, or copy the folder there; checkpoint.directory=FOLDER"
+                " names a place that all nodes share, and trainer.resume=never with another name starts anew"
+            )
+        return [directory / name for name in sorted(everywhere)], told
+
+    def save(self, directory: Path, step: int, told: dict[str, Any], keep: int) -> Path:
+        """Write a checkpoint below ``directory``, on each node its ranks' part where they share none; ``told`` is kept
+        with it, as JSON. Its folder. Of older ones the last ``keep`` − 1 stay (0: all). Raises :class:`NonFiniteError`
+        where a weight is no number, and then leaves nothing either."""
         self._step = step
         self._say_what_is_left_out()
         partial = checkpoint.partial_folder(directory, step)
-        first = self._mesh.rank == 0
-        self._together(lambda: checkpoint.begin(partial) if first else None)
+        sites = self._sites_of(directory)
+        first = sites.leads
+        from_all(lambda: checkpoint.begin(partial) if first else None)
         try:
-            parts = self._together(lambda: self._write_part(partial))
+            parts = from_all(lambda: self._write_part(partial))
             checksums = {name: crc for part, _ in parts for name, crc in part.items()}
             marks = {name: crc for _, part in parts for name, crc in part.items()}
             index = {
@@ -59,14 +94,37 @@ class Saving:
                 "checksums": checksums,
                 "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
                 **({"base": self._chain.base, "marks": marks} if self._chain.base else {}),
+                **({} if sites.shared else {"nodes": self._by_node(parts)}),
                 **told,
             }
-            self._together(lambda: checkpoint.finish(partial, index) if first else None)
+            from_all(lambda: checkpoint.finish(partial, index) if first else None)
         except (CheckpointError, NonFiniteError):
             if first:
                 checkpoint.remove_partial(directory)
             raise
+        if first:
+            checkpoint.remove_old(directory, keep)
         return directory / checkpoint.checkpoint_name(step)
+
+    def _sites_of(self, directory: Path) -> Sites:
+        """Which ranks share ``directory``; they are asked once."""
+        if directory not in self._sites:
+            # Relative where it was asked for like that: nodes may start in folders of other names.
+            above = from_first(
+                lambda: next(
+                    folder for folder in (directory, *directory.parents) if folder.is_dir()
+                )
+            )
+            self._sites[directory] = find_sites(above, self._mesh.nodes)
+        return self._sites[directory]
+
+    def _by_node(self, parts: Sequence[tuple[dict[str, int], dict[str, int]]]) -> dict[str, str]:
+        """Where each tensor lies."""
+        return {
+            name: self._mesh.nodes.name(rank)
+            for rank, (written, _) in enumerate(parts)
+            for name in written
+        }
 
     def _say_what_is_left_out(self) -> None:
         """Once, on one rank."""
@@ -83,6 +141,7 @@ class Saving:
         found its part good."""
         left_out = self._chain.left_out
         names = {n: t for n, t in self._stage.named_tensors().items() if n not in left_out}
+        collect(directory, names, self._sites_of(directory.parent))
 
         def check() -> checkpoint.CheckpointReader:
             reader = checkpoint.CheckpointReader(directory)
@@ -96,7 +155,7 @@ class Saving:
             return reader
 
         found: list[checkpoint.CheckpointReader] = []
-        self._together(lambda: found.append(check()))
+        from_all(lambda: found.append(check()))
         (reader,) = found
         self._optimizer.reset()
         with torch.no_grad():
@@ -158,17 +217,3 @@ class Saving:
             folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1)
         )
         return written, marks
-
-    def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """What ``call`` gave on every rank; an error of one is raised on all."""
-        result, failure = None, None
-        try:
-            result = call()
-        except (CheckpointError, NonFiniteError) as error:
-            failure = type(error), str(error)
-        answers: list[Any] = self._mesh.gather_objects((result, failure))
-        for _, told in answers:
-            if told is not None:
-                kind, text = told
-                raise kind(text)
-        return [given for given, _ in answers]

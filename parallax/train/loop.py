@@ -15,18 +15,19 @@ import torch
 
 from parallax.common.events import EventLog
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
-from parallax.runtime.checkpoint import list_checkpoints, remove_old, remove_partial
 from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
+from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import WARM_UP, RunRecord
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason
 from parallax.train.voice import Voice, open_voice
 
 JUDGED = 5  # steps after the warm-up from which a prediction is judged
+CHECKPOINTS = "checkpoints"  # the folder of a run directory
 DRIFT = 0.2  # a prediction this far off is worth another plan
 
 
@@ -73,6 +74,20 @@ class TrainerConfig:
         check_count("trainer.microbatch", self.microbatch)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are. ``directory``: a folder that all nodes share, in which every run has one of its name;
+    auto: the run's own directory, on each node what its ranks hold where nodes do not share it."""
+
+    directory: str = "auto"
+
+    def folder(self, run_directory: Path) -> Path:
+        """The folder of the checkpoints of the run in ``run_directory``."""
+        if self.directory == "auto":
+            return run_directory / CHECKPOINTS
+        return Path(self.directory).expanduser() / run_directory.name
+
+
 class OnDrift(StrEnum):
     """What to do, at the next checkpoint, when steps take a fifth more or less than the plan says: go on, say so, or
     end the loop with that checkpoint, for another plan to continue from."""
@@ -91,10 +106,12 @@ def train(
     *,
     tokens_per_row: int,
     on_drift: OnDrift = OnDrift.IGNORE,
+    checkpoints: Path | None = None,
     debug: DebugConfig | None = None,
     onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
+    ``checkpoints`` is where these go, a folder of the run directory where nothing else is said.
 
     ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where there is
     a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint.
@@ -109,6 +126,7 @@ def train(
         trainer,
         logger,
         directory,
+        checkpoints or directory / CHECKPOINTS,
         tokens_per_row,
         on_drift,
         recording,
@@ -138,6 +156,7 @@ class _Run:
         trainer: TrainerConfig,
         logger: LoggerConfig,
         directory: Path,
+        checkpoints: Path,
         tokens_per_row: int,
         on_drift: OnDrift,
         recording: Recorder,
@@ -148,10 +167,11 @@ class _Run:
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
-        self._checkpoints = directory / "checkpoints"
-        self._refused: list[CheckpointError] = []
+        self._checkpoints = checkpoints
+        self._refused: list[str] = []
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
+        self._nodes = NodeRecords(engine.mesh, directory)
 
     def run(self) -> dict[str, Any]:
         """The whole training."""
@@ -160,7 +180,7 @@ class _Run:
             resumed = self._resume()
         total = self._trainer.steps
         with (
-            EventLog(self._directory / f"events-rank{self._rank}.jsonl") as events,
+            EventLog(events_path(self._directory, self._rank)) as events,
             contextlib.closing(self._recording),
             open_voice(
                 self._rank,
@@ -179,7 +199,7 @@ class _Run:
                 with phase("fetching rows"):
                     batch = self._source.batch(self._trainer.global_batch)
                 with self._recording.step():
-                    result = self._engine.step(batch)
+                    result = self._nodes.told(self._engine.step(batch))
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
                 self._record.add(result)
@@ -196,6 +216,7 @@ class _Run:
     def _end(self) -> dict[str, Any]:
         # Before the ranks meet: where there is a summary, there is this.
         self._record.write_occupancy(self._engine.completed_steps)
+        self._nodes.gather(self._unwritten)
         summary = self._summary()
         self._record.write(summary, picture=not self._stopping.at_once)
         lines = [
@@ -214,20 +235,21 @@ class _Run:
 
     def _resume(self) -> Path | None:
         """Load the last good checkpoint of the run directory; the one loaded."""
-        if self._rank == 0 and self._checkpoints.is_dir():
-            remove_partial(self._checkpoints)
-        self._mesh.barrier()
-        found = list_checkpoints(self._checkpoints) if self._trainer.resume == "auto" else []
+        if self._trainer.resume != "auto":
+            return None
+        found, self._refused = self._engine.checkpoints(self._checkpoints)
+        first: CheckpointError | None = None
         for path in reversed(found):
             try:
                 state = self._engine.load(path)
             except CheckpointError as error:
-                self._refused.append(error)
+                first = first or error
+                self._refused.append(str(error))
                 continue
             self._source.load_state_dict(state["source"])
             return path
-        if self._refused:
-            raise self._refused[0]
+        if first is not None:
+            raise first
         return None
 
     def _report(self, voice: Voice, result: StepResult) -> None:
@@ -286,9 +308,11 @@ class _Run:
                 self._evaluate(voice, step)
         if last or self._stopping.at_once or _due(self._trainer.checkpoint_every, step):
             with self._onlooker.phase("saving a checkpoint"):
-                path = self._engine.save(self._checkpoints, {"source": self._source.state_dict()})
-                if self._rank == 0:
-                    remove_old(self._checkpoints, self._trainer.keep_checkpoints)
+                path = self._engine.save(
+                    self._checkpoints,
+                    {"source": self._source.state_dict()},
+                    keep=self._trainer.keep_checkpoints,
+                )
             voice.note(f"step {step}: checkpoint {path}")
             self._stopping.ask()
             for words in self._stopping.judge() if not last else ():
