@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, PlanError
-from parallax.machine.accelerators import accelerator_of
+from parallax.machine.accelerators import accelerator_named, accelerator_of
 from parallax.nodes.places import ALONE, Nodes
+from parallax.nodes.together import from_all
 from parallax.plan.plan import Plan
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
@@ -49,7 +50,7 @@ class Mesh:
     ``world`` is None in a plan of one rank.
 
     Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
-    tags. Where every rank has a GPU of its own, ``edges`` holds an NCCL group for each edge instead: NCCL
+    tags. Between ranks that have a GPU each, ``edges`` holds an NCCL group for each edge instead: NCCL
     matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
     activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
     holds the lock that gloo's thread spins on to deliver the other's message. ``linked``: groups of replicas go from
@@ -84,22 +85,21 @@ class Mesh:
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = plan.locate(rank)
-        direct = direct_backend(device, size)
-        alone = not shared and all(stage.replicas == 1 for stage in plan.stages)
-        backend = direct or ("gloo" if alone else _shared_backend(device))
-        own, updates, statistics = _replica_groups(plan, stage, backend)
+        devices = RankDevices.gather(device, size)
+        own, updates, statistics = _replica_groups(plan, stage, devices)
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
-            group = _group([r for s in stages for r in plan.ranks(s)], backend)
+            ranks = [r for s in stages for r in plan.ranks(s)]
+            group = _group(ranks, devices.reducing(ranks))
             if stage in stages:
                 ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
         back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
-        edges = (
-            {edge: _group([edge.sender, edge.receiver], backend) for edge in _edges(plan)}
-            if direct
-            else {}
-        )
+        edges = {
+            edge: _group([edge.sender, edge.receiver], backend)
+            for edge in edges_of(plan)
+            if (backend := devices.direct([edge.sender, edge.receiver]))
+        }
         _connect(edges, rank, device)
         return cls(
             plan,
@@ -115,18 +115,17 @@ class Mesh:
             back,
             edges,
             statistics,
-            linked=bool(direct),
+            linked=bool(devices.direct(list(plan.ranks(stage)))),
             nodes=Nodes.gather(),
         )
 
-    @property
-    def direct(self) -> bool:
-        """Whether device tensors travel between stages without the host."""
-        return bool(self.edges)
+    def direct(self, edge: Edge) -> bool:
+        """Whether device tensors travel along ``edge`` without the host."""
+        return edge in self.edges
 
     def channel(self, edge: Edge) -> tuple[dist.ProcessGroup | None, int, int]:
         """The group in which messages travel along ``edge``, the other rank's place in it, and their tag."""
-        if self.edges:
+        if self.direct(edge):
             group = self.edges[edge]
             return group, dist.get_group_rank(group, self._other(edge)), edge.boundary
         return self.host_channel(edge)
@@ -188,7 +187,7 @@ class Mesh:
 
 
 def _replica_groups(
-    plan: Plan, position: int, backend: str
+    plan: Plan, position: int, devices: RankDevices
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """For gradients, for what is stepped below the device, and for statistics of the replicas at ``position``, None
     where there is one; every rank makes those of all positions."""
@@ -196,6 +195,7 @@ def _replica_groups(
     for index, planned in enumerate(plan.stages[: plan.positions]):
         ranks = list(plan.ranks(index))
         several, below = len(ranks) > 1, planned.optimizer_offload > 0
+        backend = devices.reducing(ranks) if several else ""
         own = _group(ranks, backend) if several else None
         updates = _group(ranks, "gloo") if several and below else None
         made.append((own, updates, _group(ranks, backend) if several else None))
@@ -203,29 +203,42 @@ def _replica_groups(
     return own, updates, statistics
 
 
-def direct_backend(device: torch.device, size: int) -> str:
-    """The backend that carries tensors from device to device, where every rank has one of its own; otherwise ''. Ranks
-    may see and number devices as they like: what counts is which device of which host each has."""
-    if device.type == "cpu" or size == 1:
-        return ""
-    accelerator = accelerator_of(device)
-    mine = accelerator.identity(device.index or 0) if accelerator.backend else None
-    found: list[str | None] = [None] * size
-    dist.all_gather_object(found, mine)
-    return accelerator.backend if None not in found and len(set(found)) == size else ""
+@dataclass(frozen=True, slots=True)
+class RankDevices:
+    """The device of each rank, of one kind, known by what no other device of any host has: ranks may see and number
+    them as they like."""
 
+    kind: str
+    identities: tuple[str | None, ...]
 
-def _shared_backend(device: torch.device) -> str:
-    """The backend of replicas, and of stages that share parameters, that have no :func:`direct_backend`."""
-    if device.type == "cpu":
-        return "gloo"
-    backend = accelerator_of(device).shared_backend
-    if not backend:
-        raise PlanError(
-            f"replicas, and stages that share parameters, need a device of kind {device.type} each: use fewer ranks "
-            "(cluster.devices), or plan with plan.replicas=1"
-        )
-    return backend
+    @classmethod
+    def gather(cls, device: torch.device, size: int) -> RankDevices:
+        """Ask all ``size`` ranks."""
+        if device.type == "cpu" or size == 1:
+            return cls(device.type, (None,) * size)
+        accelerator = accelerator_of(device)
+        mine = accelerator.identity(device.index or 0) if accelerator.backend else None
+        return cls(device.type, tuple(from_all(lambda: mine)))
+
+    def direct(self, ranks: Sequence[int]) -> str:
+        """The backend that carries tensors between the devices of ``ranks``, where each has one of its own; otherwise
+        ''."""
+        found = {self.identities[rank] for rank in ranks}
+        if self.kind == "cpu" or None in found or len(ranks) == 1 or len(found) < len(ranks):
+            return ""
+        return accelerator_named(self.kind).backend
+
+    def reducing(self, ranks: Sequence[int]) -> str:
+        """The backend in which ``ranks``, replicas or stages that share parameters, sum what is on their devices."""
+        if self.kind == "cpu":
+            return "gloo"
+        backend = self.direct(ranks) or accelerator_named(self.kind).shared_backend
+        if not backend:
+            raise PlanError(
+                f"replicas, and stages that share parameters, need a device of kind {self.kind} each: use fewer ranks "
+                "(cluster.devices), or plan with plan.replicas=1"
+            )
+        return backend
 
 
 def _connect(edges: Mapping[Edge, dist.ProcessGroup], rank: int, device: torch.device) -> None:
@@ -247,7 +260,7 @@ def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
-def _edges(plan: Plan) -> Iterator[Edge]:
+def edges_of(plan: Plan) -> Iterator[Edge]:
     """Every way between ranks of neighbour stages that may share rows; none within a position."""
     for boundary in range(len(plan.stages) - 1):
         if plan.hands_over(boundary):

@@ -2,7 +2,14 @@
 
 from parallax.report.estimate import estimate_table
 from parallax.report.occupancy import occupancy_png
-from parallax.report.plan import memory_table, plan_table
+from parallax.report.plan import (
+    memory_table,
+    placement,
+    placement_table,
+    plan_table,
+    save_placement,
+    ways_in_words,
+)
 from parallax.report.profile import profile_table
 from parallax.report.run import summary_table
 from parallax.report.swap import swap_tables
@@ -15,9 +22,13 @@ __all__ = [
     "estimate_table",
     "memory_table",
     "occupancy_png",
+    "placement",
+    "placement_table",
     "plan_table",
     "profile_table",
+    "save_placement",
     "summary_table",
     "swap_tables",
     "timeline_png",
+    "ways_in_words",
 ]

@@ -1,18 +1,24 @@
-"""A plan for people: its stages, where their bytes and seconds go, and why it is this one."""
+"""A plan for people: its stages, where their bytes and seconds go, and on which node:device each runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
 from parallax.common.units import format_bytes, format_seconds
+from parallax.errors import printable
+from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Directive, Plan, Prediction
 from parallax.plan.profile import ModelProfile
 from parallax.report.profile import parameters_of
 
+PLACEMENT = "placement.json"  # of a run directory
+MOST_ROWS = 24  # stages whose placement is shown
 MOST_COLUMNS = 8  # positions whose terms stand side by side
 
 
@@ -86,6 +92,88 @@ def _doing(plan: Plan, index: int) -> str:
 
 def _span(first: int, last: int) -> str:
     return f"{first}–{last}" if last > first else str(first)
+
+
+def placement_table(plan: Plan, cluster: Cluster) -> Table:
+    """A row for each stage; devices are counted on their node."""
+    table = Table(
+        box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption_justify="left"
+    )
+    for heading in ("stage", "blocks", "ranks", "node:device"):
+        table.add_column(heading, justify="left" if heading == "node:device" else "right")
+    stages = range(len(plan.stages))
+    shown = [*stages[: MOST_ROWS // 2], *stages[-MOST_ROWS // 2 :]]
+    for index in shown if len(stages) > MOST_ROWS else stages:
+        stage, ranks = plan.stages[index], plan.ranks(index)
+        table.add_row(
+            str(index),
+            _span(stage.start, stage.stop - 1),
+            _spans(ranks),
+            ", ".join(_devices(ranks, cluster)),
+        )
+    if len(stages) > MOST_ROWS:
+        table.caption = f"{len(stages) - MOST_ROWS} more stages between"
+    return table
+
+
+def placement(plan: Plan, cluster: Cluster, ways: Mapping[str, str]) -> dict[str, object]:
+    """The same for programs; ``ways``: how messages travel, by "sender -> receiver"."""
+    return {
+        "stages": [
+            {
+                "stage": index,
+                "blocks": [stage.start, stage.stop - 1],
+                "ranks": [
+                    {"rank": rank, "device": device}
+                    for rank, device in zip(
+                        plan.ranks(index), (_device(rank, cluster) for rank in plan.ranks(index))
+                    )
+                ],
+            }
+            for index, stage in enumerate(plan.stages)
+        ],
+        "messages": dict(ways),
+    }
+
+
+def save_placement(directory: Path, found: Mapping[str, object]) -> None:
+    """Beside the plan."""
+    (directory / PLACEMENT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def ways_in_words(ways: Mapping[str, str]) -> str:
+    """``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``, by how messages travel."""
+    by_way: dict[str, list[str]] = {}
+    for edge, way in ways.items():
+        by_way.setdefault(way, []).append(edge)
+    parts = []
+    for way, edges in by_way.items():
+        more = f" and {len(edges) - 4} more" if len(edges) > 5 else ""
+        parts.append(f"{way} {', '.join(edges[: 4 if more else 5])}{more}")
+    return "; ".join(parts)
+
+
+def _device(rank: int, cluster: Cluster) -> str:
+    node = cluster.node_of[rank]
+    return f"{cluster.nodes[node].name}:{rank - cluster.node_of.index(node)}"
+
+
+def _devices(ranks: Sequence[int], cluster: Cluster) -> Iterator[str]:
+    for node, found in groupby(ranks, key=lambda rank: cluster.node_of[rank]):
+        first = cluster.node_of.index(node)
+        name = printable(cluster.nodes[node].name)
+        yield f"{name}:{_spans([rank - first for rank in found])}"
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """``0–3, 8``: runs of numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(_span(run[0], run[-1]) for run in runs)
 
 
 def memory_table(plan: Plan) -> Table:

@@ -27,7 +27,7 @@ from parallax.machine.local import (
     probe_speeds,
 )
 from parallax.machine.probes import measure_probes
-from parallax.mesh import direct_backend
+from parallax.mesh import RankDevices
 from parallax.nodes.links import RemoteLink, probe_links
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
@@ -120,7 +120,8 @@ def _between(config: ClusterConfig, nodes: Nodes) -> RemoteLink:
         # A host's ranks share its network card; accelerators mostly have one each.
         return RemoteLink(link, 1.0 if kind == "cpu" else 0.0)
     device = select_device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    return probe_links(nodes, device, direct_backend(device, len(nodes.of)))
+    everyone = range(len(nodes.of))
+    return probe_links(nodes, device, RankDevices.gather(device, len(everyone)).direct(everyone))
 
 
 def _kind(choice: DeviceChoice) -> Kind:

@@ -23,7 +23,7 @@ from parallax.machine.local import ClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
-from parallax.report import plan_table
+from parallax.report import placement_table, plan_table
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.planning import Planned
 from parallax.run.resume import STORED, load_stored, read_stored, settings
@@ -87,6 +87,8 @@ def prepare(
     write_run(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))
+    if len(planned.cluster.nodes) > 1:
+        console.print(placement_table(planned.plan, planned.cluster))
     return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
 
 

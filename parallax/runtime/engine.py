@@ -333,6 +333,11 @@ class Engine:
         self._scale.load_state(found.scale)
         return found.state
 
+    @property
+    def ways(self) -> dict[str, str]:
+        """How messages travel along each edge that this rank sends on: "0 -> 1": "shared memory"."""
+        return self._channels.ways()
+
     def close(self) -> None:
         """Release the tiers below, the channels and the process groups; the engine cannot be used any more."""
         self._optimizer.close()

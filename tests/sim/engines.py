@@ -124,7 +124,7 @@ def train(
                 scratch=Path(folder),
                 precision=precision,
             )
-            assert engine.mesh.direct == (direct and len(replicas) > 1)
+            assert bool(engine.mesh.edges) == (direct and len(replicas) > 1)
             _steps(engine, found, steps, Path(folder), resumed=resumed, fails=fails)
             engine.close()
 

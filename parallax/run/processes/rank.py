@@ -23,8 +23,10 @@ from parallax.machine.device import keep_to, select_device
 from parallax.mesh import start_processes, stop_processes
 from parallax.model.describe import Chain
 from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all
 from parallax.plan.config import AUTO
-from parallax.report import summary_table
+from parallax.plan.inputs import Inputs, inputs_path
+from parallax.report import placement, save_placement, summary_table, ways_in_words
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
 from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
@@ -119,6 +121,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
         chain, loss = build_chain(run.config), build_loss(run.config)
     with watch.phase("building the engine"):
         engine = _build_engine(run, chain, loss, device)
+    _place(run, nodes, engine.ways)
     watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
     watch.serve()
     try:
@@ -152,6 +155,19 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     if stopped:
         dist.barrier()  # a rank that leaves with an error code ends the others
     return stopped
+
+
+def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
+    """Write where everything runs and how it talks; say it where that is not one node."""
+    by_edge = {edge: way for found in from_all(lambda: ways) for edge, way in found.items()}
+    if nodes.rank != 0:
+        return
+    cluster = Inputs.load(inputs_path(run.directory / "plan.yaml")).cluster
+    with contextlib.suppress(OSError):  # a full disk is said by what needs it
+        save_placement(run.directory, placement(run.plan, cluster, by_edge))
+    if nodes.several and by_edge:
+        console = safe_console()
+        console.print(f"messages: {ways_in_words(by_edge)}", highlight=False, soft_wrap=True)
 
 
 def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.device) -> Engine:

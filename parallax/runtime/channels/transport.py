@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallax.machine.device import CopyEngine
-from parallax.mesh import Edge, Mesh
+from parallax.mesh import Edge, Mesh, edges_of
 from parallax.runtime.channels.direct_channel import DirectReceiver, DirectSender
 from parallax.runtime.channels.group_channel import Address, GroupReceiver, GroupSender, staging_for
 from parallax.runtime.channels.message import Copy
@@ -59,7 +60,7 @@ class Channels:
 
     def sender(self, edge: Edge, ahead: int) -> Sender:
         """The end at ``edge.sender``, this rank; at most ``ahead`` messages wait for the peer to take them."""
-        if self._mesh.direct:
+        if self._mesh.direct(edge):
             return DirectSender(*self._addresses(edge), self._mesh.device, ahead)
         if not self._shares_memory(edge.receiver):
             return GroupSender(Address(*self._mesh.channel(edge)), self._staging, ahead)
@@ -68,11 +69,23 @@ class Channels:
 
     def receiver(self, edge: Edge) -> Receiver:
         """The end at ``edge.receiver``, this rank."""
-        if self._mesh.direct:
+        if self._mesh.direct(edge):
             return DirectReceiver(*self._addresses(edge), self._mesh.device)
         if self._listener is None or not self._shares_memory(edge.sender):
             return GroupReceiver(Address(*self._mesh.channel(edge)), self._staging)
         return SharedReceiver(edge, self._listener, self._contacts[edge.sender])
+
+    def ways(self) -> dict[str, str]:
+        """How messages travel along each edge that this rank sends on."""
+        edges = (edge for edge in edges_of(self._mesh.plan) if edge.sender == self._mesh.rank)
+        return {f"{edge.sender} -> {edge.receiver}": self._way(edge) for edge in edges}
+
+    def _way(self, edge: Edge) -> str:
+        if self._mesh.direct(edge):
+            return dist.get_backend(self._mesh.edges[edge])
+        if self._shares_memory(edge.receiver):
+            return "shared memory"
+        return "gloo" if self._mesh.device.type == "cpu" else "gloo, staged through the host"
 
     def drain(self) -> None:
         """Wait until all that was sent is on its way; raise what a send raised."""
