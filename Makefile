@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-sim lint format bench bench-gpu clean
+.PHONY: help train test test-nodes test-sim lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -35,6 +35,9 @@ test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutan
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sim -n $(JOBS) -m "not bench" $(ARGS)
 
 # Types take as long as all else together, and are checked beside it.
+test-nodes: $(INSTALLED_DEV)  ## runs over two hosts, made of network namespaces, which needs root (ARGS go to pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nodes -m nodes -rs $(ARGS)
+
 lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
 	@$(BIN)/mypy >$(VENV)/.types 2>&1 & types=$$!; failed=0; \
 	echo "== ruff check"; $(BIN)/ruff check . || failed=1; \

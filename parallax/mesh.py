@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, PlanError
 from parallax.machine.accelerators import accelerator_named, accelerator_of
+from parallax.machine.host import interface_towards
 from parallax.nodes.places import ALONE, Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.plan import Plan
@@ -273,10 +274,14 @@ def edges_of(plan: Plan) -> Iterator[Edge]:
 def start_processes(file: str | None = None) -> None:
     """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
 
-    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address.
+    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address. Then they talk over the network
+    card that leads there, unless the user names another: gloo asks for this host's name, which often means loopback.
     """
     store: Any
     if file is None:
+        card = interface_towards(os.environ.get("MASTER_ADDR", ""))
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if card else ():
+            os.environ.setdefault(variable, card)
         store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
     else:
         rank, size, restart = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import platform
 import resource
@@ -332,6 +333,22 @@ def host_identity() -> str:
 def node_name() -> str:
     """What this node is called: by Slurm where it started this process, otherwise by itself."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def interface_towards(address: str) -> str:
+    """The network card over which this host reaches ``address``, which may be its own; empty where that is loopback or
+    cannot be told. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, *_, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(place)
+            own = way.getsockname()[0]
+        if ipaddress.ip_address(own).is_loopback:
+            return ""
+        for name, entries in psutil.net_if_addrs().items():
+            if own in (entry.address for entry in entries):
+                return name
+    return ""
 
 
 def cpu_model() -> str:
