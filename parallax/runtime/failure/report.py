@@ -33,6 +33,10 @@ class FailureKind(StrEnum):
     STOPPED = "stopped"
 
 
+_SPEECHLESS = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)
+"""Of which a rank cannot tell itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """What a rank was last seen doing: its action, in which step, for how many seconds as it said itself, and how many
@@ -120,6 +124,32 @@ def name(
         return f"rank {rank}{on}"
     stage = place[0] if action is None else action.stage
     return f"rank {rank} (stage {stage}, replica {place[1]}){on}"
+
+
+def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:
+    """Who says it, of ranks on ``hosts`` of which those ``present`` are still there: the rank that failed; where it
+    cannot, the first beside it on its host, otherwise the first of all. Nobody for all, -1, where hosts cannot reach
+    each other."""
+    if report.how not in _SPEECHLESS:
+        return report.rank
+    if report.how is FailureKind.CUT:
+        return -1
+    return min(
+        (rank for rank in present if rank != report.rank),
+        key=lambda rank: (hosts[rank] != hosts[report.rank], rank),
+        default=-1,
+    )
+
+
+def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
+    """Whether ``rank`` says it. Where rank 0, which names the speaker, has gone, or nothing goes between hosts, each
+    host's first does."""
+    if report.how not in _SPEECHLESS:
+        return report.rank == rank
+    if report.speaker >= 0:
+        return report.speaker == rank
+    beside = [r for r, host in enumerate(hosts) if host == hosts[rank] and r != report.rank]
+    return rank == beside[0]
 
 
 def root_cause(

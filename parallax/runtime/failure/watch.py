@@ -46,6 +46,8 @@ from parallax.runtime.failure.report import (
     complaint,
     name,
     root_cause,
+    speaker,
+    speaks,
 )
 from parallax.runtime.failure.waking import WakeUp
 
@@ -53,8 +55,6 @@ PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has
 _BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
 _LOOK_SECONDS = 0.1  # between two looks at the engine
 _HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
-# Of which a rank cannot tell itself.
-_SPEECHLESS = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)
 # Without a look: this process itself was stopped, and knows nothing of the others.
 _PAUSE_SECONDS = 5.0
 # What those that have nothing to say leave the one that has: torchrun stops it with them.
@@ -275,7 +275,9 @@ class Watch:
         if self._report is not None:
             return
         if self.rank == 0:
-            report = replace(report, speaker=self._speaker(report))
+            report = replace(
+                report, speaker=speaker(report, self._met.hosts, self._present(report))
+            )
             for link in self._links.values():
                 link.send({"report": report.to_dict()})
         self._report = report
@@ -285,7 +287,7 @@ class Watch:
                 time.sleep(PATIENCE_SECONDS)  # the main thread speaks and leaves
             if report.how is FailureKind.HANGS:
                 report = self._with_stacks(report)
-        if self._speaks(report):
+        if speaks(report, self.rank, self._met.hosts):
             self.say(report)
             silent = report.how is FailureKind.SILENT
             if silent and self._met.hosts[report.rank] == self._met.hosts[self.rank]:
@@ -298,35 +300,11 @@ class Watch:
             )
         os._exit(report.code)
 
-    def _speaker(self, report: FailureReport) -> int:
-        """Who says it: the rank that failed; where it cannot, the first beside it on its host that is still there,
-        otherwise the first of all. Nobody for all where hosts cannot reach each other."""
-        if report.how not in _SPEECHLESS:
-            return report.rank
-        if report.how is FailureKind.CUT:
-            return -1
-        hosts = self._met.hosts
-        if len(set(hosts)) > 1:
+    def _present(self, report: FailureReport) -> list[int]:
+        """The ranks that are still there, as rank 0 sees it."""
+        if report.how is FailureKind.LOST and len(set(self._met.hosts)) > 1:
             time.sleep(_FOLLOW_SECONDS)  # a host that goes takes all of its ranks along
-        others = [0, *(peer for peer, link in self._links.items() if not link.ended)]
-        return min(
-            (rank for rank in others if rank != report.rank),
-            key=lambda rank: (hosts[rank] != hosts[report.rank], rank),
-            default=-1,
-        )
-
-    def _speaks(self, report: FailureReport) -> bool:
-        """Whether this rank says it. Where rank 0 has gone, or nothing goes between hosts, each host's first does."""
-        if report.how not in _SPEECHLESS:
-            return report.rank == self.rank
-        if report.speaker >= 0:
-            return report.speaker == self.rank
-        hosts = self._met.hosts
-        return self.rank == next(
-            rank
-            for rank, host in enumerate(hosts)
-            if rank != report.rank and host == hosts[self.rank]
-        )
+        return [0, *(peer for peer, link in self._links.items() if not link.ended)]
 
     def _with_stacks(self, report: FailureReport) -> FailureReport:
         """Say where this rank hangs, and leave the stacks of its threads."""

@@ -127,3 +127,26 @@ def test_placement_says_which_ranks_hold_a_position() -> None:
     assert near.step_seconds == pytest.approx(6)
     assert far.step_seconds == pytest.approx(6 + 20)
     assert {span.rank: span.stage for span in near.spans} == {0: 0, 2: 0, 1: 1, 3: 1}
+
+
+def test_ranks_of_a_node_may_share_its_network() -> None:
+    """Two stages on each of two nodes, messages of one second from both ranks of one to both of the other."""
+    blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]
+    link = Link(bytes_per_second=5)
+
+    def step(ways: float) -> float:
+        two = replace(nodes(2, 2, remote=link), remote_ways=ways)
+        return run(blocks, stages([0, 1, 2], [2, 2]), rows=2, micro=1, machines=two).step_seconds
+
+    own, shared = step(0.0), step(1.0)
+    assert own == pytest.approx(2 + 1)
+    assert shared == pytest.approx(4 + 1)
+    assert own < step(1.5) < shared
+
+
+def test_a_ring_over_shared_networks_leaves_each_node_once() -> None:
+    link = Link(bytes_per_second=10, latency_seconds=1)
+    shared = replace(nodes(2, 2, local=Link(bytes_per_second=1), remote=link), remote_ways=1.0)
+    assert all_reduce_seconds(80, range(4), shared) == pytest.approx(2 * 3 * (1 + 2))
+    assert all_reduce_seconds(80, [0, 2], shared) == pytest.approx(2 * (1 + 4))
+    assert all_reduce_seconds(80, [0, 1], shared) == pytest.approx(2 * 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,8 @@ from parallax.runtime.failure.report import (
     complaint,
     name,
     root_cause,
+    speaker,
+    speaks,
 )
 
 LIMIT = 60.0
@@ -140,3 +143,38 @@ def test_what_travels_comes_back() -> None:
     assert FailureReport.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
     assert verdict.text == "rank 1 ended without a word, last seen after step 3"
     assert FailureReport(0, FailureKind.RAISED, "", "wrong input").text == "wrong input"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "failed", "gone", "named"),
+    [
+        ("aabb", 2, {2}, 3),  # beside it
+        ("aabb", 2, {2, 3}, 0),  # its host has gone
+        ("aabb", 1, {1}, 0),
+        ("aaa", 2, {2}, 0),
+    ],
+)
+def test_who_speaks_for_a_rank_that_cannot_is_still_there(
+    hosts: str, failed: int, gone: set[int], named: int
+) -> None:
+    report = FailureReport(failed, FailureKind.LOST, "", "")
+    present = [rank for rank in range(len(hosts)) if rank not in gone]
+    assert speaker(report, hosts, present) == named
+    told = replace(report, speaker=named)
+    assert [rank for rank in present if speaks(told, rank, hosts)] == [named]
+
+
+@pytest.mark.parametrize(
+    ("how", "failed", "speaking"),
+    [(FailureKind.CUT, 2, [0, 3]), (FailureKind.LOST, 0, [1, 2]), (FailureKind.CUT, 0, [1, 2])],
+)
+def test_each_host_speaks_where_none_reaches_all(
+    how: FailureKind, failed: int, speaking: list[int]
+) -> None:
+    report = FailureReport(failed, how, "", "")
+    assert [r for r in range(4) if r != failed and speaks(report, r, "aabb")] == speaking
+
+
+def test_a_node_is_named_where_there_are_several() -> None:
+    assert name(1, None, node="b") == "rank 1 on b"
+    assert name(1, (0, 2), node="b") == "rank 1 (stage 0, replica 2) on b"

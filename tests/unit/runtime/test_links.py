@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,3 +73,48 @@ def test_addresses_begin_with_the_interface_torch_is_told_to_use(
     found = addresses(one_host=False)
     assert "127.0.0.1" in found
     assert not [a for a in found[: found.index("127.0.0.1")] if a.startswith("127.") or a == "::1"]
+
+
+def linked() -> tuple[PeerLink, PeerLink]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return PeerLink(one), PeerLink(other)
+
+
+def test_a_link_has_ended_when_all_was_read() -> None:
+    here, there = linked()
+    with contextlib.closing(here):
+        assert not here.ended
+        there.send({"last": "words"})
+        there.close()
+        assert not here.ended
+        assert list(here.receive()) == [{"last": "words"}]
+        assert here.ended
+        with pytest.raises(ConnectionError, match="has gone"):
+            list(here.receive())
+
+
+class _Cut:
+    """A socket whose kernel has had no answer."""
+
+    def recv(self, count: int) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+
+class _Slow:
+    """One on which nothing has come yet."""
+
+    def recv(self, count: int) -> bytes:
+        raise TimeoutError("timed out")
+
+
+def test_a_cut_network_is_no_slow_peer() -> None:
+    here, there = linked()
+    with contextlib.closing(there), contextlib.closing(here.socket):
+        here.socket, real = _Slow(), here.socket  # type: ignore[assignment]
+        assert list(here.receive()) == []
+        here.socket = _Cut()  # type: ignore[assignment]
+        with pytest.raises(links.UnreachableError):
+            list(here.receive())
+        real.close()

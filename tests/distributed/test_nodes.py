@@ -1,0 +1,233 @@
+"""Several hosts as one, with processes of this one that are told to be on others, each in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallax.errors import CheckpointError, ConfigError
+from parallax.nodes import links
+from parallax.nodes.places import Nodes, find_sites
+from parallax.nodes.together import from_all, from_first
+from parallax.runtime.checkpoint import CheckpointReader, checkpoint_name
+from tests.distributed.pool import Pool
+from tests.distributed.test_checkpoint import CASE, STATE
+
+SPREAD = CASE.under([1, 2])  # ranks 1 and 2 are replicas
+
+
+@contextmanager
+def on_host(name: str, folder: Path) -> Iterator[None]:
+    """What runs inside believes to be on another host, and starts in a folder of that host."""
+    before = Path.cwd()
+    place = folder / name
+    place.mkdir(parents=True, exist_ok=True)
+    os.chdir(place)
+    try:
+        with (
+            mock.patch("parallax.nodes.places.host_identity", return_value=name),
+            mock.patch("parallax.nodes.places.node_name", return_value=name),
+            mock.patch("parallax.nodes.places._SEEN_SECONDS", 0.1),
+            mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}),
+        ):
+            yield
+    finally:
+        os.chdir(before)
+
+
+def there(hosts: list[str], folder: Path, call: Callable[..., Any], *args: Any) -> Any:
+    with on_host(hosts[dist.get_rank()], folder):
+        return call(*args)
+
+
+# ---- jobs
+
+
+def gathered() -> tuple[Any, ...]:
+    nodes = Nodes.gather()
+    return nodes.names, nodes.of, nodes.mine, nodes.local_count, nodes.leads
+
+
+def sites(directory: Path) -> tuple[bool, bool, bool]:
+    found = find_sites(directory, Nodes.gather())
+    assert directory.is_dir()
+    assert not list(directory.iterdir())
+    return found.shared, found.leads, found.at_first
+
+
+def unwritable(directory: Path) -> str:
+    if dist.get_rank() == 1:
+        directory.parent.write_text("no folder")
+    try:
+        find_sites(directory, Nodes.gather())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refusing() -> tuple[str, str]:
+    def second() -> None:
+        if dist.get_rank() == 1:
+            raise ConfigError("of rank 1")
+
+    told = []
+    for call in (lambda: from_all(second), lambda: from_first(second)):
+        try:
+            call()
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+    return told[0], told[1]
+
+
+def probed() -> tuple[float, float, float, bool]:
+    nodes, cpu = Nodes.gather(), torch.device("cpu")
+    with mock.patch.object(links, "_LONG_SECONDS", 0.002):
+        first = links.probe_links(nodes, cpu)
+        again = links.probe_links(nodes, cpu)
+    return first.link.bytes_per_second, first.link.latency_seconds, first.ways, again == first
+
+
+def offset(late: float) -> float:
+    clock = time.perf_counter
+    shift = late if dist.get_rank() else 0.0
+    with mock.patch.object(links.time, "perf_counter", side_effect=lambda: clock() + shift):
+        return links.clock_offset(Nodes.gather())
+
+
+def trained(folder: Path, first: int, last: int) -> Any:
+    """Steps ``first`` to ``last`` of a run with checkpoints where its rank starts."""
+    engine = SPREAD.engine(folder)
+    checkpoints = Path("checkpoints")
+    if first:
+        found, remarks = engine.checkpoints(checkpoints)
+        assert [path.name for path in found] == [checkpoint_name(first)]
+        assert not remarks
+        engine.load(found[-1])
+    losses = [engine.step(batch).loss for batch in SPREAD.batches()[first:last]]
+    weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+    engine.save(checkpoints, STATE)
+    engine.close()
+    return losses, weights
+
+
+def usable(folder: Path) -> Any:
+    engine = SPREAD.engine(folder)
+    try:
+        found, remarks = engine.checkpoints(Path("checkpoints"))
+        return [path.name for path in found], remarks
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+# ---- tests
+
+
+def test_ranks_that_follow_each_other_on_a_host_are_a_node(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(there, 4, ["x", "y", "y", "x"], tmp_path, gathered)
+    assert found == [
+        (("x-0", "y", "x-2"), (0, 1, 1, 2), 0, 2, True),
+        (("x-0", "y", "x-2"), (0, 1, 1, 2), 1, 2, True),
+        (("x-0", "y", "x-2"), (0, 1, 1, 2), 1, 2, False),
+        (("x-0", "y", "x-2"), (0, 1, 1, 2), 2, 2, True),
+    ]
+
+
+def test_a_directory_is_shared_where_all_see_the_same_file(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(there, 2, ["x", "y"], tmp_path, sites, tmp_path / "shared") == [
+        (True, True, True),
+        (True, False, True),
+    ]
+    assert pool.run(there, 3, ["x", "y", "y"], tmp_path, sites, Path("own")) == [
+        (False, True, True),
+        (False, True, False),
+        (False, False, False),
+    ]
+
+
+def test_a_node_that_cannot_write_is_named_on_all(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(there, 2, ["x", "y"], tmp_path, unwritable, Path("runs/one"))
+    assert told[0] == told[1]
+    assert told[0].startswith("cannot write runs/one on node")
+
+
+def test_the_error_of_one_is_that_of_all(pool: Pool) -> None:
+    assert pool.run(refusing, 2) == [("of rank 1", "")] * 2
+
+
+def test_links_are_measured_once(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(there, 4, ["x", "x", "y", "y"], tmp_path, probed)
+    assert len(set(found)) == 1
+    rate, latency, ways, kept = found[0]
+    assert 1e6 < rate < 1e12
+    assert 0 < latency < 1
+    assert ways == 0 or 1 <= ways <= 2
+    assert kept
+    assert len(list((tmp_path / "cache").rglob("link-*.json"))) == 1
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_neighbours_are_measured_without_a_node_in_two_pairs(count: int) -> None:
+    rounds = list(links._rounds(count))
+    for pairs in rounds:
+        nodes = [node for pair in pairs for node in pair]
+        assert len(set(nodes)) == len(nodes)
+    pairs = {frozenset(pair) for turn in rounds for pair in turn}
+    assert pairs == {frozenset((node, (node + 1) % count)) for node in range(count)}
+    assert sum(map(len, rounds)) == len(pairs)
+
+
+def test_clocks_are_told_apart(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(there, 3, ["x", "y", "y"], tmp_path, offset, 1000.0)
+    assert found[0] == 0
+    assert found[1] == found[2] == pytest.approx(-1000, abs=0.1)
+
+
+def test_checkpoints_lie_on_the_nodes_and_go_on_on_others(pool: Pool, tmp_path: Path) -> None:
+    """Stages that share a parameter, and replicas that have theirs on another node, need what others have saved."""
+    hosts = ["x", "x", "y"]
+    pool.run(there, 3, hosts, tmp_path, trained, tmp_path, 0, 2)
+    kept = [
+        {path.name for path in (tmp_path / host / "checkpoints").rglob("*.safetensors")}
+        for host in "xy"
+    ]
+    assert kept[0] == {"stage-00.safetensors", "stage-01.safetensors"}
+    assert kept[1] == {"stage-01-replica-01.safetensors"}  # of states that it alone knows: none
+    folder = tmp_path / "y/checkpoints" / checkpoint_name(2)
+    assert set(json.loads((folder / "checkpoint.json").read_text())["nodes"].values()) == {"x"}
+    with pytest.raises(CheckpointError, match=r"on this node what no node saved, and .* is on x"):
+        CheckpointReader(folder).check_whole()
+    # The nodes' ranks come in another order.
+    again = pool.run(there, 3, ["y", "x", "x"], tmp_path, trained, tmp_path, 2, 4)
+    straight = pool.run(there, 3, ["z"] * 3, tmp_path, trained, tmp_path, 0, 4)
+    for (losses, weights), (due_losses, due_weights) in zip(again, straight):
+        assert losses == due_losses[2:]
+        assert weights.keys() == due_weights.keys()
+        assert all(torch.equal(weights[name], due) for name, due in due_weights.items())
+
+
+def test_a_node_that_has_lost_its_checkpoints_is_named(pool: Pool, tmp_path: Path) -> None:
+    hosts = ["x", "y", "y"]
+    pool.run(there, 3, hosts, tmp_path, trained, tmp_path, 0, 1)
+    newer = tmp_path / "x" / "checkpoints" / checkpoint_name(9)
+    newer.mkdir()
+    (newer / "checkpoint.json").write_text("{}")
+    found = pool.run(there, 3, hosts, tmp_path, usable, tmp_path)
+    remark = f"checkpoints/{checkpoint_name(9)} is not on y"
+    assert found == [([checkpoint_name(1)], [remark])] * 3
+    (tmp_path / "y" / "checkpoints").rename(tmp_path / "lost")
+    found = pool.run(there, 3, hosts, tmp_path, usable, tmp_path)
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"checkpoints/{checkpoint_name(9)} is not on y: run on the nodes")
