@@ -96,6 +96,7 @@ def _span(first: int, last: int) -> str:
 
 def placement_table(plan: Plan, cluster: Cluster) -> Table:
     """A row for each stage; devices are counted on their node."""
+    names = [cluster.nodes[node].name for node in cluster.node_of]
     table = Table(
         box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption_justify="left"
     )
@@ -109,25 +110,23 @@ def placement_table(plan: Plan, cluster: Cluster) -> Table:
             str(index),
             _span(stage.start, stage.stop - 1),
             _spans(ranks),
-            ", ".join(_devices(ranks, cluster)),
+            ", ".join(_devices(ranks, names)),
         )
     if len(stages) > MOST_ROWS:
         table.caption = f"{len(stages) - MOST_ROWS} more stages between"
     return table
 
 
-def placement(plan: Plan, cluster: Cluster, ways: Mapping[str, str]) -> dict[str, object]:
-    """The same for programs; ``ways``: how messages travel, by "sender -> receiver"."""
+def placement(plan: Plan, names: Sequence[str], ways: Mapping[str, str]) -> dict[str, object]:
+    """The same for programs. ``names``: the node of each rank; ``ways``: how messages travel, by "0 -> 1"."""
     return {
         "stages": [
             {
                 "stage": index,
                 "blocks": [stage.start, stage.stop - 1],
                 "ranks": [
-                    {"rank": rank, "device": device}
-                    for rank, device in zip(
-                        plan.ranks(index), (_device(rank, cluster) for rank in plan.ranks(index))
-                    )
+                    {"rank": rank, "device": f"{names[rank]}:{_local(rank, names)}"}
+                    for rank in plan.ranks(index)
                 ],
             }
             for index, stage in enumerate(plan.stages)
@@ -153,16 +152,13 @@ def ways_in_words(ways: Mapping[str, str]) -> str:
     return "; ".join(parts)
 
 
-def _device(rank: int, cluster: Cluster) -> str:
-    node = cluster.node_of[rank]
-    return f"{cluster.nodes[node].name}:{rank - cluster.node_of.index(node)}"
+def _local(rank: int, names: Sequence[str]) -> int:
+    return rank - names.index(names[rank])
 
 
-def _devices(ranks: Sequence[int], cluster: Cluster) -> Iterator[str]:
-    for node, found in groupby(ranks, key=lambda rank: cluster.node_of[rank]):
-        first = cluster.node_of.index(node)
-        name = printable(cluster.nodes[node].name)
-        yield f"{name}:{_spans([rank - first for rank in found])}"
+def _devices(ranks: Sequence[int], names: Sequence[str]) -> Iterator[str]:
+    for name, found in groupby(ranks, key=lambda rank: names[rank]):
+        yield f"{printable(name)}:{_spans([_local(rank, names) for rank in found])}"
 
 
 def _spans(numbers: Sequence[int]) -> str:

@@ -25,7 +25,6 @@ from parallax.model.describe import Chain
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.config import AUTO
-from parallax.plan.inputs import Inputs, inputs_path
 from parallax.report import placement, save_placement, summary_table, ways_in_words
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
 from parallax.run.nodes import node_devices
@@ -162,9 +161,9 @@ def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
     by_edge = {edge: way for found in from_all(lambda: ways) for edge, way in found.items()}
     if nodes.rank != 0:
         return
-    cluster = Inputs.load(inputs_path(run.directory / "plan.yaml")).cluster
+    names = [nodes.name(rank) for rank in range(len(nodes.of))]
     with contextlib.suppress(OSError):  # a full disk is said by what needs it
-        save_placement(run.directory, placement(run.plan, cluster, by_edge))
+        save_placement(run.directory, placement(run.plan, names, by_edge))
     if nodes.several and by_edge:
         console = safe_console()
         console.print(f"messages: {ways_in_words(by_edge)}", highlight=False, soft_wrap=True)
