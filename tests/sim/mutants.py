@@ -260,9 +260,11 @@ def _in_pairs(number: int) -> str:
 
 def _first_found(each: Sequence[Sequence[str]]) -> str:
     """What one of some processes found first, with these arguments; '' where all find nothing."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.sim.mutants", "mutate"]
     with contextlib.ExitStack() as stack:
+        # Those that are ended early leave files there.
+        own = {"TMPDIR": stack.enter_context(tempfile.TemporaryDirectory())}
+        environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         running = []
         for arguments in each:
             process = subprocess.Popen(
