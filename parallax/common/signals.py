@@ -136,6 +136,11 @@ class Requests:
         self.first, self.impatient = 0, False
         self._when = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Since the first; 0 where there is none."""
+        return time.monotonic() - self._when if self.first else 0.0
+
     def add(self, number: int) -> None:
         """Take note of a signal."""
         now = time.monotonic()

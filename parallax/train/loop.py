@@ -44,7 +44,8 @@ class TrainerConfig:
     that stays longer in one action, does not answer for longer, or outside of steps shows no sign of life for longer,
     ends the run with its name (never less than two predicted steps); 0 lets it hang. ``phase_seconds``: the most that
     anything else may take, such as loading data, building the engine, the first steps with ``compile``, an evaluation,
-    a checkpoint; 0 sets no limit.
+    a checkpoint; 0 sets no limit. ``grace_seconds``: within which a run that is asked to end must have its checkpoint,
+    as whoever asked will not wait longer; after that it ends without; 0 sets no limit.
     """
 
     steps: int = 60
@@ -58,6 +59,7 @@ class TrainerConfig:
     resume: str = "auto"
     watchdog_seconds: float = 60.0
     phase_seconds: float = 3600.0
+    grace_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch", "eval_batches"):
@@ -68,6 +70,7 @@ class TrainerConfig:
             "keep_checkpoints",
             "watchdog_seconds",
             "phase_seconds",
+            "grace_seconds",
         ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
@@ -214,6 +217,7 @@ class _Run:
             return self._end()
 
     def _end(self) -> dict[str, Any]:
+        self._onlooker.served()
         # Before the ranks meet: where there is a summary, there is this.
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)

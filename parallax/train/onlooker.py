@@ -13,6 +13,9 @@ class Onlooker(Protocol):
     def asked(self) -> int:
         """The number of the signal that asked this rank to end, or 0."""
 
+    def served(self) -> None:
+        """What such a signal asks for is done: everything is saved."""
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around what this rank does outside of steps."""
 
@@ -23,6 +26,9 @@ class Nobody:
     def asked(self) -> int:
         """Nobody asks."""
         return 0
+
+    def served(self) -> None:
+        """Nobody waits."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Nobody looks."""

@@ -261,6 +261,38 @@ def test_whatever_the_run_is_doing(
     assert ("continuing after step" in out) == (where != "building")
 
 
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGUSR1, 1),  # 0 says that what was asked for is done
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_cannot_be_saved_in_time_ends_without(
+    here: Path, number: signal.Signals, code: int
+) -> None:
+    """Whoever asked kills it then anyway, without a word."""
+    sleeping = ASKING.replace('ask("step")', "time.sleep(60)")
+    (here / "asking.py").write_text(sleeping)
+    run = prepared(*OWN, "trainer.grace_seconds=1")
+    process = start([*MODULE, "train", "--run-dir", str(run)])
+    wait_for((run / "events-rank1.jsonl").exists, "the loop")
+    time.sleep(0.5)  # until it has begun a step
+    for each in ranks(process):
+        each.send_signal(number)
+    found, _, err = finish(process)
+    assert found == code
+    assert re.fullmatch(
+        rf"parallax: stopped by {number.name}, but nothing could be saved within 1 s \(trainer.grace_seconds\): "
+        r"rank [01] \(stage [01], replica 0\) is still in .* of micro-batch 0, step 0; what came after the last "
+        r"checkpoint is lost, the same run continues from there",
+        one_line(err),
+    ), err
+    assert list_checkpoints(run / "checkpoints") == []
+    assert running(here) == []
+    assert temporary() == []
+
+
 @ON_ONE_RANK_AND_ON_TWO
 def test_a_second_ctrl_c_ends_at_once(here: Path, replicas: tuple[int, ...]) -> None:
     (here / "asking.py").write_text(ASKING.replace('ask("step")', "time.sleep(5)"))

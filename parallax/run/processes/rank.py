@@ -69,7 +69,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         _meet()
         watch = Watch.start(say)
         usual = TrainerConfig()  # until the run says otherwise
-        watch.limit(usual.watchdog_seconds, usual.phase_seconds)
+        watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
             nodes = Nodes.gather()
             if directory is None:
@@ -217,11 +217,12 @@ def _in_run_directory(error: Exception, directory: Path) -> Exception:
     return ConfigError(f"cannot open {name}: {error.strerror}; make the run directory writable")
 
 
-def _limits(run: PreparedRun) -> tuple[float, float]:
-    """Seconds that an action, and that anything else may take."""
+def _limits(run: PreparedRun) -> tuple[float, float, float]:
+    """Seconds that an action, that anything else, and that saving after a request to end may take."""
     trainer = run.config.trainer
     slow = _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
-    return trainer.watchdog_seconds and max(trainer.watchdog_seconds, slow), trainer.phase_seconds
+    action = trainer.watchdog_seconds and max(trainer.watchdog_seconds, slow)
+    return action, trainer.phase_seconds, trainer.grace_seconds
 
 
 def _on_drift(config: RunConfig) -> OnDrift:

@@ -23,7 +23,8 @@ _BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: w
 
 class FailureKind(StrEnum):
     """How a rank came to its end: it raised, its process ended without a word, nothing reaches its host, it stays in
-    one action, it does not answer, or somebody stopped it on purpose."""
+    one action, it does not answer, somebody stopped it on purpose, or somebody did and it could not save in the time
+    that it had."""
 
     RAISED = "raised"
     LOST = "lost"
@@ -31,6 +32,7 @@ class FailureKind(StrEnum):
     HANGS = "hangs"
     SILENT = "silent"
     STOPPED = "stopped"
+    OVERDUE = "overdue"
 
 
 _SPEECHLESS = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)

@@ -65,10 +65,12 @@ _FOLLOW_SECONDS = 0.2
 class HangLimits:
     """More than ``seconds`` in one action, without an answer, or outside of steps without a sign of life are a hang,
     and so are more than ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps, which
-    compile, take as long as a phase. The stacks of a rank that hangs are left in ``directory``."""
+    compile, take as long as a phase. A rank that is asked to end has ``grace_seconds`` to save. The stacks of a rank
+    that hangs are left in ``directory``."""
 
     seconds: float = 0.0
     phase_seconds: float = 0.0
+    grace_seconds: float = 0.0
     patient_steps: int = 0
     directory: Path | None = None
 
@@ -93,7 +95,7 @@ class Watch:
         self._looked = self._told = time.monotonic()
         self._heard = [self._looked] * size
         self._requests = Requests()
-        self._serving = False
+        self._serving = self._served = False
         self._leaving = float("inf")
         self._claim: FailureReport | None = None
         self._report: FailureReport | None = None
@@ -116,10 +118,20 @@ class Watch:
         watch._thread.start()
         return watch
 
-    def limit(self, seconds: float, phase_seconds: float, directory: Path | None = None) -> None:
+    def limit(
+        self,
+        seconds: float,
+        phase_seconds: float,
+        grace_seconds: float,
+        directory: Path | None = None,
+    ) -> None:
         """Set what :class:`HangLimits` says."""
         self._limits = replace(
-            self._limits, seconds=seconds, phase_seconds=phase_seconds, directory=directory
+            self._limits,
+            seconds=seconds,
+            phase_seconds=phase_seconds,
+            grace_seconds=grace_seconds,
+            directory=directory,
         )
 
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
@@ -135,6 +147,10 @@ class Watch:
         """From now on requests to end are the caller's to serve, who asks for them with :meth:`asked`. Before that,
         there is nothing to save: they end all ranks."""
         self._serving = True
+
+    def served(self) -> None:
+        """Everything is saved: no request to end can be late any more."""
+        self._served = True
 
     def asked(self) -> int:
         """The signal that asked this rank to end; 0 where none has."""
@@ -231,7 +247,7 @@ class Watch:
         if self.rank != 0 and 0 in self._links:
             # Comes back, or another one does.
             self._links[0].send({"report": self._claim.to_dict()})
-            if self._claim.how is FailureKind.STOPPED:
+            if self._claim.how in (FailureKind.STOPPED, FailureKind.OVERDUE):
                 self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
         else:
             self._decide(self._claim)
@@ -250,10 +266,29 @@ class Watch:
             self._told = now
             for link in self._links.values():
                 link.send({"seen": seen.to_list()})
+        if self._late():
+            self.claim(self._overdue())
         if now > self._leaving and self._claim is not None:
             os._exit(self._claim.code)
         if self._limits.seconds and self._report is None:
             self._judge(now)
+
+    def _late(self) -> bool:
+        """Whether this rank was asked to end, and has not saved within the time that there is for it."""
+        open_request = self._serving and not self._served and self._claim is None
+        return open_request and 0 < self._limits.grace_seconds < self._requests.seconds
+
+    def _overdue(self) -> FailureReport:
+        number, seconds = self._requests.first, self._limits.grace_seconds
+        seen = self._seen[self.rank]
+        return FailureReport(
+            self.rank,
+            FailureKind.OVERDUE,
+            f"{stopped_by(number)}, but nothing could be saved within {seconds:g} s (trainer.grace_seconds):",
+            f"{self._name(self.rank, seen.action)} is still {'in ' if seen.action else ''}{seen}",
+            "; what came after the last checkpoint is lost, the same run continues from there",
+            exit_code(number) or 1,
+        )
 
     def _judge(self, now: float) -> None:
         """Rank 0 judges all, the others rank 0, and that only if it does not answer."""
