@@ -48,14 +48,14 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 "$python" -m torch.distributed.run \
     --nnodes=1 --nproc-per-node="$processes" --max-restarts="${RESTARTS:-0}" --monitor-interval=0.1 \
     --rdzv-backend=c10d --rdzv-endpoint="$meeting/rendezvous" --rdzv-conf=store_type=file --rdzv-id="parallax-$$" \
+    --log-dir="$meeting/logs" \
     -m parallax train "$@" &
 torchrun=$!
 trap 'kill -TERM "$torchrun" 2>/dev/null || true' TERM INT HUP
 
 # A signal ends `wait` before torchrun has ended: wait again.
-code=0
-while true; do
-    wait "$torchrun" && code=0 || code=$?
-    kill -0 "$torchrun" 2>/dev/null || break
+while kill -0 "$torchrun" 2>/dev/null; do
+    wait "$torchrun" || true
 done
+wait "$torchrun" && code=0 || code=$?
 exit "$code"
