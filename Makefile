@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-nodes test-sim lint format bench bench-gpu clean
+.PHONY: help train test test-nodes test-sim test-slurm lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -34,10 +34,19 @@ test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
 test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutants too (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sim -n $(JOBS) -m "not bench" $(ARGS)
 
-# Types take as long as all else together, and are checked beside it.
 test-nodes: $(INSTALLED_DEV)  ## runs over two hosts, made of network namespaces, which needs root (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nodes -m nodes -rs $(ARGS)
 
+# Slurm's daemons run as root. Where they are missing and cannot be installed, the tests say so and are skipped.
+test-slurm: $(INSTALLED_DEV)  ## jobs of a real Slurm on this machine; as root, installs Debian's slurm-wlm and munge
+	@for daemon in munged slurmctld slurmd; do PATH="$$PATH:/usr/sbin" command -v $$daemon >/dev/null || missing=1; done; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then echo "installing Slurm"; \
+	export DEBIAN_FRONTEND=noninteractive; apt-get -qq update && \
+	apt-get -qq install --yes --no-install-recommends slurm-wlm munge >/dev/null || exit 1; \
+	elif [ -n "$$missing" ]; then echo "Slurm is not installed: as root, apt-get install slurm-wlm munge" >&2; fi
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
+
+# Types take as long as all else together, and are checked beside it.
 lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
 	@$(BIN)/mypy >$(VENV)/.types 2>&1 & types=$$!; failed=0; \
 	echo "== ruff check"; $(BIN)/ruff check . || failed=1; \

@@ -24,7 +24,7 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 
 def what_if(parsed: argparse.Namespace, console: Console) -> int:
     """Plan every combination; the exit code. All of them are read before the first is planned."""
-    alternatives = [_alternative(text) for text in parsed.what_if]
+    alternatives = [alternative(text, "--what-if") for text in parsed.what_if]
     combinations = [dict(chosen) for chosen in itertools.product(*alternatives)]
     outcomes: list[Outcome] = []
     mistakes: list[ConfigError] = []
@@ -55,13 +55,13 @@ def what_if(parsed: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _alternative(text: str) -> list[tuple[str, str]]:
-    """``key=a,b`` as the pairs to choose one from."""
+def alternative(text: str, option: str) -> list[tuple[str, str]]:
+    """``key=a,b``, given to ``option``, as the pairs to choose one from."""
     key, equals, values = text.partition("=")
     found = list(_split(values))
     if not equals or not key or not all(found):
         raise ConfigError(
-            f"--what-if {text}: accepted is key=VALUE,VALUE such as devices=2,4 or model.layers=12,24"
+            f"{option} {text}: accepted is key=VALUE,VALUE such as devices=2,4 or model.layers=12,24"
         )
     return [(SHORT.get(key, key), value) for value in found]
 

@@ -71,7 +71,7 @@ def prepare(
         config = found.config
         work.limit(config.trainer)
         local_cluster(config)
-        name = config.name if config.name != "auto" else _free_name()
+        name = config.name if config.name != "auto" else free_name()
         config, directory = replace(config, name=name), RUNS / name
         saved = config.checkpoint.folder(directory)
         if config.trainer.resume == "never" and saved.exists():
@@ -92,7 +92,7 @@ def prepare(
     return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
 
 
-def _free_name() -> str:
+def free_name() -> str:
     """The time, and a number where runs begin in one second."""
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (now, *(f"{now}-{number}" for number in range(2, 1000)))

@@ -189,7 +189,7 @@ def test_the_wheel_holds_every_config(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"parallax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
-    code = {str(path.relative_to(ROOT)) for path in MODULES}
+    code = {str(path.relative_to(ROOT)) for path in [*MODULES, *PACKAGE.rglob("*.sh")]}
     assert configs
     assert held >= configs | code | {"parallax/py.typed"}
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in held)

@@ -1,0 +1,148 @@
+"""What ``parallax launch`` does."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallax.commands.launch.size import count_of, job_size
+from parallax.commands.options import RUNS, add_overrides
+from parallax.commands.what_if import alternative
+from parallax.common.terminal import safe_console
+from parallax.config import RunConfig, said
+from parallax.errors import ConfigError, printable
+from parallax.plan.analytic.catalog import CatalogClusterConfig
+from parallax.plan.tier import AUTO
+from parallax.run.prepare import free_name
+from parallax.run.resume import settings
+from parallax.run.slurm.job import LOG, SlurmJob
+from parallax.run.working import working
+
+EXAMPLES = """examples:
+  parallax launch --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 name=deeper model.layers=96 \\
+      cluster.device_memory=auto
+  parallax launch --slurm --dry cluster=dgx_h100 cluster.nodes=4 name=deeper     as many nodes as its plan needs
+  parallax launch --slurm --nodes 1 --gpus-per-node 1 --cpus-per-node 8 --array optimizer.lr=1e-4,3e-4 \\
+      seed=1,2 name=rates                                                       four runs: rates-0 to rates-3
+  parallax launch --slurm --nodes 2 --processes-per-node 4 --sbatch=--partition=cpu --sbatch=--account=me
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--slurm", action="store_true", help="as a job of Slurm, by sbatch")
+    parser.add_argument("--dry", action="store_true", help="print the batch script, submit nothing")
+    counts = {
+        "--nodes": "nodes (default: as many as a plan for cluster=NAME needs)",
+        "--gpus-per-node": "devices of each, with a rank for each",
+        "--processes-per-node": "ranks of each node (default: its devices)",
+        "--cpus-per-node": "cores of each node (default: whole nodes are asked for)",
+    }
+    for option, text in counts.items():
+        parser.add_argument(option, type=int, metavar="N", help=text)
+    parser.add_argument("--time", default="", help="time limit, in sbatch's words")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="another option of sbatch, such as --sbatch=--partition=gpu; may be repeated",
+    )
+    parser.add_argument(
+        "--array",
+        nargs="+",
+        default=[],
+        metavar="key=a,b",
+        help="one run for each combination of these values, as a job array",
+    )
+    add_overrides(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Submit, or print; the exit code. Every run's settings are read first: a queue is a bad place to find mistakes."""
+    if not parsed.slurm:
+        raise ConfigError("parallax launch: for which batch system? accepted is --slurm")
+    console = safe_console(stderr=parsed.dry)
+    axes = [alternative(text, "--array") for text in parsed.array]
+    overrides = [
+        *parsed.overrides,
+        *(f"{k}={v}" for axis in axes if len(axis) == 1 for k, v in axis),
+    ]
+    points = _points([axis for axis in axes if len(axis) > 1])
+    config = settings(overrides, RUNS).config
+    for index, point in enumerate(points):
+        named = [f"name={config.name}-{index}"] if config.name != AUTO else []
+        _check(settings([*_unnamed(overrides), *point, *named], RUNS).config)
+    _check(config)
+    with working(console, "planning"):
+        size = job_size(parsed, config)
+    job = SlurmJob(
+        name=free_name() if config.name == AUTO else config.name,
+        settings=_trained(overrides, config),
+        nodes=size.nodes,
+        processes=size.processes,
+        gpus=size.gpus,
+        cpus=count_of("--cpus-per-node", parsed.cpus_per_node) or 0,
+        time=parsed.time,
+        grace_seconds=config.trainer.grace_seconds,
+        options=parsed.sbatch,
+        points=points,
+    )
+    if parsed.dry:
+        print(job.script(Path.cwd(), RUNS), end="")
+        return 0
+    number = job.submit(Path.cwd(), RUNS)
+    what = f"{len(points)} runs" if points else "one run"
+    console.print(
+        f"job {number}: {what} on {job.nodes} node(s) with {job.processes} rank(s) each, from "
+        f"{RUNS / job.runs[0]}; says what it does in {RUNS / job.runs[0] / LOG}\n"
+        f"`scancel --signal=USR1 {number}` saves and queues it again, `scancel {number}` ends it",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _points(axes: Sequence[Sequence[tuple[str, str]]]) -> list[list[str]]:
+    """The settings of each task of a job array, which all have the same nodes; none where nothing varies."""
+    for key, _ in (pair for axis in axes for pair in axis[:1]):
+        if key in ("cluster", "cluster.nodes", "cluster.devices", "name"):
+            raise ConfigError(
+                f"--array {key}: the tasks of an array have the same nodes, and names of their own; start them one by "
+                "one"
+            )
+    return (
+        [[f"{key}={value}" for key, value in pairs] for pairs in itertools.product(*axes)]
+        if axes
+        else []
+    )
+
+
+def _check(config: RunConfig) -> None:
+    if config.trainer.resume == "never":
+        raise ConfigError(
+            "trainer.resume=never: a job that is queued again goes on from its checkpoint; leave that out, and choose "
+            "a new name"
+        )
+
+
+def _unnamed(overrides: Sequence[str]) -> list[str]:
+    return [word for word in overrides if _key(word) != "name"]
+
+
+def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
+    """What the ranks are given: they have the devices, so a cluster to plan for says nothing to them; but the budget
+    and the free choice of a plan, which come with it, are theirs, too."""
+    words = _unnamed(overrides)
+    if not isinstance(config.cluster, CatalogClusterConfig):
+        return words
+    kept = [word for word in words if _key(word).split(".")[0] != "cluster"]
+    plan = [] if said(overrides, "plan") else ["plan=auto"]
+    return [*plan, *kept, f"cluster.device_memory={config.cluster.device_memory}"]
+
+
+def _key(word: str) -> str:
+    return printable(word.lstrip("+~").partition("=")[0])

@@ -1,0 +1,144 @@
+"""A run as a job of Slurm: the batch script that starts it on its nodes, and starts it again where it was ended early.
+
+A batch system gives a job so many nodes for so long. The script asks for them, starts one torchrun on each
+(``body.sh``), and is told before the time is over; the run saves, goes back into the queue under its own name and
+continues. The points of a sweep are tasks of one job array, each a run of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.common.files import replacing
+from parallax.errors import ConfigError, printable
+
+SCRIPT, LOG = "job.sbatch", "slurm.log"
+BODY = Path(__file__).with_name("body.sh")
+_ENDING_SECONDS = (
+    30  # for what comes after the checkpoint: the summary, the ends of ranks and torchrun
+)
+_USUAL_GRACE_SECONDS = 60  # where the run itself sets no limit
+_SUBMIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """The run ``name``, trained with ``settings`` by ``processes`` ranks on each of so many ``nodes``.
+
+    ``gpus``: devices to ask for on each node; 0 for ranks on CPUs. ``cpus`` of each node; 0 asks for whole nodes.
+    ``time``: Slurm's limit in its own words; empty leaves the partition's. ``grace_seconds``: how long the run may take
+    to save. ``options``: more of sbatch's, which count after the others. ``points``: the settings of each task of a
+    job array, whose runs are ``name-0``, ``name-1``, …; none is a job of one run.
+    """
+
+    name: str
+    settings: Sequence[str]
+    nodes: int
+    processes: int
+    gpus: int = 0
+    cpus: int = 0
+    time: str = ""
+    grace_seconds: float = _USUAL_GRACE_SECONDS
+    options: Sequence[str] = ()
+    points: Sequence[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        for option in self.options:
+            if not option.startswith("-") or not option.isprintable():
+                raise ConfigError(
+                    f"--sbatch={printable(option)}: accepted are options of sbatch, such as --sbatch=--partition=gpu"
+                )
+        if not self.time.isprintable() or " " in self.time:
+            raise ConfigError(
+                f"--time={printable(self.time)}: accepted is what sbatch takes, such as 90 (minutes) or 1-12:00:00"
+            )
+
+    @property
+    def runs(self) -> list[str]:
+        """The names of its runs."""
+        return [f"{self.name}-{index}" for index in range(len(self.points))] or [self.name]
+
+    def script(self, folder: Path, runs: Path) -> str:
+        """The batch script, to be run in ``folder`` with run directories in ``runs`` below it."""
+        head = ["#!/usr/bin/env bash", *(f"#SBATCH {line}" for line in self._asked(folder, runs))]
+        return "\n".join([*head, "set -euo pipefail", "", *self._variables(), "", BODY.read_text()])
+
+    def submit(self, folder: Path, runs: Path) -> str:
+        """Write the script into its run directory and hand it to sbatch; the job's number."""
+        path = runs / self.name / SCRIPT
+        try:
+            for name in self.runs:  # Slurm makes no folder for the log
+                (folder / runs / name).mkdir(parents=True, exist_ok=True)
+            with replacing(folder / path) as file:
+                file.write(self.script(folder, runs).encode())
+        except OSError as error:
+            where = printable(str(error.filename or path))
+            raise ConfigError(
+                f"cannot write {where}: {error.strerror}; make it writable, or start from another folder"
+            ) from error
+        return _sbatch(folder / path)
+
+    def _asked(self, folder: Path, runs: Path) -> list[str]:
+        """Of sbatch. Ranks start by one torchrun, so a node has one task, with all that the job has there."""
+        log = f"{runs}/{self.name}{'-%a' if self.points else ''}/{LOG}"
+        grace = self.grace_seconds or _USUAL_GRACE_SECONDS
+        asked = {
+            "job-name": self.name,
+            "chdir": shlex.quote(str(folder)),
+            "output": log,
+            "open-mode": "append",
+            "nodes": str(self.nodes),
+            "ntasks-per-node": "1",
+            "gpus-per-node": str(self.gpus or ""),
+            "cpus-per-task": str(self.cpus or ""),
+            "time": self.time,
+            "signal": f"B:USR1@{math.ceil(grace) + _ENDING_SECONDS}",
+            "array": f"0-{len(self.points) - 1}" if self.points else "",
+        }
+        whole = [] if self.cpus else ["--exclusive", "--mem=0"]
+        named = [f"--{key}={value}" for key, value in asked.items() if value]
+        return [*named, *whole, "--requeue", *self.options]
+
+    def _variables(self) -> list[str]:
+        """What the body needs."""
+        lines = [
+            f"name={shlex.quote(self.name)}",
+            f"processes={self.processes}  # on each node",
+            f"python={shlex.quote(sys.executable)}",
+            f"settings=({shlex.join(self.settings)})",
+        ]
+        if self.points:
+            cases = [f"{i}) settings+=({shlex.join(p)}) ;;" for i, p in enumerate(self.points)]
+            chosen = ["case $SLURM_ARRAY_TASK_ID in", *(f"    {case}" for case in cases), "esac"]
+            lines += [*chosen, "name+=-$SLURM_ARRAY_TASK_ID"]
+        return lines
+
+
+def _sbatch(path: Path) -> str:
+    """Hand a script to Slurm; the job's number. Raises :class:`ConfigError` in Slurm's words where it takes none."""
+    command = ["sbatch", "--parsable", str(path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SUBMIT_SECONDS
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            "--slurm: there is no sbatch here; start it where jobs are submitted, or see the script with --dry"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--slurm: sbatch has not answered for {_SUBMIT_SECONDS:g} s; see whether `sinfo` does, then submit {path}"
+        ) from None
+    if done.returncode != 0:
+        said = "; ".join(line for line in done.stderr.splitlines() if line) or "no reason given"
+        raise ConfigError(
+            f"--slurm: sbatch refuses {printable(str(path))}: {printable(said)}; options for it are given as "
+            "--sbatch=--partition=NAME"
+        )
+    return done.stdout.strip().partition(";")[0]
