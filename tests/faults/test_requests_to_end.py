@@ -276,7 +276,8 @@ def test_what_cannot_be_saved_in_time_ends_without(
     (here / "asking.py").write_text(sleeping)
     run = prepared(*OWN, "trainer.grace_seconds=1")
     process = start([*MODULE, "train", "--run-dir", str(run)])
-    wait_for((run / "events-rank1.jsonl").exists, "the loop")
+    loop = run / "events-rank1.jsonl"
+    wait_for(lambda: loop.exists() or process.poll() is not None, "the loop")
     time.sleep(0.5)  # until it has begun a step
     for each in ranks(process):
         each.send_signal(number)

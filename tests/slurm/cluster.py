@@ -50,7 +50,8 @@ SelectTypeParameters=CR_CPU
 ReturnToService=2
 KillWait=5
 GresTypes=gpu
-NodeName={nodes} NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[3]}] CPUs=2 RealMemory=4000
+NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:l4:2
+NodeName={nodes} NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[3]}]
 NodeName=h[1-2] NodeAddr=127.0.0.1 Port={ports[4]} CPUs=96 RealMemory=2000000 Gres=gpu:h100:8 State=DOWN
 PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
 PartitionName=gpu Nodes=h[1-2] MaxTime=INFINITE State=UP
@@ -205,7 +206,9 @@ class Slurm:
             ports=_free_ports(2 + len(NODES)),
         )
         (self.folder / "slurm.conf").write_text(text)
-        (self.folder / "gres.conf").write_text("")
+        # Slurm counts devices that are there, whatever they are; ranks do not know these.
+        gpus = f"NodeName=node[1-{len(NODES)}] Name=gpu Type=l4 File=/dev/null,/dev/zero\n"
+        (self.folder / "gres.conf").write_text(gpus)
 
     def _run(self, *command: str, name: str = "") -> None:
         with (self.folder / f"{name or command[0]}.out").open("wb") as out:

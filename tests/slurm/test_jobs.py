@@ -176,6 +176,42 @@ def test_a_cluster_to_plan_for_is_what_slurm_has(
 ) -> None:
     assert cli.main(["doctor", "--write-cluster", "ours.yaml"]) == 0
     out, _ = capfd.readouterr()
-    assert out == "Slurm: 2 node(s) of 8 × h100, 1.9 TiB of memory\n"
+    assert out == (
+        "Slurm: 2 node(s) of 8 × h100, 1.9 TiB of memory\nSlurm: 3 node(s) of 2 × l4, 3.9 GiB of memory\n"
+    )
     found = yaml.safe_load(Path("ours.yaml").read_text())
-    assert (found["device"], found["nodes"], found["devices_per_node"]) == ("h100", 2, 8)
+    assert found["device"] == ["h100", "l4"]
+    assert (found["nodes"], found["devices_per_node"]) == ([2, 3], [8, 2])
+
+
+def test_a_job_has_the_devices_it_asked_for(
+    slurm: Slurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the script by hand a rank for each."""
+    number = launched(
+        capfd, "--nodes", "2", "--gpus-per-node", "1", "name=gpus", *RUN, "trainer.steps=3"
+    )
+    job = completed(slurm, number, "gpus")
+    assert job["TresPerNode"].endswith("gpu:1")
+    script = str(ROOT / "launch" / "slurm.sbatch")
+    Path("runs/hand").mkdir(parents=True)
+    number = slurm.call(
+        *("sbatch", "--parsable", "--nodes=1", "--gpus-per-node=2", "--mem=0"),
+        *(f"--output={log_of('hand')}", script, "name=hand", *RUN, "trainer.steps=3"),
+        PYTHON=sys.executable,
+    ).strip()
+    completed(slurm, number, "hand")
+    assert losses("gpus") == losses("hand")
+
+
+def test_a_job_that_is_cancelled_saves_too(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
+    number = launched(capfd, *TWO, "name=gone", *RUN, "trainer.steps=1000000")
+    wait_for_step(slurm, "gone", 2)
+    slurm.call("scancel", number)
+    job = slurm.wait_for_job(number, log_of("gone"), SECONDS)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+
+    def saved() -> bool:
+        return len(list_checkpoints(Path("runs/gone/checkpoints"))) == 1
+
+    slurm.wait_for(saved, "a checkpoint", SECONDS, log_of("gone"))
