@@ -18,7 +18,7 @@ from parallax.commands.options import (
     print_json,
     writing,
 )
-from parallax.commands.what_if import what_if
+from parallax.commands.plan.what_if import what_if
 from parallax.common.trust import remember
 from parallax.config import compose
 from parallax.errors import ConfigError
