@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import parallax.config as config_module
 from parallax.config import RunConfig, compose, dump, load
+from parallax.config import options as options_module
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.model.precision import PrecisionConfig
@@ -120,13 +120,13 @@ def test_every_cluster_to_plan_for_can_be_built(file: Path) -> None:
 def test_configs_are_found_in_a_checkout_and_in_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert config_module._folder() == CONFIGS
+    assert options_module._folder() == CONFIGS
     package = tmp_path / "site-packages" / "parallax"
     package.mkdir(parents=True)
     (package / "configs").symlink_to(CONFIGS)
     expected = compose([])
-    monkeypatch.setattr(config_module, "__file__", str(package / "config.py"))
-    assert config_module._folder() == package / "configs"
+    monkeypatch.setattr(options_module, "__file__", str(package / "config" / "options.py"))
+    assert options_module._folder() == package / "configs"
     assert compose([]) == expected
     (package / "configs").unlink()
     assert error_of().startswith("configs/config.yaml is neither in")
@@ -139,7 +139,7 @@ def test_an_unknown_key_in_a_file_is_an_error(
         copy = tmp_path / "configs" / path.relative_to(CONFIGS)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text())
-    monkeypatch.setattr(config_module, "__file__", str(tmp_path / "config.py"))
+    monkeypatch.setattr(options_module, "__file__", str(tmp_path / "config" / "options.py"))
     experiment = tmp_path / "configs" / "experiment" / "mine.yaml"
     experiment.write_text("# @package _global_\ntrainer: {stepz: 3}\n")
     assert error_of("experiment=mine").endswith("(did you mean 'steps'?)")

@@ -3,21 +3,21 @@
 Hydra composes files and overrides well and reports mistakes badly: it accepts ``+modle.layers=3`` in silence,
 and answers other slips with a page. So Hydra only merges here. Every key and value of the result is then read
 into the component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read
-that alone, so Hydra is imported where it is used.
+that alone, so Hydra is imported where it is used. Which options there are is in :mod:`.options`, several runs from one
+command line are in :mod:`.multirun`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
@@ -31,6 +31,8 @@ from parallax.common.documents import (
     take_options,
 )
 from parallax.common.typed import build, checked, defaults, in_one_line, members, refuse, unknown
+from parallax.config.opened import Nodes, opened
+from parallax.config.options import OptionFolders
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.factory.registry import ModelConfig
@@ -76,15 +78,16 @@ class RunConfig:
             shown = self.name if len(self.name) <= 100 else f"{self.name[:97]}..."
             raise ConfigError(
                 f"name={shown}: accepted is a folder name of up to 100 letters, digits, '.', '_' and '-' that begins "
-                "with a letter, a digit or '_'"
+                "with a letter, a digit or '_'; SWEEP/POINT for a point of a sweep"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: accepted are whole numbers from 0 to {2**63 - 1}")
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a run, which is that of a folder."""
-    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text) is not None
+    """Whether ``text`` can be the name of a run, which is that of a folder; a sweep's folder holds its points'."""
+    folder = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
+    return re.fullmatch(f"{folder}(/{folder})?", text) is not None
 
 
 def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfig:
@@ -93,30 +96,27 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
     Leaves no trace in the process: no Hydra state, folder or logging. A mistake raises :class:`ConfigError`
     in one line: key, value, what is accepted, nearest name.
     """
-    options: dict[str, str] = {}
-    values: dict[str, Override] = {}
-    removed: list[str] = []
-    for text in overrides:
-        override = _parse(text)
-        key = str(override.key_or_group)
-        if override.is_delete():
-            removed.append(key)
-        elif key in _options():
-            options[key] = _option(text, override)
-        else:
-            values[key] = override
-    chosen = [f"{group}={option}" for group, option in options.items() if option]
-    tree = (
-        _merge(chosen, {}, values) if base is None else _onto(base, list(options), chosen, values)
-    )
-    for key in removed:
+    asked = _Asked.read(overrides)
+    tree = asked.merge() if base is None else _onto(base, asked)
+    for key in asked.removed:
         _remove(tree, key)
     return _read_run(tree)
 
 
+def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
+    """What :func:`compose` reads, as plain data; interpolations as they were written, or resolved."""
+    asked = _Asked.read(overrides)
+    tree = asked.merge(resolve=resolve)
+    for key in asked.removed:
+        _remove(tree, key)
+    return tree
+
+
 def said(overrides: Sequence[str], key: str) -> str:
     """The text that ``overrides`` give ``key``, the last where there are several; empty where they say nothing."""
-    found = [override for override in map(_parse, overrides) if override.key_or_group == key]
+    options, words = OptionFolders.of(overrides)
+    parsed = [parse(word, options) for word in words]
+    found = [override for override in parsed if override.key_or_group == key]
     return "" if not found or found[-1].is_delete() else str(found[-1].value())
 
 
@@ -164,12 +164,12 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
 # ---- Overrides: what can be judged before anything is merged -------------------------------------
 
 
-def _parse(text: str) -> Override:
-    """One override, or the reason why it is none."""
+def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
+    """One override, or the reason why it is none; with ``sweeps`` also one of several values."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    key, groups = text.lstrip("+~").partition("=")[0], _options()
+    key, groups = text.lstrip("+~").partition("=")[0], options.groups
     root = re.split(r"[./@:\[]", key)[0]
     roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
     # Judged before the grammar: "modle" says more than "no viable alternative".
@@ -186,9 +186,10 @@ def _parse(text: str) -> Override:
             text,
             f"cannot be read; accepted is {usage}, text with signs in quotes: \"{root}.key='a (b)'\"",
         )
-    if override.is_sweep_override():
+    if override.is_sweep_override() and not sweeps:
         listed = "" if key in groups else f", a list is quoted: '{key}=[1,2]'"
-        refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}")
+        several = "; `parallax train -m` runs one for each"
+        refuse(text, f"a sweep, but one run takes one value; accepted is {usage}{listed}{several}")
     if override.package is not None or "/" in str(override.key_or_group):
         refuse(text, f"accepted is {root}=OPTION or {root}.KEY=VALUE")
     if override.is_delete() and ("=" in text or key in groups):
@@ -204,34 +205,16 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _option(text: str, override: Override) -> str:
+def _option(text: str, override: Override, options: OptionFolders) -> str:
     """The option that ``group=option`` selects; none, "", for ``experiment=null``."""
     group, value = str(override.key_or_group), override.value()
     if group == "experiment" and value is None:
         return ""
-    accepted = _options()[group]
+    accepted = options.groups[group]
     if value not in accepted:
         hint = nearest(str(value), accepted)
         refuse(text.lstrip("+"), f"unknown option; accepted are {', '.join(accepted)}{hint}")
     return str(value)
-
-
-class _Files(typing.NamedTuple):
-    """The folder of the options, and when each file was written last."""
-
-    folder: Path
-    versions: tuple[int, ...]
-
-    @classmethod
-    def now(cls) -> _Files:
-        folder = _folder()
-        return cls(folder, tuple(f.stat().st_mtime_ns for f in sorted(folder.rglob("*.yaml"))))
-
-
-def _options() -> dict[str, list[str]]:
-    """Every group and the names of its files."""
-    folders = sorted(path for path in _folder().iterdir() if path.is_dir())
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 
 def _homes(key: str) -> str:
@@ -257,110 +240,118 @@ def _kinds(group: str) -> list[type[Any]]:
 # ---- Merging: the only part that Hydra does ------------------------------------------------------
 
 
-def _folder() -> Path:
-    """``configs`` inside an installed package, or beside it in a checkout."""
-    here = Path(__file__).resolve().parent
-    for folder in (here / "configs", here.parent / "configs"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise ConfigError(
-        f"configs/config.yaml is neither in {here} nor in {here.parent}: reinstall parallax"
-    )
+@dataclass(frozen=True)
+class _Asked:
+    """What overrides say: the option of each group, none where it is "", values, and keys to be taken out."""
+
+    options: OptionFolders
+    groups: dict[str, str]
+    values: dict[str, Override]
+    removed: list[str]
+
+    @classmethod
+    def read(cls, overrides: Sequence[str]) -> _Asked:
+        """Each override judged for itself; the last of several for one key counts."""
+        options, words = OptionFolders.of(overrides)
+        asked = cls(options, {}, {}, [])
+        for text in words:
+            override = parse(text, options)
+            key = str(override.key_or_group)
+            if override.is_delete():
+                asked.removed.append(key)
+            elif key in options.groups:
+                asked.groups[key] = _option(text, override, options)
+            else:
+                asked.values[key] = override
+        return asked
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The overrides that choose options."""
+        return tuple(
+            self.options.chosen(group, name) for group, name in self.groups.items() if name
+        )
+
+    def merge(
+        self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
+    ) -> dict[str, Any]:
+        """The merged files of the chosen options, and key by key ``numbers`` and what was typed, as plain data.
+        Whatever the prefix of an override: the reader below is the only judge of keys."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        merged = _merged(self.options, self.chosen)
+        for key, number in numbers.items():
+            OmegaConf.update(merged, key, number, force_add=True)
+        for key, override in self.values.items():
+            try:
+                OmegaConf.update(merged, key, override.value(), merge=True, force_add=True)
+            except _broken():
+                refuse(
+                    str(override.input_line).lstrip("+"),
+                    "cannot be merged; accepted are whole lists such as [1,2], and ${group.key}",
+                )
+        try:
+            return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=resolve))
+        except (OmegaConfBaseException, RecursionError) as error:
+            _unresolved(merged, error)
 
 
-@contextlib.contextmanager
-def _hydra(files: _Files) -> Iterator[None]:
-    """Hydra opened on ``files``; afterwards its globals are as before, for the caller may be a Hydra program.
+def _broken() -> tuple[type[Exception], ...]:
+    """Keys and options are known to exist, so what can be wrong is the shape of a value or a broken file."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
-    The dataclasses' defaults are in its ConfigStore as ``/parallax/<group>``, or ``/parallax/<group>/<name>``
-    where a group has several. They are plain nodes: OmegaConf's typed ones know neither frozen classes nor
-    ``int | str | list[int]``, and report in their own words.
-    """
+    return HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError
+
+
+def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
+    """The files of the ``chosen`` options, to be changed."""
+    try:
+        return copy.deepcopy(_composed(options, chosen))
+    except _broken() as error:
+        refuse(" ".join(chosen), f"cannot be merged; {_one_line(error)}")
+
+
+@functools.cache
+def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
+    """The files of the ``chosen`` options, as Hydra merges them: once, for it takes a tenth of a second."""
     import hydra
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.singleton import Singleton
-    from hydra.core.utils import JobRuntime
-    from hydra.version import VersionBase
 
-    store = ConfigStore.instance()
-    store.store(group="parallax", name="run", node=defaults(RunConfig))
+    with opened(options, nodes()):
+        return hydra.compose("config", [*options.words, *chosen])
+
+
+def nodes() -> Nodes:
+    """The dataclasses' defaults as Hydra finds them: ``/parallax/<group>``, or ``/parallax/<group>/<name>`` where a
+    group has several."""
+    found: Nodes = {("parallax", "run"): defaults(RunConfig)}
     for group in typing.get_type_hints(RunConfig):
         several = len(_kinds(group)) > 1
         for node in map(defaults, _kinds(group)):
             name, folder = (node["name"], f"parallax/{group}") if several else (group, "parallax")
-            store.store(name=name, group=folder, node=node)
-    globals_: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
-    instances = Singleton._instances
-    before = {kind: instances.pop(kind) for kind in globals_ if kind in instances}
-    try:
-        with hydra.initialize_config_dir(
-            str(files.folder), job_name="parallax", version_base="1.3"
-        ):
-            yield
-    finally:
-        for kind in globals_:
-            instances.pop(kind, None)
-        instances.update(before)
-        store.repo.pop("parallax", None)
+            found[folder, name] = node
+    return found
 
 
-def _merge(
-    chosen: list[str], numbers: Mapping[str, float], values: Mapping[str, Override]
-) -> dict[str, Any]:
-    """The merged files of the ``chosen`` options, and key by key ``numbers`` and what was typed, as plain data,
-    interpolations resolved. Whatever the prefix of an override: the reader below is the only judge of keys."""
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    # Keys and options are known to exist, so what can be wrong is the shape of a value or a broken file.
-    broken = HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError
-    try:
-        merged = copy.deepcopy(_composed(_Files.now(), tuple(chosen)))
-    except broken as error:
-        refuse(" ".join(chosen), f"cannot be merged; {_one_line(error)}")
-    for key, number in numbers.items():
-        OmegaConf.update(merged, key, number, force_add=True)
-    for key, override in values.items():
-        try:
-            OmegaConf.update(merged, key, override.value(), merge=True, force_add=True)
-        except broken:
-            refuse(
-                str(override.input_line).lstrip("+"),
-                "cannot be merged; accepted are whole lists such as [1,2], and ${group.key}",
-            )
-    try:
-        return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
-    except (OmegaConfBaseException, RecursionError) as error:
-        _unresolved(merged, error)
-
-
-@functools.cache
-def _composed(files: _Files, chosen: tuple[str, ...]) -> DictConfig:
-    """The files of the ``chosen`` options, as Hydra merges them: once, for it takes a tenth of a second."""
-    import hydra
-
-    with _hydra(files):
-        return hydra.compose("config", list(chosen))
-
-
-def _onto(
-    base: RunConfig, groups: list[str], chosen: list[str], values: dict[str, Override]
-) -> dict[str, Any]:
-    """``base`` as plain data, with the groups whose option was ``chosen``, what else an option sets, and ``values``.
+def _onto(base: RunConfig, asked: _Asked) -> dict[str, Any]:
+    """``base`` as plain data, with the groups whose option was chosen, what else an option sets, and what was typed.
 
     What ``base`` says is taken as it is: Hydra sees its numbers alone, for interpolations, never its texts, which may
     come from a file."""
     tree: dict[str, Any] = yaml.safe_load(dump(base))
-    if chosen:
-        take_options(tree, groups, _merge([], {}, {}), _merge(chosen, {}, {}))
+    if asked.chosen:
+        plain, fresh = (
+            dataclasses.replace(asked, values={}, groups=groups).merge()
+            for groups in ({}, asked.groups)
+        )
+        take_options(tree, list(asked.groups), plain, fresh)
     known = {
         path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)
     }
     numbers = {".".join(path): value for path, value in known.items() if "kwargs" not in path}
-    if values:
-        take_keys(tree, list(values), _merge(chosen, numbers, values))
+    if asked.values:
+        take_keys(tree, list(asked.values), asked.merge(numbers))
     return tree
 
 

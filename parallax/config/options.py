@@ -1,0 +1,113 @@
+"""Which options there are: the YAML files of our groups, and those of folders that the user adds.
+
+``--config-dir DIR`` adds a folder that is laid out as ours, and is the same as Hydra's own
+``hydra.searchpath=[DIR]``, which travels with the other overrides to whoever composes them. Ours come first, so a file
+of the same name hides none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.common.typed import refuse
+from parallax.errors import ConfigError, printable
+
+SEARCHPATH = "hydra.searchpath"
+
+
+@dataclass(frozen=True)
+class OptionFolders:
+    """The folders of options, ours first, and when each file was written last: what was composed of other files is
+    another thing."""
+
+    folders: tuple[Path, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, words: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
+        """The options that overrides may choose from, and the overrides but for those that add folders."""
+        added = [word for word in words if _adds(word)]
+        folders = (_folder(), *(folder for word in added for folder in _folders(word)))
+        return cls(folders, _versions(folders)), [word for word in words if not _adds(word)]
+
+    @functools.cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """Every group and the names of its files."""
+        found: dict[str, set[str]] = {}
+        for folder in self.folders:
+            for group in sorted(path for path in folder.iterdir() if path.is_dir()):
+                names = {str(file.relative_to(group))[:-5] for file in group.rglob("*.yaml")}
+                if names and group.name != "hydra":
+                    found.setdefault(group.name, set()).update(names)
+        return {group: sorted(names) for group, names in found.items()}
+
+    def chosen(self, group: str, option: str) -> str:
+        """The override by which Hydra takes an option: one of a group that the main job has not is added."""
+        ours = (self.folders[0] / group).is_dir()
+        return f"{group}={option}" if ours else f"+{group}={option}"
+
+    @property
+    def words(self) -> list[str]:
+        """The override by which Hydra finds them, none where there are but ours."""
+        return [searchpath(*self.folders[1:])] if self.folders[1:] else []
+
+
+def searchpath(*folders: Path) -> str:
+    """The override that adds ``folders``."""
+    return f"{SEARCHPATH}=[{','.join(quoted(f'file://{folder.absolute()}') for folder in folders)}]"
+
+
+def quoted(text: str) -> str:
+    """``text`` as a value of Hydra's grammar."""
+    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+
+
+def _adds(word: str) -> bool:
+    return word.lstrip("+").partition("=")[0] == SEARCHPATH
+
+
+def _folders(word: str) -> Iterator[Path]:
+    """The folders that an override adds."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    accepted = f"accepted is a list of folders, {SEARCHPATH}=[FOLDER], or --config-dir FOLDER"
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except (HydraException, ValueError, RecursionError):
+        refuse(word, f"cannot be read; {accepted}")
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str) or "://" in text.removeprefix("file://"):
+            refuse(word, accepted)
+        yield folder_of_options(SEARCHPATH, text.removeprefix("file://"))
+
+
+def folder_of_options(what: str, text: str) -> Path:
+    """A folder that was named by ``what``."""
+    try:
+        folder = Path(text).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, ValueError, RuntimeError):
+        pass
+    refuse(f"{what} {text}", "there is no such folder; it holds options as ours: GROUP/OPTION.yaml")
+
+
+def _versions(folders: Sequence[Path]) -> tuple[int, ...]:
+    files = (file for folder in folders for file in sorted(folder.rglob("*.yaml")))
+    return tuple(file.stat().st_mtime_ns for file in files)
+
+
+def _folder() -> Path:
+    """``configs`` inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "configs", package.parent / "configs"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(
+        f"configs/config.yaml is neither in {printable(str(package))} nor in "
+        f"{printable(str(package.parent))}: reinstall parallax"
+    )
