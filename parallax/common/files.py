@@ -41,6 +41,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` in place of ``path``, whole, with the rights of any new file, so that others may read it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 @contextlib.contextmanager
 def making_folder(path: Path) -> Iterator[Path]:
     """A folder that becomes ``path``, where there is none or an empty one, when the block ends well: a folder in

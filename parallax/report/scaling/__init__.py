@@ -1,0 +1,15 @@
+"""What the points of a sweep say together: a table, charts, a page."""
+
+from parallax.report.scaling.files import write_report
+from parallax.report.scaling.points import PointResult, RankPeak, SweepResults
+from parallax.report.scaling.table import WIDTH, results_csv, results_table
+
+__all__ = [
+    "WIDTH",
+    "PointResult",
+    "RankPeak",
+    "SweepResults",
+    "results_csv",
+    "results_table",
+    "write_report",
+]

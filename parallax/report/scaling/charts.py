@@ -1,0 +1,225 @@
+"""Charts of a sweep, each of which is drawn only where its points have the data for it.
+
+Lines join the best points, measured; dashed is what would be perfect, or what was predicted. Texts of users go in as
+they are: matplotlib would take what is between two dollars for mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parallax.common.units import format_bytes
+from parallax.errors import printable
+from parallax.report.figure import new_figure
+from parallax.report.scaling.points import PointResult, Series, SweepResults
+
+COLOURS = ("#2b5c8a", "#c77f1a", "#57a773", "#b03a2e", "#7d5ba6", "#4d4d4d", "#1aa3a3", "#d16ba5")
+MARKERS = "osD^vP*X"
+MOST_SERIES = 12  # that a legend has room for
+_LONGEST_LABEL = 48
+_MOST_LINEAR = 30  # times the smallest rate: more can be read on a logarithmic scale alone
+_MOST_NOTES = 24  # points that have their name beside them
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: its file's name, what it is called and shows, what it needs, and how it is drawn where it has that."""
+
+    file: str
+    title: str
+    shows: str
+    needs: str
+    series: Callable[[SweepResults], list[Series]]
+    draw: Callable[[Any, list[Series]], None]
+
+    def figure(self, found: list[Series]) -> Any:
+        """The chart."""
+        figure = new_figure()
+        axes = figure.subplots()
+        shown = found[:MOST_SERIES]
+        self.draw(axes, shown)
+        more = (
+            f" (the first {MOST_SERIES} of {len(found)} series)" if len(found) > len(shown) else ""
+        )
+        axes.set_title(self.title + more, loc="left", fontsize=17)
+        axes.tick_params(labelsize=13)
+        axes.grid(alpha=0.25)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+        lines, names = axes.get_legend_handles_labels()
+        if lines:
+            texts = figure.legend(
+                lines, names, loc="outside lower center", ncols=3, fontsize=12, frameon=False
+            ).get_texts()
+            for text in texts:
+                text.set_parse_math(False)
+        return figure
+
+
+def _scales(found: list[Series]) -> list[Series]:
+    return [series for series in found if series.scales]
+
+
+def _batches(results: SweepResults) -> list[Series]:
+    return [s for s in results.batches() if len({point.global_batch for point in s.points}) > 1]
+
+
+def _frontier(results: SweepResults) -> list[Series]:
+    found = results.models()
+    return found if sum(len(series.points) for series in found) > 1 else []
+
+
+def _draw_strong(axes: Any, found: list[Series]) -> None:
+    most = _draw_gains(axes, found, lambda series, point: series.gain(point).speedup)
+    for first in sorted({series.smallest.devices or 1 for series in found}):
+        name = "perfect" if first == 1 else f"perfect, from {first} devices"
+        axes.plot([first, most], [1, most / first], "--", color="#999999", label=name)
+    axes.set_ylabel("times as fast as the smallest of its series", fontsize=14)
+
+
+def _draw_weak(axes: Any, found: list[Series]) -> None:
+    most = _draw_gains(axes, found, lambda series, point: 100 * series.gain(point).efficiency)
+    axes.plot([1, most], [100, 100], "--", color="#999999", label="perfect")
+    axes.set_ylabel("efficiency, %: rate per device against the smallest's", fontsize=14)
+
+
+def _draw_gains(
+    axes: Any, found: list[Series], value: Callable[[Series, PointResult], float]
+) -> int:
+    """A line through the best point of each number of devices; the largest number."""
+    notes = sum(len(series.points) for series in found) <= _MOST_NOTES
+    counts = {point.devices or 0 for series in found for point in series.points}
+    for index, series in enumerate(found):
+        places = [(point.devices or 0, value(series, point)) for point in series.points]
+        best = {x: max(y for at, y in places if at == x) for x, _ in places}
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        axes.plot(list(best), list(best.values()), color=colour, linewidth=2, zorder=2)
+        style = {"color": colour, "marker": marker, "markersize": 9, "linestyle": ""}
+        axes.plot(*zip(*places), **style, label=_text(series.label or "measured"), zorder=3)
+        for at, (point, place) in enumerate(zip(series.points, places) if notes else ()):
+            _note(axes, point.layout, place, at)
+    axes.set_xticks(sorted(counts))
+    axes.set_xlim(min(counts) - 0.3, max(counts) + 0.7)
+    axes.set_xlabel("devices", fontsize=14)
+    return max(counts)
+
+
+def _draw_memory(axes: Any, found: list[Series]) -> None:
+    batches = {point.global_batch or 0 for series in found for point in series.points}
+    for index, series in enumerate(found):
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        x = [point.global_batch or 0 for point in series.points]
+        peaks = [point.peak for point in series.points if point.peak is not None]
+        where = ", ".join(filter(None, [series.label, series.points[0].layout]))
+        axes.plot(
+            x, [p.measured for p in peaks], **style, linewidth=2, markersize=9, label=_text(where)
+        )
+        axes.plot(x, [p.predicted for p in peaks], **style, linestyle="--")
+    axes.plot([], [], "--", color="#666666", label="predicted")
+    axes.set_xticks(sorted(batches))
+    axes.set_xlabel("rows per step", fontsize=14)
+    axes.set_ylabel("peak of the fullest rank", fontsize=14)
+    full = [point.peak for series in found for point in series.points if point.peak is not None]
+    _count_bytes(axes.yaxis, max(max(peak.measured, peak.predicted) for peak in full))
+
+
+def _draw_frontier(axes: Any, found: list[Series]) -> None:
+    notes = sum(len(series.points) for series in found) <= _MOST_NOTES
+    for index, series in enumerate(found):
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        places = [
+            (point.peak.measured, point.per_second or 0.0)
+            for point in series.points
+            if point.peak is not None
+        ]
+        unit = series.points[0].unit
+        label = _text(f"{series.label or 'points'} ({unit}/s)")
+        axes.scatter(*zip(*places), color=colour, marker=marker, s=90, label=label, zorder=3)
+        best = frontier(places)
+        axes.plot(*zip(*best), color=colour, linewidth=2, drawstyle="steps-post", zorder=2)
+        for at, (point, place) in enumerate(zip(series.points, places) if notes else ()):
+            _note(axes, series.words(point), place, at)
+    rates = [point.per_second or 0.0 for series in found for point in series.points]
+    if max(rates) > _MOST_LINEAR * min(rates):
+        axes.set_yscale("log")
+    most = max(each.peak.measured for series in found for each in series.points if each.peak)
+    axes.set_xlim(0, 1.25 * most)
+    axes.set_xlabel("peak of the fullest rank", fontsize=14)
+    units = sorted({series.points[0].unit for series in found})
+    axes.set_ylabel(f"{' or '.join(units)} per second", fontsize=14)
+    _count_bytes(axes.xaxis, most)
+
+
+def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (bytes, rate) those that no other place beats in both, by bytes."""
+    best: list[tuple[float, float]] = []
+    for place in sorted(places, key=lambda each: (each[0], -each[1])):
+        if not best or place[1] > best[-1][1]:
+            best.append(place)
+    return best
+
+
+def _count_bytes(axis: Any, most: int) -> None:
+    """Ticks at round numbers of bytes."""
+    each = 2 ** max(0, math.ceil(math.log2(max(1, most) / 6)))
+    ticks = range(0, round(1.25 * most) + each, each)
+    axis.set_ticks(ticks, [format_bytes(size) for size in ticks])
+
+
+def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
+    """Above its place, or below, so that of two that are close both can be read."""
+    note = axes.annotate(
+        _text(text),
+        place,
+        xytext=(8, 7 if index % 2 == 0 else -15),
+        textcoords="offset points",
+        fontsize=10,
+        color="#444444",
+    )
+    note.set_parse_math(False)
+
+
+def _text(text: str) -> str:
+    """A user's text as a label; one that begins with a line below would be left out of a legend."""
+    short = text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..."
+    return printable(f" {short}" if short.startswith("_") else short)
+
+
+CHARTS = (
+    Chart(
+        "strong-scaling",
+        "Strong scaling",
+        "The same work by more devices: how many times as fast as the smallest of its series.",
+        "points of the same work on different numbers of devices, as cluster.devices=1,2,4 gives",
+        lambda results: _scales(results.strong()),
+        _draw_strong,
+    ),
+    Chart(
+        "weak-scaling",
+        "Weak scaling",
+        "As many rows per device on more devices: the share of each device's speed that is kept.",
+        "points with the same rows per step and device on different numbers of devices, as cluster.devices=1,2 "
+        "trainer.global_batch=8,16 gives",
+        lambda results: _scales(results.weak()),
+        _draw_weak,
+    ),
+    Chart(
+        "memory-by-batch",
+        "Memory against batch",
+        "Peak bytes of the fullest rank, measured and predicted, as the batch grows.",
+        "points that differ in their batch alone, as trainer.global_batch=8,16,32 gives",
+        _batches,
+        _draw_memory,
+    ),
+    Chart(
+        "frontier",
+        "Frontier: rate against peak memory",
+        "Each point's rate over its fullest rank's peak; the line joins those that no other beats in both.",
+        "at least two points that have measured their rate and their memory",
+        _frontier,
+        _draw_frontier,
+    ),
+)

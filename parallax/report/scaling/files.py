@@ -1,0 +1,53 @@
+"""The files of a report: points.csv, a picture for each chart, report.html."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.common.files import replace_text
+from parallax.report.figure import save_png
+from parallax.report.scaling.charts import CHARTS, Chart
+from parallax.report.scaling.page import page
+from parallax.report.scaling.points import SweepResults
+from parallax.report.scaling.table import results_csv
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written; ``missing`` says of charts that were not drawn what they would need."""
+
+    page: Path
+    missing: dict[str, str]
+
+
+def write_report(results: SweepResults, folder: Path) -> Written:
+    """Write the files of ``results`` into ``folder``; a chart of before that cannot be drawn any more goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn: dict[Chart, str] = {}
+    missing: dict[str, str] = {}
+    for chart in CHARTS:
+        path = folder / f"{chart.file}.png"
+        if found := chart.series(results):
+            figure = chart.figure(found)
+            save_png(figure, path)
+            drawn[chart] = _svg(figure)
+        else:
+            missing[chart.title] = chart.needs
+            path.unlink(missing_ok=True)
+    replace_text(folder / "points.csv", results_csv(results))
+    replace_text(folder / "report.html", page(results, drawn, missing))
+    return Written(folder / "report.html", missing)
+
+
+def _svg(figure: object) -> str:
+    """The figure as SVG, the same for the same points; texts as paths, so that it looks the same everywhere."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    assert isinstance(figure, Figure)
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "parallax", "svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()

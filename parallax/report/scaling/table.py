@@ -1,0 +1,144 @@
+"""The points of a sweep as a table: for people, for spreadsheets, for the page."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parallax.common.units import format_bytes, format_seconds
+from parallax.report.scaling.points import Gain, PointResult, SweepResults
+
+NONE = "-"
+WIDTH = 160  # columns that the table has where it is not on a terminal
+MOST_RANKS = 4  # whose peaks a cell lists
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A text, and the number to sort it by; None where there is none."""
+
+    text: str
+    number: float | None = None
+
+
+def headings(results: SweepResults) -> list[str]:
+    """Of the columns of :func:`rows`."""
+    weak = ["weak efficiency"] if _has_weak(results) else []
+    return [
+        *("point", "devices", "layout", "rows", "step", "predicted", "off by", "rate"),
+        *("speed-up", "efficiency", *weak, "peak by rank / predicted", "state"),
+    ]
+
+
+def rows(results: SweepResults) -> Iterator[list[TableCell]]:
+    """A row for each point."""
+    strong, weak = _gains(results, weak=False), _gains(results, weak=True)
+    has_weak = _has_weak(results)
+    for point in results.points:
+        gain, weak_gain = strong.get(point.name), weak.get(point.name)
+        yield [
+            TableCell(point.name),
+            _count(point.devices),
+            TableCell(point.layout or NONE),
+            _count(point.global_batch),
+            _seconds(point.step_seconds),
+            _seconds(point.predicted_step_seconds),
+            TableCell(NONE if point.error is None else f"{point.error:+.0%}", point.error),
+            _rate(point),
+            TableCell(
+                NONE if gain is None else f"{gain.speedup:.2f}×", gain.speedup if gain else None
+            ),
+            _share(gain.efficiency if gain else None),
+            *([_share(weak_gain.efficiency if weak_gain else None)] if has_weak else []),
+            _peaks(point),
+            TableCell(point.status),
+        ]
+
+
+def results_table(results: SweepResults) -> RenderableType:
+    """For people: what there is of each point, and below why one is not done."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in headings(results):
+        text = name in ("point", "layout", "state")
+        table.add_column(name, justify="left" if text else "right", overflow="fold")
+    for row in rows(results):
+        table.add_row(*(cell.text for cell in row))
+    reasons = [f"{point.name}: {point.reason}" for point in results.points if point.reason]
+    return Group(table, *(Text(reason) for reason in reasons))
+
+
+def results_csv(results: SweepResults) -> str:
+    """For spreadsheets: a line for each point, what is not known left empty, bytes and seconds as plain numbers."""
+    keys = list(dict.fromkeys(key for point in results.points for key in point.swept))
+    strong, weak = _gains(results, weak=False), _gains(results, weak=True)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        [
+            *("point", "status", "reason", *keys, "devices", "layout", "rows_per_step"),
+            *("step_seconds", "predicted_step_seconds", "per_second", "unit"),
+            *("speedup", "efficiency", "weak_efficiency", "measured_peak_bytes"),
+            *("predicted_peak_bytes", "validation_loss", "run_seconds"),
+        ]
+    )
+    for point in results.points:
+        gain, weak_gain = strong.get(point.name), weak.get(point.name)
+        writer.writerow(
+            [
+                *(point.name, point.status, point.reason),
+                *(point.swept.get(key, "") for key in keys),
+                *(point.devices, point.layout, point.global_batch, point.step_seconds),
+                *(point.predicted_step_seconds, point.per_second, point.unit),
+                *((gain.speedup, gain.efficiency) if gain else (None, None)),
+                weak_gain.efficiency if weak_gain else None,
+                " ".join(str(rank.measured) for rank in point.peaks),
+                " ".join(str(rank.predicted) for rank in point.peaks),
+                *(point.validation_loss, point.seconds),
+            ]
+        )
+    return out.getvalue()
+
+
+def _gains(results: SweepResults, *, weak: bool) -> dict[str, Gain]:
+    """By the points' names; those of a series of one number of devices have none."""
+    found = results.weak() if weak else results.strong()
+    return {point.name: each.gain(point) for each in found if each.scales for point in each.points}
+
+
+def _has_weak(results: SweepResults) -> bool:
+    return any(each.scales for each in results.weak())
+
+
+def _count(count: int | None) -> TableCell:
+    return TableCell(NONE if count is None else str(count), count)
+
+
+def _seconds(seconds: float | None) -> TableCell:
+    return TableCell(NONE if seconds is None else format_seconds(seconds), seconds)
+
+
+def _share(share: float | None) -> TableCell:
+    return TableCell(NONE if share is None else f"{share:.0%}", share)
+
+
+def _rate(point: PointResult) -> TableCell:
+    text = NONE if point.per_second is None else f"{point.per_second:,.0f} {point.unit}/s"
+    return TableCell(text, point.per_second)
+
+
+def _peaks(point: PointResult) -> TableCell:
+    """Of the first ranks, and of the fullest where there are more."""
+    if point.peak is None:
+        return TableCell(NONE)
+    shown = point.peaks[:MOST_RANKS] if len(point.peaks) <= MOST_RANKS else (point.peak,)
+    text = "\n".join(f"{format_bytes(r.measured)} / {format_bytes(r.predicted)}" for r in shown)
+    if len(shown) < len(point.peaks):
+        text = f"{text}\nfullest of {len(point.peaks)}"
+    return TableCell(text, point.peak.measured)
