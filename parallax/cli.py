@@ -22,13 +22,14 @@ from parallax.common.signals import ending_at_once, exit_code, stopped_by, under
 from parallax.errors import ConfigError, ParallaxError, UserError, printable
 
 COMMANDS = {
-    "train": "plan and train; under torchrun, one rank of it",
+    "train": "plan and train, with -m many runs; under torchrun, one rank of it",
     "launch": "the same as a job of Slurm: on its nodes, and again where it was ended early",
     "plan": "measure, search, and print the plan; writes plan.yaml",
     "profile": "measure, or derive, what each block costs; writes profile.json",
     "estimate": "memory that training a model needs, without any device",
     "simulate": "what every rank of a plan does when; draws and traces it",
     "explain": "why a plan looks as it does, where its bytes and seconds go, and what a run's swap did",
+    "report": "a sweep's points, or a run: table, CSV, charts, and a page",
     "calibrate": "correct a profile by what a run measured; the next plan uses it",
     "export": "the weights of a run's last checkpoint, as others load them",
     "doctor": "devices, memory, bandwidths, and what will go wrong",
@@ -144,6 +145,10 @@ def _parse(typed: list[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if settings:
         parsed.overrides = [*parsed.overrides, *settings]
+    if getattr(parsed, "config_dir", None) is not None:
+        from parallax.commands.options import with_options_of
+
+        parsed.overrides = with_options_of(parsed.config_dir, parsed.overrides)
     return parsed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 from parallax.common.targets import load_target
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS, check_named
+from parallax.config.options import folder_of_options, searchpath
 from parallax.errors import ConfigError, printable
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
@@ -36,6 +37,17 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings in Hydra's override grammar",
     )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder of your own options, laid out as configs/: GROUP/OPTION.yaml",
+    )
+
+
+def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
+    """``overrides`` that may choose from the options in ``folder``, too."""
+    return [searchpath(folder_of_options("--config-dir", folder)), *overrides]
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,14 @@ from parallax.common.lock import locked
 from parallax.common.signals import heeding, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS
+from parallax.config.multirun import wants_sweep
+from parallax.config.shown import CFG, settings_text
 from parallax.errors import ConfigError, printable
+from parallax.report.scaling import WIDTH
 from parallax.run.prepare import PreparedRun, Trusts, prepare
 from parallax.run.processes.launch import launch
 from parallax.run.processes.rank import run_rank
+from parallax.run.sweep.sweep import sweep
 
 EXAMPLES = """examples:
   parallax train                                        the main job on this machine's devices
@@ -23,6 +27,10 @@ EXAMPLES = """examples:
   parallax train model=custom model.target=mymodel:build plan.stages=3
   parallax train plan.replan=auto                       plans again, once, where steps are not as predicted
   parallax train name=deeper                            continues runs/deeper from its last checkpoint
+  parallax train -m model=gpt,mlp cluster.devices=1,2 name=scaling   a sweep: each combination, below runs/scaling
+  parallax train -m hydra/launcher=submitit_slurm swap=off,auto      its points as jobs of a batch system
+  parallax train --config-dir mine experiment=long                   options of your own: mine/experiment/long.yaml
+  parallax train --cfg job model=mlp                    what the settings are; nothing is run
   parallax train --run-dir theirs model.target=mymodel:build   a directory that was prepared elsewhere
   torchrun --nproc-per-node=4 -m parallax train trainer.global_batch=32
 """
@@ -36,10 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prepared run directory: its config.yaml and plan.yaml are used",
     )
     add_overrides(parser)
+    parser.add_argument(
+        "--multirun",
+        "-m",
+        action="store_true",
+        help="a run for each combination of the listed values, key=1,2",
+    )
+    parser.add_argument(
+        "--cfg",
+        "-c",
+        choices=CFG,
+        help="print the settings of the job, of Hydra, or both; run nothing",
+    )
+    parser.add_argument(
+        "--package", "-p", metavar="KEY", help="with --cfg: what is below this key alone"
+    )
+    parser.add_argument(
+        "--resolve", action="store_true", help="with --cfg: ${...} replaced by what they mean"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Train; the exit code."""
+    if parsed.cfg or parsed.resolve or parsed.package is not None:
+        return _show_settings(parsed)
+    if parsed.multirun or wants_sweep(parsed.overrides):
+        return _sweep(parsed)
     trusts = _trusts(parsed)
     if under_torchrun():
         return run_rank(parsed.overrides, parsed.run_dir, trusts)
@@ -51,6 +81,33 @@ def run(parsed: argparse.Namespace) -> int:
             run = PreparedRun.read(parsed.run_dir, trusts)
             held.enter_context(locked(parsed.run_dir))
         return launch(run, own_process=parsed.own_process)
+
+
+def _show_settings(parsed: argparse.Namespace) -> int:
+    """Print the settings of one run; the exit code."""
+    if parsed.cfg is None:
+        raise ConfigError("--resolve and --package go with --cfg job, --cfg hydra or --cfg all")
+    if parsed.multirun or wants_sweep(parsed.overrides):
+        raise ConfigError("--cfg and -m: only one of them; --cfg shows the settings of one run")
+    if parsed.run_dir is not None:
+        raise ConfigError("--cfg and --run-dir: only one of them; its config.yaml can be read")
+    found = settings_text(
+        parsed.overrides, parsed.cfg, resolve=parsed.resolve, package=parsed.package
+    )
+    print(found, end="")
+    return 0
+
+
+def _sweep(parsed: argparse.Namespace) -> int:
+    """Many runs; the exit code."""
+    if parsed.run_dir is not None:
+        raise ConfigError("--run-dir: a sweep prepares its own directories; leave out -m or this")
+    if under_torchrun():
+        raise ConfigError(
+            "-m: a sweep starts the ranks of its points itself; run it without torchrun"
+        )
+    console = safe_console()
+    return sweep(parsed.overrides, console if console.is_terminal else safe_console(width=WIDTH))
 
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:

@@ -41,6 +41,23 @@ def locked(directory: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether a process holds ``directory``; none where its file system knows no locks."""
+    try:
+        handle = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def _make(directory: Path) -> list[Path]:
     """Make ``directory`` and those above it; the new ones, innermost first."""
     try:

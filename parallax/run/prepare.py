@@ -27,6 +27,7 @@ from parallax.report import placement_table, plan_table
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.planning import Planned
 from parallax.run.resume import STORED, load_stored, read_stored, settings
+from parallax.run.sweep.points import SWEEP
 from parallax.run.working import working
 from parallax.train.record import PREDICTED_EVENTS
 
@@ -72,6 +73,7 @@ def prepare(
         work.limit(config.trainer)
         local_cluster(config)
         name = config.name if config.name != "auto" else free_name()
+        _check_name(name)
         config, directory = replace(config, name=name), RUNS / name
         saved = config.checkpoint.folder(directory)
         if config.trainer.resume == "never" and saved.exists():
@@ -90,6 +92,19 @@ def prepare(
     if len(planned.cluster.nodes) > 1:
         console.print(placement_table(planned.plan, planned.cluster))
     return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
+
+
+def _check_name(name: str) -> None:
+    """Raise :class:`ConfigError` where no run is made: in a sweep's own folder, below a folder that is no sweep's."""
+    parent, _, point = name.rpartition("/")
+    if parent and not (RUNS / parent / SWEEP).is_file():
+        raise ConfigError(
+            f"name={name}: accepted is a folder name, or SWEEP/POINT, and {RUNS / parent} is no sweep"
+        )
+    if not parent and (RUNS / point / SWEEP).is_file():
+        raise ConfigError(
+            f"name={name}: {RUNS / name} is a sweep; add -m, or name one of its points, {name}/POINT"
+        )
 
 
 def free_name() -> str:

@@ -52,7 +52,7 @@ class Agent:
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=self.ranks,
-                run_id=self.name,
+                run_id=self.name.replace("/", "-"),  # it becomes part of a file's name
                 rdzv_backend="c10d",
                 rdzv_endpoint=str(folder / "rendezvous"),
                 rdzv_configs={"store_type": "file"},

@@ -1,0 +1,48 @@
+"""``parallax report``: what the points of a sweep, or one run, have measured: a table, CSV, charts, and a page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parallax.common.terminal import safe_console
+from parallax.errors import ConfigError, printable
+from parallax.report.scaling import WIDTH, results_table, write_report
+from parallax.run.sweep.results import find_folder, read_results
+
+EXAMPLES = """examples:
+  parallax report scaling                               the sweep below runs/scaling: runs/scaling/report/report.html
+  parallax report runs/deeper                           one run, as a sweep of one point
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument(
+        "results",
+        type=Path,
+        metavar="SWEEP",
+        help="the name or the directory of a sweep, or of a run",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print the table and write the files; the exit code."""
+    console = safe_console()
+    if not console.is_terminal:
+        console = safe_console(width=WIDTH)
+    folder = find_folder(parsed.results)
+    results = read_results(folder)
+    if not results.points:
+        raise ConfigError(f"{folder} has no points yet: run the sweep first")
+    console.print(results_table(results))
+    try:
+        with console.status("drawing"):
+            written = write_report(results, folder / "report")
+    except OSError as error:
+        where = printable(str(error.filename or folder / "report"))
+        raise ConfigError(f"cannot write {where}: {error.strerror}; make it writable") from error
+    for name, reason in written.missing.items():
+        console.print(f"not drawn, {name}: it needs {reason}", highlight=False, soft_wrap=True)
+    console.print(f"results: {written.page}", highlight=False, markup=False, soft_wrap=True)
+    return 0

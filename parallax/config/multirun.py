@@ -1,0 +1,293 @@
+"""Several runs from one command line: Hydra's grammar of lists and ranges, its sweepers and its launchers.
+
+Hydra decides which points there are and who runs them; what a point is, is the caller's business::
+
+    train -m model=gpt,mlp cluster.devices=1,2  ──sweeper──>  4 lists of overrides  ──launcher──>  job(overrides), each
+
+Hydra's basic sweeper multiplies what was typed, so all its points are known, and can be judged, before the first one
+starts. Others, which search, tell a point when they want it. A launcher calls the job in this process, or pickles it
+and calls it in another, on this machine or on another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallax import config as configuration
+from parallax.common.typed import refuse
+from parallax.config.opened import opened
+from parallax.config.options import OptionFolders, quoted
+from parallax.errors import ConfigError, ParallaxError, printable
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+    from omegaconf import DictConfig
+
+Job = Callable[[list[str]], float]
+"""Runs a point, given by its overrides; the number is what a sweeper that searches makes smaller."""
+
+_FOLDERS = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
+_LONGEST = 300  # letters of what Hydra says
+_BASIC = "BasicSweeper"
+_IN_TURN = "BasicLauncher"
+
+
+def wants_sweep(overrides: Sequence[str]) -> bool:
+    """Whether they say so themselves."""
+    return any(word.lstrip("+").upper() == "HYDRA.MODE=MULTIRUN" for word in overrides)
+
+
+@dataclass(frozen=True)
+class Multirun:
+    """A sweep that was asked for.
+
+    ``name``: what ``name=`` says, or auto. ``words``: all other overrides, as Hydra wants them. ``points``: the
+    overrides of each, where the sweeper tells them beforehand. ``alike``: the keys that are the
+    same in all of them. ``in_turn``: one point after the other in this process.
+    """
+
+    name: str
+    options: OptionFolders
+    hydra: tuple[str, ...]
+    words: tuple[str, ...]
+    points: tuple[tuple[str, ...], ...] | None
+    alike: frozenset[str]
+    in_turn: bool
+
+    @classmethod
+    def read(cls, overrides: Sequence[str]) -> Multirun:
+        """What ``overrides`` ask for. Raises :class:`ConfigError` in one line where they cannot be read."""
+        options, words = OptionFolders.of(overrides)
+        hydra = tuple(_own(word) for word in words if of_hydra(word))
+        name, typed = _typed([word for word in words if not of_hydra(word)], options)
+        asked = cls(name, options, hydra, tuple(typed.values()), None, frozenset(), False)
+        with asked._opened() as (hydra_, config):
+            in_turn = str(config.hydra.launcher._target_).endswith(f".{_IN_TURN}")
+            points, alike = _product(hydra_, config, typed, options)
+        return cls(name, options, hydra, asked.words, points, alike, in_turn)
+
+    def check(self, points: Sequence[Sequence[str]]) -> None:
+        """Raise :class:`ConfigError` where Hydra could not compose one of the ``points`` for its launcher."""
+        with self._opened() as (hydra, config), _said_in_one_line(()):
+            for point in points:
+                hydra.config_loader.load_sweep_config(config, list(point))
+
+    def launch(self, folder: Path, job: Job, points: Sequence[Sequence[str]]) -> None:
+        """Let the launcher run ``job`` for each of the ``points``; where the sweeper finds them itself, for those that
+        it wants. What launchers write is in ``folder``. Raises what they raise, in one line."""
+        from hydra._internal.callbacks import Callbacks
+        from hydra.core.plugins import Plugins
+        from hydra.types import HydraContext
+
+        with self._opened(folder) as (hydra, config), _said_in_one_line(self.hydra):
+            task = _Task(job)
+            if self.points is None:
+                hydra.multirun("config", task, self._overrides(folder), False)
+                return
+            callbacks = Callbacks(config)
+            callbacks.on_multirun_start(config=config, config_name="config")
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
+                task_function=task,
+                config=config,
+            )
+            first = 0
+            for batch in _batches(points, config.hydra.sweeper.get("max_batch_size")):
+                for result in launcher.launch(batch, initial_job_idx=first):
+                    _ = result.return_value  # raises what the job has raised
+                first += len(batch)
+            callbacks.on_multirun_end(config=config, config_name="config")
+
+    @contextlib.contextmanager
+    def _opened(self, folder: Path = Path()) -> Iterator[tuple[Hydra, DictConfig]]:
+        """Hydra, and the sweep's own configuration."""
+        from hydra.types import RunMode
+
+        with opened(self.options, configuration.nodes()) as hydra:
+            with _said_in_one_line(self.hydra):
+                config = hydra.compose_config(
+                    config_name="config",
+                    overrides=self._overrides(folder),
+                    run_mode=RunMode.MULTIRUN,
+                    with_log_configuration=False,
+                )
+            yield hydra, config
+
+    def _overrides(self, folder: Path) -> list[str]:
+        return [*self.options.words, *_settings(folder, self.hydra), *self.words]
+
+
+def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
+    """Hydra's own settings: those ``typed``, and ours. Runs make their own folders and logs, so Hydra makes none."""
+    ours = {
+        "hydra.sweep.dir": quoted(str(folder)),
+        "hydra.sweep.subdir": "'.'",
+        "hydra.output_subdir": "null",
+        "hydra.mode": "MULTIRUN",
+        "hydra.job.name": quoted(folder.name or "parallax"),
+        "hydra/hydra_logging": "disabled",
+        "hydra/job_logging": "disabled",
+    }
+    for word in typed:
+        ours.pop(word.lstrip("+~").partition("=")[0], None)
+    return [*(f"{key}={value}" for key, value in ours.items()), *typed]
+
+
+def of_hydra(word: str) -> bool:
+    """Whether an override is of Hydra's own settings."""
+    return word.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def plain(word: str) -> str:
+    """An override of a point as it would be typed."""
+    word = word.lstrip("+")
+    return word.removesuffix("=null") if word.startswith("~") else word
+
+
+def hydra_tree(overrides: Sequence[str], *, resolve: bool = False) -> dict[str, Any]:
+    """Hydra's own settings under ``overrides``, as plain data; interpolations as they are written, or resolved."""
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    options, words = OptionFolders.of(overrides)
+    typed = [_own(word) for word in words if of_hydra(word)]
+    with opened(options, configuration.nodes()) as hydra, _said_in_one_line(tuple(typed)):
+        config = hydra.compose_config(
+            config_name="config",
+            overrides=[*options.words, *_settings(Path("runs/SWEEP"), typed)],
+            run_mode=RunMode.RUN,
+            with_log_configuration=False,
+        )
+        kept = [key for key in config.hydra if key not in ("help", "hydra_help")]
+        tree = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+        if resolve:
+            with _hydra_config(config):
+                shown = OmegaConf.masked_copy(config.hydra, kept)
+                shown._set_parent(config)
+                tree = {"hydra": OmegaConf.to_container(shown, resolve=True, enum_to_str=True)}
+    found: dict[str, Any] = typing.cast(dict[str, Any], tree)["hydra"]
+    return {key: found[key] for key in kept}
+
+
+@contextlib.contextmanager
+def _hydra_config(config: DictConfig) -> Iterator[None]:
+    """What ``${hydra:...}`` looks at."""
+    from hydra.core.hydra_config import HydraConfig
+
+    known = HydraConfig.instance()
+    before = known.cfg
+    known.set_config(config)
+    try:
+        yield
+    finally:
+        known.cfg = before
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What Hydra calls with a point's configuration, which the run composes for itself."""
+
+    job: Job
+
+    def __call__(self, config: DictConfig) -> float:
+        from hydra.core.hydra_config import HydraConfig
+
+        del config
+        return self.job([plain(word) for word in HydraConfig.get().overrides.task])
+
+
+def _own(word: str) -> str:
+    """An override of Hydra's settings that is the user's to give."""
+    if word.lstrip("+~").startswith(_FOLDERS):
+        refuse(word, "a point is a run of its own, in runs/SWEEP/POINT; accepted is name=SWEEP")
+    return word
+
+
+def _typed(words: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
+    """The sweep's name, and by key all other overrides, of which the last counts, as Hydra takes them: it has to be
+    told that a key may be new, as those of ``model.kwargs`` are."""
+    name, typed = "auto", {}
+    for word in words:
+        override = configuration.parse(word, options, sweeps=True)
+        key = str(override.key_or_group)
+        if key == "name":
+            name = _name(word, override)
+        elif key in options.groups:
+            _, sign, value = word.partition("=")
+            typed[key] = options.chosen(key, value) if sign else word
+        else:
+            typed.pop(key, None)
+            typed[key] = word if override.is_delete() else f"++{word.lstrip('+')}"
+    return name, typed
+
+
+def _name(word: str, override: Any) -> str:
+    if override.is_sweep_override() or not configuration.is_name(str(override.value())):
+        refuse(
+            word, "accepted is one folder name for the sweep; its points are named by what differs"
+        )
+    if "/" in (name := str(override.value())):
+        refuse(word, "a sweep has a name of its own; that of a point is made of what differs")
+    return name
+
+
+def _product(
+    hydra: Hydra, config: DictConfig, typed: dict[str, str], options: OptionFolders
+) -> tuple[tuple[tuple[str, ...], ...] | None, frozenset[str]]:
+    """Every point of the basic sweeper, and the keys that take one value."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    basic = str(config.hydra.sweeper._target_).endswith(f".{_BASIC}")
+    if basic:
+        params = (config.hydra.sweeper.params or {}).items()
+        typed = _typed([f"{key}={value}" for key, value in params], options)[1] | typed
+    with _said_in_one_line(()):
+        parser = OverridesParser.create(config_loader=hydra.config_loader)
+        found = parser.parse_overrides(list(typed.values()))
+        several = {key for key, each in zip(typed, found) if each.is_sweep_override()}
+        alike = frozenset(typed.keys() - several)
+        if not basic:
+            return None, alike
+        points = [tuple(point) for point in BasicSweeper.split_arguments(found, None)[0]]
+    return tuple(dict.fromkeys(points)), alike
+
+
+def _batches(points: Sequence[Sequence[str]], most: int | None) -> Iterator[list[list[str]]]:
+    size = most if most is not None and most > 0 else max(1, len(points))
+    for first in range(0, len(points), size):
+        yield [list(point) for point in points[first : first + size]]
+
+
+@contextlib.contextmanager
+def _said_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
+    """What Hydra and its plug-ins raise, and what may be done about it."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except ParallaxError:
+        raise
+    except Exception as error:
+        shown, asked = _shown(error), printable(" ".join(typed))
+        if "submitit" in asked and "submitit" in shown:
+            shown += "; is it installed? pip install 'parallax-train[slurm]'"
+        known = isinstance(error, HydraException | OmegaConfBaseException)
+        text = f"{asked}: {shown}" if asked else shown
+        raise (ConfigError if known else ParallaxError)(text) from None
+
+
+def _shown(error: Exception) -> str:
+    """Its words, without those for whoever programs Hydra."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    if words.startswith("Error merging override") and error.__cause__ is not None:
+        words = f"{words}: {' '.join(str(error.__cause__).split())}"
+    for rest in (" Config search path:", " full_key:", " To append to your config"):
+        words = words.partition(rest)[0]
+    return printable(words if len(words) <= _LONGEST else f"{words[: _LONGEST - 3]}...")

@@ -1,0 +1,41 @@
+"""Settings as YAML, as programs of Hydra print them with ``--cfg``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from parallax.config import compose, composed_tree
+from parallax.config.multirun import hydra_tree, of_hydra
+from parallax.errors import ConfigError, nearest, printable
+
+CFG = ("job", "hydra", "all")
+
+
+def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package: str | None) -> str:
+    """The settings that ``overrides`` mean: those of the job, of Hydra, or all; of them what is below ``package``. A
+    mistake in them is found as a run would find it."""
+    tree: Any = {}
+    job = [word for word in overrides if not of_hydra(word)]
+    compose(job)
+    if cfg in ("hydra", "all"):
+        tree["hydra"] = hydra_tree(overrides, resolve=resolve)
+    if cfg in ("job", "all"):
+        tree |= composed_tree(job, resolve=resolve)
+    if package in (None, "_global_"):
+        return yaml.safe_dump(tree, sort_keys=False)
+    found = _below(tree, str(package))
+    if not isinstance(found, dict | list):
+        return f"{found}\n"
+    return f"# @package {package}\n{yaml.safe_dump(found, sort_keys=False)}"
+
+
+def _below(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            held = list(tree) if isinstance(tree, dict) else []
+            raise ConfigError(f"--package {printable(key)}: no such key{nearest(part, held)}")
+        tree = tree[part]
+    return tree

@@ -1,0 +1,209 @@
+"""One point as a process of its own, ``parallax train``: its memory is not that of the point before.
+
+::
+
+    sweep, or a launcher's job ──> parallax train name=SWEEP/POINT ... ──> ranks
+          │                            output.log
+          └── SIGTERM, Ctrl-C, ... are handed on; the run saves and ends
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from parallax.common.lock import is_locked
+from parallax.common.signals import REQUESTS, Stopped, exit_code, heeding
+from parallax.common.terminal import OURS
+from parallax.common.units import format_seconds
+from parallax.errors import printable
+from parallax.run.prepare import RUNS
+from parallax.run.sweep.points import (
+    OUTPUT,
+    Point,
+    PointOutcome,
+    PointStatus,
+    is_complete,
+    outcomes,
+    summary_of,
+)
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_LONGEST_REASON = 500
+_READ = 2**16  # bytes of the end of a log
+_STOPPED = {exit_code(number) for number in REQUESTS}
+
+
+@dataclass
+class SweepProgress:
+    """What is shown of a sweep: which point runs, how the others ended, what is expected to be left. ``total`` is 0
+    where nobody knows."""
+
+    total: int = 0
+    left: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def begins(self, point: Point, directory: Path) -> None:
+        """A point begins."""
+        self._say(f"{self._which(point)}: {point.words} ({directory / OUTPUT})")
+
+    def ends(self, outcome: PointOutcome, directory: Path) -> None:
+        """A point has ended."""
+        self.left = max(0, self.left - 1)
+        self.seconds.append(outcome.seconds)
+        took = f"{outcome.status} after {format_seconds(outcome.seconds)}"
+        told = outcome.reason or _speed(directory)
+        expected = ""
+        if self.left:
+            mean = sum(self.seconds) / len(self.seconds)
+            expected = f"; {self.left} left, about {format_seconds(mean * self.left)}"
+        self._say(f"{self._which(outcome.point)} {took}{f': {told}' if told else ''}{expected}")
+
+    def note(self, point: Point, text: str) -> None:
+        """Something else about a point."""
+        self.left = max(0, self.left - 1)
+        self._say(f"{self._which(point)} {text}")
+
+    def _which(self, point: Point) -> str:
+        return f"point {point.number}{f' of {self.total}' if self.total else ''}"
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(printable(text), flush=True)
+
+
+def _speed(directory: Path) -> str:
+    found = (summary_of(directory) or {}).get("step_seconds_median")
+    return f"{format_seconds(found)} per step" if isinstance(found, int | float) else ""
+
+
+@dataclass(frozen=True)
+class PointJob:
+    """What a launcher calls for each point of ``sweep``, wherever it does; see :data:`parallax.config.multirun.Job`.
+
+    ``alike``: keys that are the same in all points. ``numbers``: of the points by name, as far as they are known.
+    ``added``: overrides that say where options are. ``process``: that of the sweep, which a request to end stops.
+    """
+
+    sweep: str
+    alike: frozenset[str]
+    numbers: dict[str, int]
+    added: tuple[str, ...]
+    process: int
+    progress: SweepProgress
+
+    def __call__(self, overrides: list[str]) -> float:
+        """Run it, unless it is done; the validation loss."""
+        point = self._point(overrides)
+        directory = RUNS / self.sweep / point.name
+        if is_locked(directory):  # an earlier command's
+            self.progress.note(point, "is being trained by another process")
+            return math.nan
+        directory.mkdir(parents=True, exist_ok=True)
+        self.progress.begins(point, directory)
+        begun = time.monotonic()
+        PointOutcome(point, PointStatus.RUNNING).save(directory)
+        status, reason, asked = self._run(point, directory)
+        outcome = PointOutcome(point, status, reason, time.monotonic() - begun)
+        outcome.save(directory)
+        if asked and os.getpid() == self.process:
+            raise Stopped(asked)
+        self.progress.ends(outcome, directory)
+        found = (summary_of(directory) or {}).get("validation_loss")
+        return float(found) if status is PointStatus.DONE and found is not None else math.nan
+
+    def _point(self, overrides: list[str]) -> Point:
+        point = Point.of(0, overrides, self.alike)
+        number = self.numbers.get(point.name, 0)
+        if not number:  # of a sweeper that finds its points as it goes
+            found = outcomes(RUNS / self.sweep)
+            known = found.get(point.name)
+            number = known.point.number if known is not None else len(found) + 1
+        return replace(point, number=number)
+
+    def _run(self, point: Point, directory: Path) -> tuple[PointStatus, str, int]:
+        """How its process ended, why, and the signal that asked for it."""
+        words = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
+        command = [sys.executable, "-m", "parallax", "train", *words]
+        with (directory / OUTPUT).open("ab") as log:
+            start, asked = log.tell(), _HandOn()
+            with heeding(asked):
+                try:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C comes from here alone, once
+                        preexec_fn=_end_with_parent(),
+                    )
+                    asked.process = process
+                    code = process.wait()
+                except BaseException:  # as a launcher raises when it wants its job to end
+                    asked.send(signal.SIGTERM)
+                    raise
+        reason = _reason(directory / OUTPUT, start)
+        if code == 0 and is_complete(summary_of(directory)):
+            return PointStatus.DONE, "", asked.first
+        stopped = asked.first or code in _STOPPED
+        return (PointStatus.STOPPED if stopped else PointStatus.FAILED), reason, asked.first
+
+
+class _HandOn:
+    """A handler that hands requests to end on to a point's process, which saves, and is impatient itself."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.first = 0
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The process, once there is one."""
+        return self._process
+
+    @process.setter
+    def process(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        if self.first:
+            process.send_signal(self.first)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """One more request."""
+        del frame
+        self.first = self.first or number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def send(self, number: int) -> None:
+        """Ask it to end, and wait until it has."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+            self._process.wait()
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """What a child does before anything else, so that it saves and ends where its parent is killed."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+
+
+def _reason(log: Path, start: int) -> str:
+    """Why a run ended, as it said last; of what others say, the last line."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - _READ))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+    said = (ours or [line.strip() for line in lines if line.strip()] or ["it said nothing"])[-1]
+    return printable(said if len(said) <= _LONGEST_REASON else f"{said[: _LONGEST_REASON - 3]}...")

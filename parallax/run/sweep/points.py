@@ -1,0 +1,143 @@
+"""A point of a sweep: its name, its directory, and what became of it, in files that outlive whoever wrote them.
+
+::
+
+    runs/SWEEP/sweep.json             what was typed
+    runs/SWEEP/POINT/point.json       the point, and how it ended
+    runs/SWEEP/POINT/output.log       what its run printed
+    runs/SWEEP/POINT/...              the run itself, a directory like that of any other
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from parallax.common.files import replace_text
+from parallax.errors import ConfigError, printable
+
+SWEEP, POINT, OUTPUT = "sweep.json", "point.json", "output.log"
+_LONGEST_NAME = 80
+_NO_WONDER = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class PointStatus(StrEnum):
+    """How a point stands."""
+
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"  # it was asked to end, and can go on
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its ``overrides`` as they would be typed, of which ``swept`` differ from point to point."""
+
+    number: int
+    overrides: tuple[str, ...]
+    swept: dict[str, str]
+
+    @classmethod
+    def of(cls, number: int, overrides: Sequence[str], alike: Collection[str]) -> Point:
+        """The point of ``overrides``, whose keys but those ``alike`` differ."""
+        pairs = [word.lstrip("+").partition("=") for word in overrides]
+        return cls(number, tuple(overrides), {k: v for k, _, v in pairs if k not in alike})
+
+    @property
+    def name(self) -> str:
+        """A folder's name that says what differs: ``model-gpt_devices-2``. Where that cannot be said in a folder's
+        name, or is too long for one, a number that is the same each time makes it another than all others."""
+        short = {key: key.rpartition(".")[2] for key in self.swept}
+        words = [
+            f"{key if list(short.values()).count(word) > 1 else word}-{self.swept[key]}"
+            for key, word in short.items()
+        ]
+        text = "_".join(words) or "point"
+        if _NO_WONDER.fullmatch(text) and len(text) <= _LONGEST_NAME:
+            return text
+        said = "\0".join(f"{key}={value}" for key, value in sorted(self.swept.items()))
+        plain = re.sub(r"[^A-Za-z0-9._]+", "-", text)[: _LONGEST_NAME - 7].strip("-.") or "point"
+        return f"{plain}-{hashlib.sha256(said.encode()).hexdigest()[:6]}"
+
+    @property
+    def words(self) -> str:
+        """What differs, for people."""
+        return printable(" ".join(f"{key}={value}" for key, value in self.swept.items())) or "alone"
+
+
+@dataclass(frozen=True)
+class PointOutcome:
+    """What became of a point. ``seconds`` is what it took, this time; ``reason`` says why it is not done."""
+
+    point: Point
+    status: PointStatus
+    reason: str = ""
+    seconds: float = 0.0
+
+    def save(self, directory: Path) -> None:
+        """Write it into the point's directory."""
+        replace_text(directory / POINT, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, directory: Path) -> PointOutcome | None:
+        """What was written there; none where nothing was."""
+        tree = read_json(directory / POINT)
+        if tree is None:
+            return None
+        try:
+            point = tree["point"]
+            found = Point(
+                int(point["number"]),
+                tuple(map(str, point["overrides"])),
+                {str(key): str(value) for key, value in point["swept"].items()},
+            )
+            return cls(
+                found, PointStatus(tree["status"]), str(tree["reason"]), float(tree["seconds"])
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(directory / POINT, error) from error
+
+
+def read_json(path: Path) -> Any:
+    """What is in a file of ours; None where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+
+
+def summary_of(directory: Path) -> dict[str, Any] | None:
+    """What a run wrote at its end; None where it has not come to one."""
+    summary = read_json(directory / "summary.json")
+    if summary is not None and not isinstance(summary, dict):
+        raise _damaged(directory / "summary.json", ValueError("it holds no keys"))
+    return summary
+
+
+def outcomes(folder: Path) -> dict[str, PointOutcome]:
+    """What became of the points of a sweep so far, by their names, in their order."""
+    found = {
+        path.parent.name: outcome
+        for path in folder.glob(f"*/{POINT}")
+        if (outcome := PointOutcome.load(path.parent)) is not None
+    }
+    return dict(sorted(found.items(), key=lambda item: (item[1].point.number, item[0])))
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    reason = f"{type(error).__name__}: {printable(str(error))[:200]}"
+    return ConfigError(f"cannot read {printable(str(path))} ({reason}): restore it, or remove it")
+
+
+def is_complete(summary: Mapping[str, Any] | None) -> bool:
+    """Whether a run with this summary has taken all of its steps."""
+    return summary is not None and summary.get("ended") == "steps"

@@ -1,0 +1,215 @@
+"""A sweep: all its points are judged before the first one starts, those that are done are left alone, one that fails
+ends nothing but itself.
+
+Typed again under the same name, the same command goes on where the sweep stopped: a point that was interrupted
+continues from its checkpoint, as any run does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from parallax.common.documents import leaves, plain_yaml
+from parallax.common.files import replace_text
+from parallax.common.lock import is_locked, locked
+from parallax.common.signals import Stopped, exit_code, heeding, interrupt, stopped_by
+from parallax.config import RunConfig
+from parallax.config.multirun import Multirun, plain
+from parallax.errors import ConfigError, UserError, printable
+from parallax.report.scaling import results_table
+from parallax.run.job import built_model, local_cluster
+from parallax.run.prepare import RUNS, free_name
+from parallax.run.resume import STORED, read_stored, settings
+from parallax.run.sweep.job import PointJob, SweepProgress
+from parallax.run.sweep.points import (
+    SWEEP,
+    Point,
+    PointOutcome,
+    PointStatus,
+    is_complete,
+    outcomes,
+    summary_of,
+)
+from parallax.run.sweep.results import read_results
+
+_LOOK_SECONDS = 1.0  # between two looks at what other processes have written
+_SHOWN = 6  # points that the last line lists
+
+
+def sweep(overrides: Sequence[str], console: Console) -> int:
+    """Run the points that ``overrides`` mean; the exit code. Raises :class:`ConfigError`, before anything is started or
+    written, where one of them cannot be."""
+    with heeding(interrupt):
+        with console.status("reading the points"):
+            asked = Multirun.read(overrides)
+            name = asked.name if asked.name != "auto" else free_name()
+            folder = RUNS / name
+            _check_folder(folder)
+            points = _points(asked)
+            done = [point for point in points if _judged(point, name, asked)]
+            left = [point for point in points if point not in done]
+            launched = [(asked.points or ())[point.number - 1] for point in left]
+            asked.check(launched)
+        with locked(folder):
+            _write(folder, overrides, points, done)
+            so_far = f", {len(done)} of them done" if done else ""
+            of = f"{len(points)} point(s){so_far}" if points else "its sweeper finds the points"
+            console.print(f"sweep {name}: {of}", highlight=False, markup=False)
+            progress = SweepProgress(len(points), len(left))
+            numbers = {point.name: point.number for point in points}
+            added = tuple(asked.options.words)
+            job = PointJob(name, asked.alike, numbers, added, os.getpid(), progress)
+            try:
+                with _watching(folder, left, asked, progress):
+                    if left or asked.points is None:
+                        asked.launch(folder, job, launched)
+            except Stopped as stopped:
+                return _say_stopped(stopped.number, folder, asked)
+    return _tell(folder, points, console)
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / STORED).exists():
+        raise ConfigError(f"{folder} is a run, not a sweep: choose another name")
+
+
+def _points(asked: Multirun) -> list[Point]:
+    """The points that are known beforehand. Two of one name differ in nothing."""
+    known = asked.points or ()
+    return [
+        Point.of(number, [plain(word) for word in overrides], asked.alike)
+        for number, overrides in enumerate(known, start=1)
+    ]
+
+
+def _judged(point: Point, sweep_name: str, asked: Multirun) -> bool:
+    """Whether a point is done, with the settings that it has now. Raises :class:`ConfigError` where it cannot be."""
+    words = [*asked.options.words, *point.overrides, f"name={sweep_name}/{point.name}"]
+    try:
+        config = settings(words, RUNS).config
+        local_cluster(config)
+        built_model(config)
+    except UserError as error:
+        which = f" (point {point.number}: {point.words})" if len(asked.points or ()) > 1 else ""
+        raise ConfigError(f"{error}{which}") from None
+    return _is_done(RUNS / sweep_name / point.name, config)
+
+
+def _is_done(directory: Path, config: RunConfig) -> bool:
+    if not (directory / STORED).exists() or is_locked(directory):
+        return False
+    stored = leaves(plain_yaml(read_stored(directory)))
+    return stored == leaves(asdict(config)) and is_complete(summary_of(directory))
+
+
+def _write(
+    folder: Path, overrides: Sequence[str], points: Sequence[Point], done: Sequence[Point]
+) -> None:
+    """What was typed, for whoever reads the sweep later, and which points are done, where nobody was left to say it."""
+    for point in done:
+        outcome = PointOutcome.load(folder / point.name)
+        if outcome is None or outcome.status is not PointStatus.DONE:
+            PointOutcome(point, PointStatus.DONE).save(folder / point.name)
+    tree = {"overrides": list(overrides), "points": [point.name for point in points]}
+    replace_text(folder / SWEEP, json.dumps(tree, indent=1))
+
+
+@contextmanager
+def _watching(
+    folder: Path, left: Sequence[Point], asked: Multirun, progress: SweepProgress
+) -> Iterator[None]:
+    """Where points run in other processes, say here what those write down."""
+    if asked.in_turn:
+        yield
+        return
+    ended, names = threading.Event(), {point.name for point in left}
+    before = outcomes(folder)
+
+    def look() -> None:
+        while True:
+            last = ended.wait(_LOOK_SECONDS)
+            for name, outcome in outcomes(folder).items():
+                if before.get(name) == outcome or (names and name not in names):
+                    continue
+                before[name] = outcome
+                if outcome.status is PointStatus.RUNNING:
+                    progress.begins(outcome.point, folder / name)
+                else:
+                    progress.ends(outcome, folder / name)
+            if last:
+                return
+
+    thread = threading.Thread(target=look, name="parallax-sweep", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _say_stopped(number: int, folder: Path, asked: Multirun) -> int:
+    """One line on how to go on; the exit code."""
+    found = outcomes(folder)
+    done = sum(outcome.status is PointStatus.DONE for outcome in found.values())
+    many = f"{done} of {len(asked.points)}" if asked.points else f"{done}"
+    last = next((each for each in found.values() if each.status is PointStatus.STOPPED), None)
+    where = f", in {last.point.name}: {_without_command(last.reason)}" if last is not None else ""
+    if not asked.in_turn:
+        where = "; points that were submitted go on by themselves"
+    print(
+        f"parallax: {stopped_by(number)} after {many} points{where}; the same command with name={folder.name} goes on",
+        file=sys.stderr,
+    )
+    return exit_code(number)
+
+
+def _without_command(reason: str) -> str:
+    """How far a run came, without how to go on with that run alone, and what stopped it."""
+    return re.sub(r"^stopped by SIG\w+ ", "", reason.partition("; `parallax train")[0])
+
+
+def _tell(folder: Path, points: Sequence[Point], console: Console) -> int:
+    """The table, and which points are not done; the exit code."""
+    results = read_results(folder)
+    console.print(results_table(results))
+    console.print(
+        f"`parallax report {folder.name}` draws it as charts and as a page",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    found = outcomes(folder)
+    names = [point.name for point in points] or list(found)
+    missing = [name for name in names if not _ended_well(found.get(name), folder / name)]
+    if not missing:
+        return 0
+    listed = "; ".join(f"{name} ({_why(found.get(name))})" for name in missing[:_SHOWN])
+    more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    print(
+        f"parallax: {len(missing)} of {len(names)} points are not done: {printable(listed)}{more}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _ended_well(outcome: PointOutcome | None, directory: Path) -> bool:
+    return outcome is not None and outcome.status is PointStatus.DONE and not is_locked(directory)
+
+
+def _why(outcome: PointOutcome | None) -> str:
+    if outcome is None:
+        return "it was not run"
+    if outcome.status is PointStatus.RUNNING:
+        return "its process is gone, or trains still"
+    return outcome.reason
