@@ -12,7 +12,7 @@ from parallax.common.signals import heeding, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS
 from parallax.config.multirun import wants_sweep
-from parallax.config.shown import CFG, settings_text
+from parallax.config.printed import CFG, settings_text
 from parallax.errors import ConfigError, printable
 from parallax.report.scaling import WIDTH
 from parallax.run.prepare import PreparedRun, Trusts, prepare

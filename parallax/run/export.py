@@ -231,7 +231,7 @@ def _check_as_configured(model: Any) -> None:
 
 
 def _last(run: PreparedRun) -> Path:
-    found = list_checkpoints(run.config.checkpoint.folder(run.directory))
+    found = list_checkpoints(run.config.checkpoint.folder(run.directory, run.config.name))
     if not found:
         raise ConfigError(
             f"{printable(str(run.directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every "

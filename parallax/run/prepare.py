@@ -75,7 +75,7 @@ def prepare(
         name = config.name if config.name != "auto" else free_name()
         _check_name(name)
         config, directory = replace(config, name=name), RUNS / name
-        saved = config.checkpoint.folder(directory)
+        saved = config.checkpoint.folder(directory, config.name)
         if config.trainer.resume == "never" and saved.exists():
             refused = f"{saved.parent} holds checkpoints; choose another name, or resume=auto"
             raise ConfigError(f"trainer.resume=never: {refused}")

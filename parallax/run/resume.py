@@ -84,7 +84,7 @@ def load_stored(file: Path, text: str) -> RunConfig:
 
 def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> None:
     """Raise :class:`ConfigError`, with every key and both values, where the run's checkpoint is of other settings."""
-    found = list_checkpoints(config.checkpoint.folder(directory))
+    found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     if not found:
         return
     lost = list(_lost(stored, config, found[-1]))

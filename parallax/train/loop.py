@@ -84,11 +84,11 @@ class CheckpointConfig:
 
     directory: str = "auto"
 
-    def folder(self, run_directory: Path) -> Path:
-        """The folder of the checkpoints of the run in ``run_directory``."""
+    def folder(self, run_directory: Path, name: str) -> Path:
+        """The folder of the checkpoints of the run ``name`` in ``run_directory``."""
         if self.directory == "auto":
             return run_directory / CHECKPOINTS
-        return Path(self.directory).expanduser() / run_directory.name
+        return Path(self.directory).expanduser() / name
 
 
 class OnDrift(StrEnum):

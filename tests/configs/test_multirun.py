@@ -12,7 +12,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from parallax.config.multirun import Multirun, hydra_tree, plain
 from parallax.config.options import searchpath
-from parallax.config.shown import settings_text
+from parallax.config.printed import settings_text
 from parallax.errors import ConfigError, ParallaxError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallax.commands.launch.size import count_of, job_size
 from parallax.commands.options import RUNS, add_overrides
-from parallax.commands.what_if import alternative
+from parallax.commands.plan.what_if import alternative
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig, said
 from parallax.errors import ConfigError, printable

@@ -133,7 +133,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
             run.directory,
             tokens_per_row=tokens,
             on_drift=_on_drift(run.config),
-            checkpoints=run.config.checkpoint.folder(run.directory),
+            checkpoints=run.config.checkpoint.folder(run.directory, run.config.name),
             debug=run.config.debug,
             onlooker=watch,
         )
