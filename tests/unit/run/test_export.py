@@ -28,6 +28,7 @@ from parallax.model.mlp import MLPConfig
 from parallax.run import export as subject
 from parallax.run.export import FORMS, Exported, export
 from parallax.runtime import checkpoint
+from parallax.train.loop import CheckpointConfig
 from tests.unit.model.test_pretrained import CPU, MOE, TEXT, saved, tokens
 
 transformers = pytest.importorskip(
@@ -57,6 +58,11 @@ def write(run: Path, chain: Chain, step: int = 2) -> None:
     checkpoint.finish(partial, {**index, "checksums": checksums})
 
 
+def configured(model: Any) -> Any:
+    """What an export asks of a run's settings."""
+    return SimpleNamespace(model=model, seed=1, name="run", checkpoint=CheckpointConfig())
+
+
 def run_of(
     directory: Path, config: Any, sample: Callable[[int], Any] = tokens, dtype: Any = torch.float32
 ) -> Any:
@@ -65,7 +71,7 @@ def run_of(
         config.build, sample=sample, weights=weights, partial_weights=True, dtype=dtype
     )
     write(directory, chain)
-    return SimpleNamespace(directory=directory, config=SimpleNamespace(model=config, seed=1))
+    return SimpleNamespace(directory=directory, config=configured(config))
 
 
 LLAMA = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
@@ -79,7 +85,7 @@ def llama() -> Chain:
 def run_of_llama(directory: Path) -> Any:
     """For tests of what becomes of any: most of what a run takes here is that its model is described."""
     write(directory, llama())
-    return SimpleNamespace(directory=directory, config=SimpleNamespace(model=LLAMA, seed=1))
+    return SimpleNamespace(directory=directory, config=configured(LLAMA))
 
 
 def loaded(exported: Exported, kind: type) -> nn.Module:
@@ -158,9 +164,7 @@ def test_every_head_comes_out_as_it_went_in(name: str, tmp_path: Path) -> None:
     chain = describe(config.build, blocks=[""], weights=config.weights, partial_weights=True)
     assert check_weights(chain) == []
     write(tmp_path / "run", chain)
-    run: Any = SimpleNamespace(
-        directory=tmp_path / "run", config=SimpleNamespace(model=config, seed=1)
-    )
+    run: Any = SimpleNamespace(directory=tmp_path / "run", config=configured(config))
     check_same(loaded(export(run, HF, tmp_path / "out"), cls), expected)
 
 
