@@ -43,13 +43,15 @@ class Host:
         environment = {
             key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"
         }
+        own = self.folder / "tmp"  # of which nothing is left when its power fails
+        own.mkdir(exist_ok=True)
         with log.open("ab") as file:
             return subprocess.Popen(
                 [*words, "bash", *command],
                 cwd=self.folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+                env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TMPDIR": str(own)},
             )
 
     def processes(self) -> list[int]:

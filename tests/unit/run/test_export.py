@@ -301,7 +301,7 @@ def test_a_class_derived_from_one_of_transformers_is_that_one(tmp_path: Path) ->
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_path: Path) -> None:
     out, directory = tmp_path / "out", tmp_path / "run"
     if lacking == "checkpoint":
-        run: Any = SimpleNamespace(directory=directory, config=None)
+        run: Any = SimpleNamespace(directory=directory, config=configured(LLAMA))
         with pytest.raises(ConfigError, match="has no checkpoint yet: a run saves every"):
             export(run, HF, out)
         return
