@@ -11,7 +11,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
@@ -129,6 +129,9 @@ def opened(path: Path, profile: Path) -> Iterator[Page]:
     finally:
         os.close(write)
         os.close(read)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        own = psutil.Process(process.pid)
+        for each in (left := [*own.children(recursive=True), own]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         process.wait()
+        psutil.wait_procs(left, timeout=_SECONDS)

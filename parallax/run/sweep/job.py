@@ -46,10 +46,11 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 @dataclass
 class SweepProgress:
     """What is shown of a sweep: which point runs, how the others ended, what is expected to be left. ``total`` is 0
-    where nobody knows."""
+    where nobody knows; ``quiet`` where another process says it."""
 
     total: int = 0
     left: int = 0
+    quiet: bool = False
     seconds: list[float] = field(default_factory=list)
 
     def begins(self, point: Point, directory: Path) -> None:
@@ -76,9 +77,9 @@ class SweepProgress:
     def _which(self, point: Point) -> str:
         return f"point {point.number}{f' of {self.total}' if self.total else ''}"
 
-    @staticmethod
-    def _say(text: str) -> None:
-        print(printable(text), flush=True)
+    def _say(self, text: str) -> None:
+        if not self.quiet:
+            print(printable(text), flush=True)
 
 
 def _speed(directory: Path) -> str:
@@ -144,12 +145,14 @@ class PointJob:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C comes from here alone, once
-                        preexec_fn=_end_with_parent(),
+                        preexec_fn=_bind_to_parent(),
                     )
                     asked.process = process
                     code = process.wait()
                 except BaseException:  # as a launcher raises when it wants its job to end
                     asked.send(signal.SIGTERM)
+                    reason = _reason(directory / OUTPUT, start)
+                    PointOutcome(point, PointStatus.STOPPED, reason).save(directory)
                     raise
         reason = _reason(directory / OUTPUT, start)
         if code == 0 and is_complete(summary_of(directory)):
@@ -190,12 +193,18 @@ class _HandOn:
             self._process.wait()
 
 
-def _end_with_parent() -> Callable[[], object] | None:
-    """What a child does before anything else, so that it saves and ends where its parent is killed."""
+def _bind_to_parent() -> Callable[[], object] | None:
+    """What a child does before anything else: it is to save and end where its parent is killed, and not to die of a
+    signal that a batch system sends to all processes of a job, and only the launcher's understands."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+
+    def bind() -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+
+    return bind
 
 
 def _reason(log: Path, start: int) -> str:

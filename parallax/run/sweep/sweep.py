@@ -23,7 +23,7 @@ from parallax.common.documents import leaves, plain_yaml
 from parallax.common.files import replace_text
 from parallax.common.lock import is_locked, locked
 from parallax.common.signals import Stopped, exit_code, heeding, interrupt, stopped_by
-from parallax.config import RunConfig
+from parallax.config import RunConfig, compose
 from parallax.config.multirun import Multirun, plain
 from parallax.errors import ConfigError, UserError, printable
 from parallax.report.scaling import results_table
@@ -58,24 +58,37 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
             points = _points(asked)
             done = [point for point in points if _judged(point, name, asked)]
             left = [point for point in points if point not in done]
-            launched = [(asked.points or ())[point.number - 1] for point in left]
-            asked.check(launched)
+            asked.check([_launched(point, asked) for point in left])
         with locked(folder):
             _write(folder, overrides, points, done)
             so_far = f", {len(done)} of them done" if done else ""
             of = f"{len(points)} point(s){so_far}" if points else "its sweeper finds the points"
             console.print(f"sweep {name}: {of}", highlight=False, markup=False)
-            progress = SweepProgress(len(points), len(left))
-            numbers = {point.name: point.number for point in points}
-            added = tuple(asked.options.words)
-            job = PointJob(name, asked.alike, numbers, added, os.getpid(), progress)
             try:
-                with _watching(folder, left, asked, progress):
-                    if left or asked.points is None:
-                        asked.launch(folder, job, launched)
+                if left or asked.points is None:
+                    _launch(asked, folder, points, left)
             except Stopped as stopped:
                 return _say_stopped(stopped.number, folder, asked)
     return _tell(folder, points, console)
+
+
+def _launch(asked: Multirun, folder: Path, points: Sequence[Point], left: Sequence[Point]) -> None:
+    """Run the points that are ``left``, and show how they come along."""
+    job = PointJob(
+        sweep=folder.name,
+        alike=asked.alike,
+        numbers={point.name: point.number for point in points},
+        added=tuple(asked.options.words),
+        process=os.getpid(),
+        progress=SweepProgress(len(points), len(left), quiet=not asked.in_turn),
+    )
+    with _watching(folder, left, asked, SweepProgress(len(points), len(left))):
+        asked.launch(folder, job, [_launched(point, asked) for point in left])
+
+
+def _launched(point: Point, asked: Multirun) -> tuple[str, ...]:
+    """A point's overrides as Hydra wants them."""
+    return (asked.points or ())[point.number - 1]
 
 
 def _check_folder(folder: Path) -> None:
@@ -84,7 +97,15 @@ def _check_folder(folder: Path) -> None:
 
 
 def _points(asked: Multirun) -> list[Point]:
-    """The points that are known beforehand. Two of one name differ in nothing."""
+    """The points that are known beforehand; where there are none, what all of them have in common is judged."""
+    if asked.points is None:
+        words = [plain(word) for word in asked.words]
+        compose(
+            [
+                *asked.options.words,
+                *(w for w in words if w.lstrip("~").partition("=")[0] in asked.alike),
+            ]
+        )
     known = asked.points or ()
     return [
         Point.of(number, [plain(word) for word in overrides], asked.alike)
