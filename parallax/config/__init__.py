@@ -31,8 +31,8 @@ from parallax.common.documents import (
     take_options,
 )
 from parallax.common.typed import build, checked, defaults, in_one_line, members, refuse, unknown
-from parallax.config.opened import Nodes, opened
 from parallax.config.options import OptionFolders
+from parallax.config.session import Nodes, opened
 from parallax.errors import ConfigError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.factory.registry import ModelConfig

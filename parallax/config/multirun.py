@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from parallax import config as configuration
 from parallax.common.typed import refuse
-from parallax.config.opened import opened
 from parallax.config.options import OptionFolders, quoted
+from parallax.config.session import opened
 from parallax.errors import ConfigError, ParallaxError, printable
 
 if TYPE_CHECKING:
