@@ -174,7 +174,8 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
     roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
     # Judged before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
-        hint = _homes(key) or nearest(root, roots)
+        of_hydra = "; settings of Hydra's own go with `parallax train -m`"
+        hint = of_hydra if root == "hydra" else _homes(key) or nearest(root, roots)
         unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
     usage = f"{root}=OPTION of {', '.join(groups[root])}" if key in groups else f"{key}=VALUE"
     if "=" not in text and not text.startswith("~"):

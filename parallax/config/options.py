@@ -29,9 +29,9 @@ class OptionFolders:
     @classmethod
     def of(cls, words: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
         """The options that overrides may choose from, and the overrides but for those that add folders."""
-        added = [word for word in words if _adds(word)]
+        added = [word for word in words if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
-        return cls(folders, _versions(folders)), [word for word in words if not _adds(word)]
+        return cls(folders, _versions(folders)), [word for word in words if not adds_folders(word)]
 
     @functools.cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -65,7 +65,8 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
-def _adds(word: str) -> bool:
+def adds_folders(word: str) -> bool:
+    """Whether an override does nothing but that."""
     return word.lstrip("+").partition("=")[0] == SEARCHPATH
 
 

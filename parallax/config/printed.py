@@ -9,6 +9,7 @@ import yaml
 
 from parallax.config import compose, composed_tree
 from parallax.config.multirun import hydra_tree, of_hydra
+from parallax.config.options import adds_folders
 from parallax.errors import ConfigError, nearest, printable
 
 CFG = ("job", "hydra", "all")
@@ -18,7 +19,7 @@ def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package:
     """The settings that ``overrides`` mean: those of the job, of Hydra, or all; of them what is below ``package``. A
     mistake in them is found as a run would find it."""
     tree: Any = {}
-    job = [word for word in overrides if not of_hydra(word)]
+    job = [word for word in overrides if not of_hydra(word) or adds_folders(word)]
     compose(job)
     if cfg in ("hydra", "all"):
         tree["hydra"] = hydra_tree(overrides, resolve=resolve)

@@ -186,6 +186,12 @@ def test_settings_as_text() -> None:
             settings_text(words, "job", resolve=False, package=package)
 
 
+def test_settings_of_ones_own_options(own: Path) -> None:
+    words = [searchpath(own), "shape=small", "hydra/launcher=basic"]
+    for cfg in ("job", "all"):
+        assert settings_text(words, cfg, resolve=False, package="model.layers") == "1\n"
+
+
 def test_hydras_own_settings_are_resolved() -> None:
     assert "${" in str(hydra_tree(["hydra.job.name=x"]))
     assert "${" not in str(hydra_tree(["hydra.job.name=x"], resolve=True))

@@ -65,9 +65,13 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
 def results_table(results: SweepResults) -> RenderableType:
     """For people: what there is of each point, and below why one is not done."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    longest = max((len(point.name) for point in results.points), default=0)
     for name in headings(results):
         text = name in ("point", "layout", "state")
-        table.add_column(name, justify="left" if text else "right", overflow="fold")
+        least = min(longest, WIDTH // 4) if name == "point" else None
+        table.add_column(
+            name, justify="left" if text else "right", overflow="fold", min_width=least
+        )
     for row in rows(results):
         table.add_row(*(cell.text for cell in row))
     reasons = [f"{point.name}: {point.reason}" for point in results.points if point.reason]
