@@ -30,7 +30,7 @@ from parallax.run.sweep.points import (
 
 _HOW_MANY = ("cluster.devices", "plan.stages", "plan.replicas", "trainer.global_batch")
 # What neither the time of a step nor its memory depends on.
-_BESIDES = ("name", "seed", "logger.", "trainer.")
+_BESIDES = ("name", "seed", "logger.", "trainer.", "checkpoint.")
 _STILL = ("trainer.microbatch", "trainer.gather_loss")
 
 
