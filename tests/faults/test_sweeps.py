@@ -128,7 +128,7 @@ def test_points_that_another_command_trains_are_left_alone(
         code, out, err = called("train", "-m", *ONE, "seed=choice(1)", "name=s")
         assert code == 1
         assert "point 1 of 1 is being trained by another process" in out
-        assert "trains still" in one_line(err)
+        assert "another process trains it still" in one_line(err)
         assert PointOutcome.load(folder) == running_elsewhere
 
 

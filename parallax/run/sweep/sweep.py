@@ -215,7 +215,9 @@ def _tell(folder: Path, points: Sequence[Point], console: Console) -> int:
     missing = [name for name in names if not _ended_well(found.get(name), folder / name)]
     if not missing:
         return 0
-    listed = "; ".join(f"{name} ({_why(found.get(name))})" for name in missing[:_SHOWN])
+    listed = "; ".join(
+        f"{name} ({_why(found.get(name), folder / name)})" for name in missing[:_SHOWN]
+    )
     more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     print(
         f"parallax: {len(missing)} of {len(names)} points are not done: {printable(listed)}{more}",
@@ -228,9 +230,11 @@ def _ended_well(outcome: PointOutcome | None, directory: Path) -> bool:
     return outcome is not None and outcome.status is PointStatus.DONE and not is_locked(directory)
 
 
-def _why(outcome: PointOutcome | None) -> str:
+def _why(outcome: PointOutcome | None, directory: Path) -> str:
+    if is_locked(directory):
+        return "another process trains it still"
     if outcome is None:
         return "it was not run"
     if outcome.status is PointStatus.RUNNING:
-        return "its process is gone, or trains still"
+        return "its process has gone"
     return outcome.reason
