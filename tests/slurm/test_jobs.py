@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sys
@@ -9,13 +10,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from parallax import cli
 from parallax.runtime.checkpoint import list_checkpoints
 from tests.distributed.pool import ROOT
-from tests.faults.commands import SETTLED, TINY
+from tests.faults.commands import SETTLED, TINY, running
 from tests.leaks import lasting
 from tests.results import read_metrics
 from tests.slurm.cluster import Slurm
@@ -116,6 +118,26 @@ def test_what_is_asked_to_end_saves_and_goes_on(
     text = log_of("cut").read_text()
     assert f"runs/cut goes back into the queue, to go on from {saved}" in text
     assert f"continuing after step {step} from {saved}" in text
+
+
+def test_a_job_that_is_asked_before_it_trains_is_not_queued_again(
+    slurm: Slurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its time is too short, and would be again. Ranks that are only starting hear it when it is repeated."""
+    Path("slow.py").write_text("import time\n\ndef build():\n    time.sleep(120)\n")
+    number = launched(capfd, *TWO, "name=early", "model=custom", "model.target=slow:build")
+    log = log_of("early")
+
+    def started() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # what goes while it is looked at
+            return sum("torch.distributed.run" in p.cmdline() for p in running(Path.cwd())) == 2
+        return False
+
+    slurm.wait_for(started, "torchrun on both nodes", SECONDS, log)
+    slurm.call("scancel", "--batch", "--signal=USR1", number)
+    job = slurm.wait_for_job(number, log, 60)
+    assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
+    assert "runs/early was asked to end before its first step" in log.read_text()
 
 
 def test_a_node_that_is_lost_is_replaced(

@@ -16,6 +16,10 @@ address_of() {
 
 # On each node: its torchrun. Arguments: the head's address and port, processes, interpreter; the rest is for Parallax.
 on_node() {
+    # Slurm sends signals to every process of the step. Torchrun would die of USR1, which the ranks heed all the same;
+    # of the others this shell would die, and with it the step, while the ranks still save.
+    trap '' USR1
+    trap : TERM INT HUP
     local head=$1 port=$2 processes=$3 python=$4 address threads
     shift 4
     address=$(address_of "$SLURMD_NODENAME")
@@ -25,10 +29,6 @@ on_node() {
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     logs=$(mktemp -d "${TMPDIR:-/tmp}/parallax.XXXXXX")
     trap 'rm -rf "$logs"' EXIT # no local variable: the function is over then
-    # Slurm sends signals to every process of the step. Torchrun would die of USR1, which the ranks heed all the same;
-    # of the others this shell would die, and with it the step, while the ranks still save.
-    trap '' USR1
-    trap : TERM INT HUP
     "$python" -m torch.distributed.run \
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes" --max-restarts=0 --monitor-interval=0.1 \
         --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
@@ -50,17 +50,28 @@ before=$(newest_checkpoint)
 touch "$directory/.started"
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $directory on $SLURM_JOB_NODELIST, meeting at $head:$port"
 
+tell_ranks() {
+    scancel --signal=USR1 "$SLURM_JOB_ID" || true
+}
+
 # With --signal=B:… Slurm tells this shell alone.
 asked=0
-trap 'asked=1; scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
+trap 'asked=1; tell_ranks' USR1
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
     bash -c "$(declare -f address_of on_node); on_node \"\$@\"" torchrun \
     "$head" "$port" "$processes" "$python" "name=$name" ${settings[@]+"${settings[@]}"} &
 step=$!
-# A signal ends `wait` before srun has ended: wait again.
+# A signal ends `wait` before srun has ended: wait again. Ranks that were just starting have not heard it, so it is said
+# again every ten seconds; to all others that is the same.
+seconds=0
 while kill -0 "$step" 2>/dev/null; do
-    wait "$step" || true
+    if ((asked == 0)); then
+        wait "$step" || true
+    else
+        sleep 1
+        ((++seconds % 10)) || tell_ranks
+    fi
 done
 wait "$step" && code=0 || code=$?
 
