@@ -95,8 +95,11 @@ def _sinfo() -> str:
             f"--write-cluster: sinfo has not answered for {_ASK_SECONDS:g} s; try again when it does"
         ) from None
     if done.returncode != 0:
-        said = "; ".join(line for line in done.stderr.splitlines() if line)
-        raise ConfigError(f"--write-cluster: sinfo fails: {printable(said)}")
+        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(
+            f"--write-cluster: Slurm does not say what there is ({printable(said)}); mend that, or take sinfo out of "
+            "PATH to write down this host"
+        )
     return done.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -130,3 +131,21 @@ def test_a_file_that_is_no_option_is_refused(name: str, capfd: pytest.CaptureFix
     assert cli.main(["doctor", "--write-cluster", name]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "accepted is a name that ends in .yaml" in line
+
+
+def test_a_slurm_that_does_not_answer_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text(
+        "#!/bin/sh\necho 'sinfo: error: first' >&2\necho 'sinfo: fatal: last' >&2\nexit 1\n"
+    )
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert cli.main(["doctor", "--write-cluster", "ours.yaml"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "parallax: --write-cluster: Slurm does not say what there is (sinfo: fatal: last); "
+    )
+    assert not Path("ours.yaml").exists()
