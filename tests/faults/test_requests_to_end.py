@@ -269,19 +269,18 @@ def test_whatever_the_run_is_doing(
     ],
 )
 def test_what_cannot_be_saved_in_time_ends_without(
-    here: Path, number: signal.Signals, code: int
+    here: Path,
+    called: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    code: int,
 ) -> None:
     """Whoever asked kills it then anyway, without a word."""
-    sleeping = ASKING.replace('ask("step")', "time.sleep(60)")
-    (here / "asking.py").write_text(sleeping)
+    asking = ASKING.replace("SIGUSR1", number.name).replace("time.sleep(0.3)", "time.sleep(60)")
+    (here / "asking.py").write_text(asking)
     run = prepared(*OWN, "trainer.grace_seconds=1")
-    process = start([*MODULE, "train", "--run-dir", str(run)])
-    loop = run / "events-rank1.jsonl"
-    wait_for(lambda: loop.exists() or process.poll() is not None, "the loop")
-    time.sleep(0.5)  # until it has begun a step
-    for each in ranks(process):
-        each.send_signal(number)
-    found, _, err = finish(process)
+    monkeypatch.setenv("ASK", "step")
+    found, _, err = called("train", "--run-dir", str(run))
     assert found == code
     assert re.fullmatch(
         rf"parallax: stopped by {number.name}, but nothing could be saved within 1 s \(trainer.grace_seconds\): "
