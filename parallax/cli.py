@@ -23,7 +23,7 @@ from parallax.errors import ConfigError, ParallaxError, UserError, printable
 
 COMMANDS = {
     "train": "plan and train, with -m many runs; under torchrun, one rank of it",
-    "launch": "the same as a job of Slurm: on its nodes, and again where it was ended early",
+    "launch": "train as a job of Slurm: on its nodes, and again where it was ended early",
     "plan": "measure, search, and print the plan; writes plan.yaml",
     "profile": "measure, or derive, what each block costs; writes profile.json",
     "estimate": "memory that training a model needs, without any device",
