@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Starts a run on several hosts by hand: type the same line on each of them, in a folder that all of them share.
+# Starts a run on several hosts by hand: type the same line on each of them, in a folder that they share, or in one of
+# each.
 #
 #   launch/torchrun.sh HEAD:PORT NODES PROCESSES key=value ...
 #   launch/torchrun.sh 10.0.0.1:29400 2 8 name=deeper model.layers=96 cluster.device_memory=auto
