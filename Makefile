@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-nodes test-sim test-slurm lint format bench bench-gpu clean
+.PHONY: help train test test-nodes test-sim test-slurm test-sweeps lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -36,6 +36,14 @@ test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutan
 
 test-nodes: $(INSTALLED_DEV)  ## runs over two hosts, made of network namespaces, which needs root (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nodes -m nodes -rs $(ARGS)
+
+# Where there is no browser and none can be installed, the page is not opened.
+test-sweeps: $(INSTALLED_DEV)  ## six runs from one command, and their page; as root, installs Debian's chromium-headless-shell
+	@if ! command -v chromium-headless-shell >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	echo "installing a headless browser"; export DEBIAN_FRONTEND=noninteractive; apt-get -qq update && \
+	apt-get -qq install --yes --no-install-recommends chromium-headless-shell >/dev/null || exit 1; fi
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults/test_sweeps.py tests/unit/test_report_scaling.py \
+	-m "not bench" -k "two_models or browser" -rs $(ARGS)
 
 # Slurm's daemons run as root. Where they are missing and cannot be installed, the tests say so and are skipped.
 test-slurm: $(INSTALLED_DEV)  ## jobs of a real Slurm on this machine; as root, installs Debian's slurm-wlm and munge

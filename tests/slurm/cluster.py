@@ -140,7 +140,7 @@ class Slurm:
                     child.wait(0)
         shutil.rmtree(self.folder)
 
-    def call(self, *command: str, **added: str) -> str:
+    def call(self, *command: str, seconds: float = CALL_SECONDS, **added: str) -> str:
         """What one of Slurm's commands prints; it must end well."""
         found = subprocess.run(
             command,
@@ -148,7 +148,7 @@ class Slurm:
             capture_output=True,
             text=True,
             check=False,
-            timeout=CALL_SECONDS,
+            timeout=seconds,
         )
         assert found.returncode == 0, f"{command}: {found.stderr}\n{self.logs()}"
         return found.stdout

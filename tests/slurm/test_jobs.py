@@ -237,3 +237,15 @@ def test_a_job_that_is_cancelled_saves_too(slurm: Slurm, capfd: pytest.CaptureFi
         return len(list_checkpoints(Path("runs/gone/checkpoints"))) == 1
 
     slurm.wait_for(saved, "a checkpoint", SECONDS, log_of("gone"))
+
+
+def test_a_sweep_as_jobs_of_submitit(slurm: Slurm) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    settings = [*TINY, *SETTLED, *QUIET, "trainer.steps=3", "seed=1,2", "name=s"]
+    command = [sys.executable, "-m", "parallax", "train", "-m", "hydra/launcher=submitit_slurm"]
+    out = slurm.call(*command, "hydra.launcher.timeout_min=10", *settings, seconds=SECONDS)
+    for number in (1, 2):
+        assert f"point {number} of 2 done after" in out, slurm.logs()
+        assert len(losses(f"s/seed-{number}")) == 3
+    jobs = slurm.call("squeue", "--noheader", "--states=all", "--format=%T %j")
+    assert [line.split()[0] for line in jobs.splitlines()].count("COMPLETED") >= 1
