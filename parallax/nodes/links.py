@@ -140,7 +140,8 @@ def _measured(
         )
         rates = [rate for each, _, _, rate in told if each == pair and rate]
         share = sum(rates) / alone
-        ways = 0.0 if share > 0.9 * len(rates) > 1 else max(1.0, share)
+        each_alone = len(rates) > 1 and share > 0.9 * len(rates)
+        ways = 0.0 if each_alone else min(max(1.0, share), len(rates))
         found[pair] = RemoteLink(Link(bytes_per_second=alone, latency_seconds=latency), ways)
     return found
 

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from parallax.errors import CheckpointError, ConfigError
+from parallax.machine.local import ClusterConfig
 from parallax.nodes import links
 from parallax.nodes.places import Nodes, find_sites
 from parallax.nodes.together import from_all, from_first
+from parallax.run.nodes import _between
+from parallax.run.processes import together
 from parallax.runtime.checkpoint import CheckpointReader, checkpoint_name
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, STATE
@@ -132,6 +135,23 @@ def usable(folder: Path) -> Any:
         engine.close()
 
 
+def joined(kinds: list[str]) -> Any:
+    """The cluster that ranks of these processors are, where a step takes as many seconds as the name is long."""
+    rank = dist.get_rank()
+    with (
+        mock.patch("parallax.run.nodes.cpu_model", return_value=kinds[rank]),
+        mock.patch.object(together, "_step_seconds", return_value=float(len(kinds[rank]))),
+        mock.patch.object(links, "_LONG_SECONDS", 0.002),
+    ):
+        nodes = Nodes.gather()
+        return together._present_cluster(["cluster.devices=3", "cluster.threads=1"], nodes)
+
+
+def between(link: str) -> tuple[float, float, float]:
+    found = _between(ClusterConfig(link=link), Nodes.gather())
+    return found.link.bytes_per_second, found.link.latency_seconds, found.ways
+
+
 # ---- tests
 
 
@@ -231,3 +251,26 @@ def test_a_node_that_has_lost_its_checkpoints_is_named(pool: Pool, tmp_path: Pat
     found = pool.run(there, 3, hosts, tmp_path, usable, tmp_path)
     assert len(set(found)) == 1
     assert found[0].startswith(f"checkpoints/{checkpoint_name(9)} is not on y: run on the nodes")
+
+
+@pytest.mark.parametrize(("kinds", "speeds"), [("xxx", (1, 1, 1)), (["xx", "xx", "x"], (1, 1, 2))])
+def test_nodes_are_one_cluster(
+    kinds: list[str], speeds: tuple[float, ...], pool: Pool, tmp_path: Path
+) -> None:
+    found = pool.run(there, 3, ["x", "x", "y"], tmp_path, joined, list(kinds))
+    assert found[0] == found[1] == found[2]
+    cluster = found[0]
+    assert [node.name for node in cluster.nodes] == ["x", "y"]
+    assert cluster.node_of == (0, 0, 1)
+    assert tuple(device.speed for device in cluster.devices) == speeds
+    assert cluster.remote.bytes_per_second > 0
+    assert cluster.remote_ways == 1.0  # of one rank on y
+    # Of one kind they are equal but for their speed, so that replicas of a stage may be on several.
+    if len(set(kinds)) == 1:
+        assert len(set(cluster.devices)) == 1
+
+
+def test_a_known_link_is_not_measured(pool: Pool, tmp_path: Path) -> None:
+    nodes = pool.run(there, 2, ["x", "y"], tmp_path, between, "125MB")
+    assert nodes == [(125e6, 0.0, 1.0)] * 2
+    assert not list(tmp_path.rglob("link-*.json"))
