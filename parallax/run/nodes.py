@@ -151,6 +151,9 @@ def _least(device: Device, alike: Sequence[Device]) -> Device:
         tier_bytes=min(each.tier_bytes for each in alike),
         write=_slowest([each.write for each in alike]),
         read=_slowest([each.read for each in alike]),
+        reserve_bytes=max(each.reserve_bytes for each in alike),
+        overlap_loss=max(each.overlap_loss for each in alike),
+        tier_share=min(each.tier_share for each in alike),
         host_update_seconds=max(each.host_update_seconds for each in alike),
     )
 
