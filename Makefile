@@ -43,7 +43,7 @@ test-sweeps: $(INSTALLED_DEV)  ## six runs from one command, and their page; as 
 	echo "installing a headless browser"; export DEBIAN_FRONTEND=noninteractive; apt-get -qq update && \
 	apt-get -qq install --yes --no-install-recommends chromium-headless-shell >/dev/null || exit 1; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults/test_sweeps.py tests/unit/test_report_scaling.py \
-	-m "not bench" -k "two_models or browser" -rs $(ARGS)
+	-m "not bench" -rs $(ARGS)
 
 # Slurm's daemons run as root. Where they are missing and cannot be installed, the tests say so and are skipped.
 test-slurm: $(INSTALLED_DEV)  ## jobs of a real Slurm on this machine; as root, installs Debian's slurm-wlm and munge

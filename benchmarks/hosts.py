@@ -91,6 +91,7 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
         )
         self._rate = rate
         self._started: list[subprocess.Popen[bytes]] = []
+        self._made = contextlib.ExitStack()
 
     @property
     def a(self) -> Host:
@@ -112,9 +113,16 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
 
     def __enter__(self) -> TwoHosts:
         check_possible()
-        for host in self.hosts:
-            host.folder.mkdir(parents=True, exist_ok=True)
-            _run("ip", "netns", "add", host.namespace)
+        with contextlib.ExitStack() as made:
+            for host in self.hosts:
+                host.folder.mkdir(parents=True, exist_ok=True)
+                _run("ip", "netns", "add", host.namespace)
+                made.callback(_run, "ip", "netns", "del", host.namespace, check=False)
+            self._join()
+            self._made = made.pop_all()
+        return self
+
+    def _join(self) -> None:
         a, b = self.hosts
         _run("ip", "link", "add", a.interface, "type", "veth", "peer", "name", b.interface)
         for host in self.hosts:
@@ -124,16 +132,16 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
             for interface in ("lo", host.interface):
                 _run(*space, "link", "set", interface, "up")
             limit = ("root", "tbf", "rate", self._rate, *_BURST_AND_DELAY)
-            _run(
-                "ip", "netns", "exec", host.namespace,
-                "tc", "qdisc", "add", "dev", host.interface, *limit,
-            )  # fmt: skip
-        return self
+            inside = ("ip", "netns", "exec", host.namespace)
+            try:
+                _run(*inside, "tc", "qdisc", "add", "dev", host.interface, *limit)
+            except subprocess.CalledProcessError as error:
+                reason = error.stderr.decode().strip()
+                raise HostError(f"a link cannot be limited here: {reason}") from error
 
     def __exit__(self, *args: object) -> None:
-        self.stop()
-        for host in self.hosts:
-            _run("ip", "netns", "del", host.namespace, check=False)
+        with self._made:
+            self.stop()
 
     def start(self, processes: int, settings: Sequence[str]) -> list[subprocess.Popen[bytes]]:
         """The same line on both, with so many ranks on each; what they print goes to ``out.txt`` in their folders."""

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, PlanError
 from parallax.machine.accelerators import accelerator_named, accelerator_of
-from parallax.machine.host import interface_towards
+from parallax.machine.host import interface_of, own_address
 from parallax.nodes.places import ALONE, Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.plan import Plan
@@ -215,11 +215,19 @@ class RankDevices:
     @classmethod
     def gather(cls, device: torch.device, size: int) -> RankDevices:
         """Ask all ``size`` ranks."""
-        if device.type == "cpu" or size == 1:
-            return cls(device.type, (None,) * size)
-        accelerator = accelerator_of(device)
-        mine = accelerator.identity(device.index or 0) if accelerator.backend else None
-        return cls(device.type, tuple(from_all(lambda: mine)))
+        if size == 1:
+            return cls(device.type, (None,))
+        mine = None
+        if device.type != "cpu" and (accelerator := accelerator_of(device)).backend:
+            mine = accelerator.identity(device.index or 0)
+        kinds, identities = zip(*from_all(lambda: (device.type, mine)))
+        if len(set(kinds)) > 1:
+            other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+            raise PlanError(
+                f"rank {other} has a device of kind {kinds[other]} and rank 0 one of kind {kinds[0]}: mend what hides "
+                "the device, or use cluster.kind=cpu"
+            )
+        return cls(device.type, identities)
 
     def direct(self, ranks: Sequence[int]) -> str:
         """The backend that carries tensors between the devices of ``ranks``, where each has one of its own; otherwise
@@ -279,17 +287,32 @@ def start_processes(file: str | None = None) -> None:
     """
     store: Any
     if file is None:
-        card = interface_towards(os.environ.get("MASTER_ADDR", ""))
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if card else ():
-            os.environ.setdefault(variable, card)
         store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
     else:
         rank, size, restart = (
             int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
         )
         store = dist.FileStore(f"{file}-{restart}", size)  # type: ignore[attr-defined]
+    addresses = dist.PrefixStore("addresses", store)  # type: ignore[attr-defined]
+    own = own_address(os.environ.get("MASTER_ADDR", "")) if file is None else ""
+    addresses.set(str(rank), own)
     wait_for_all(dist.PrefixStore("roll-call", store), rank, size)  # type: ignore[attr-defined]
+    if file is None:
+        _choose_card(own, [addresses.get(str(other)).decode() for other in range(size)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def _choose_card(own: str, addresses: Sequence[str]) -> None:
+    """Let gloo and NCCL use the network card that leads to the others, unless the user has named one. ``own``: this
+    host's address, empty where its way to the meeting place is loopback, though for others it is not: then their
+    addresses say which card it is."""
+    others = [address for address in addresses if address]
+    card = interface_of(own or (own_address(others[0]) if others else ""))
+    if card:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={card}"
+        )  # no other whose name begins like that
 
 
 def wait_for_all(

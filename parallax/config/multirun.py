@@ -130,8 +130,8 @@ def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
         "hydra.output_subdir": "null",
         "hydra.mode": "MULTIRUN",
         "hydra.job.name": quoted(folder.name or "parallax"),
-        "hydra/hydra_logging": "disabled",
-        "hydra/job_logging": "disabled",
+        "hydra/hydra_logging": "none",
+        "hydra/job_logging": "none",
     }
     for word in typed:
         ours.pop(word.lstrip("+~").partition("=")[0], None)

@@ -335,19 +335,25 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def interface_towards(address: str) -> str:
-    """The network card over which this host reaches ``address``, which may be its own; empty where that is loopback or
-    cannot be told. Nothing is sent."""
+def own_address(other: str) -> str:
+    """This host's address on the way to ``other``, which may be its own; empty where that is loopback or there is no
+    way. Nothing is sent."""
     with contextlib.suppress(OSError):
-        family, *_, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        if not other:
+            return ""
+        family, *_, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as way:
             way.connect(place)
-            own = way.getsockname()[0]
-        if ipaddress.ip_address(own).is_loopback:
-            return ""
-        for name, entries in psutil.net_if_addrs().items():
-            if own in (entry.address for entry in entries):
-                return name
+            own = str(way.getsockname()[0])
+        return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """The network card that has ``address``; empty where none has."""
+    for name, entries in psutil.net_if_addrs().items() if address else ():
+        if address in (entry.address for entry in entries):
+            return name
     return ""
 
 

@@ -124,9 +124,13 @@ def _measured(
     mine = next((pair for pair in pairs if nodes.mine in pair), None)
     place = nodes.rank - nodes.first(nodes.mine)
     way = None
-    if mine is not None and place < _alike(nodes, mine):
-        low, high = (nodes.first(node) + place for node in mine)
-        way = _Way(low, high, nodes.rank == low, device, backend)
+    for pair in pairs:
+        for step in range(_alike(nodes, pair)):
+            low, high = (nodes.first(node) + step for node in pair)
+            # Made by all ranks: torch would name a group that only its members make by what else they have made.
+            group = dist.new_group([low, high], backend=backend) if backend else None
+            if nodes.rank in (low, high):
+                way = _Way(low, high, nodes.rank == low, device, group)
     latency, alone = way.alone() if way is not None and place == 0 else (0.0, 0.0)
     dist.barrier()
     together = way.rate(latency) if way is not None else 0.0
@@ -150,14 +154,15 @@ class _Way:
     """One end of the way between two ranks."""
 
     def __init__(
-        self, low: int, high: int, is_low: bool, device: torch.device, backend: str
+        self,
+        low: int,
+        high: int,
+        is_low: bool,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.low, self._peer, self._device = is_low, high if is_low else low, device
-        self._group = (
-            dist.new_group([low, high], backend=backend, use_local_synchronization=True)
-            if backend
-            else None
-        )
+        self._group = group
 
     def close(self) -> None:
         """Leave the group."""

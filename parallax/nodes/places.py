@@ -1,7 +1,7 @@
 """Where the ranks of a run are: on which node each, and which of them see the same directory.
 
-Ranks of one host are a node, however they were started. A directory is shared where all see a file that rank 0 has
-written; where they do not, each node has one of its own, and its first rank writes there what rank 0 writes for all.
+Ranks that follow each other on a host are a node, however they were started. A directory is shared by those who see the
+same marks in it; where not all do, the first rank of each such site writes there what rank 0 writes for all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from parallax.nodes.together import from_all, from_first, rank_and_size
 
 _SEEN_SECONDS = 2.0  # in which a network's file system shows what another host has written
 _POLL_SECONDS = 0.05
+_MARK = ".seen-"
+_OLD_SECONDS = 3600.0  # of a mark that nobody looks for any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,45 +101,45 @@ class Sites:
 
 
 def find_sites(directory: Path, nodes: Nodes) -> Sites:
-    """Look for a file that rank 0 puts into ``directory``, which is made where it is missing; called by every rank of
-    torch's world. Raises :class:`ConfigError` where it cannot be made."""
+    """Which ranks see the same ``directory``, which is made where it is missing: the first rank of each node leaves a
+    mark there, and who sees a mark shares the directory with its rank. Called by every rank of torch's world. Raises
+    :class:`ConfigError` where it cannot be made."""
     if not nodes.several:
         return Sites(nodes.rank, (0,) * len(nodes.of))
+    prefix = from_first(lambda: f"{_MARK}{secrets.token_hex(8)}-")
+    path = directory / f"{prefix}{nodes.rank}"
 
-    def put() -> Path:
-        path = directory / f".seen-{secrets.token_hex(8)}"
-        _writable(directory, path.touch)
-        return path
+    def put() -> None:
+        try:
+            path.parent.mkdir(
+                parents=True, exist_ok=True
+            )  # asks the server of a network's file system
+            for left in path.parent.glob(f"{_MARK}*"):
+                if (
+                    time.time() - left.stat().st_mtime > _OLD_SECONDS
+                ):  # of a process that was killed
+                    left.unlink(missing_ok=True)
+            path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {printable(str(directory))} on node {node_name()}: {error.strerror}; make room or make "
+                "it writable, choose another name, or start from another folder"
+            ) from error
 
-    path = from_first(put)
+    from_all(lambda: put() if nodes.leads else None)
     try:
-        seen = from_all(lambda: nodes.rank == 0 or _appears(path))
+        leaders = from_all(lambda: _first_mark(path.parent, prefix))
     finally:
-        if nodes.rank == 0:
+        if nodes.leads:
             path.unlink(missing_ok=True)
-    leaders = tuple(
-        0 if here or node == 0 else nodes.first(node) for here, node in zip(seen, nodes.of)
-    )
-    sites = Sites(nodes.rank, leaders)
-    from_all(lambda: None if sites.at_first else _writable(directory, lambda: None))
-    return sites
+    return Sites(nodes.rank, tuple(leaders))
 
 
-def _writable(directory: Path, then: Callable[[], None]) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        then()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {printable(str(directory))} on node {node_name()}: {error.strerror}; make room or make it "
-            "writable, choose another name, or start from another folder"
-        ) from error
-
-
-def _appears(path: Path) -> bool:
+def _first_mark(directory: Path, prefix: str) -> int:
+    """The first rank whose mark is here; that of rank 0 may take a moment to appear."""
     end = time.monotonic() + _SEEN_SECONDS
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
+    while True:
+        ranks = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
+        if 0 in ranks or time.monotonic() > end:
+            return min(ranks)
         time.sleep(_POLL_SECONDS)
-    return True

@@ -19,6 +19,7 @@ from parallax.common.lock import locked
 from parallax.common.trust import class_paths, remember
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, PlanError, printable
+from parallax.machine.host import node_name
 from parallax.machine.local import ClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
@@ -80,6 +81,8 @@ def prepare(
             refused = f"{saved.parent} holds checkpoints; choose another name, or resume=auto"
             raise ConfigError(f"trainer.resume=never: {refused}")
         held.enter_context(locked(directory))
+        if not saved.is_relative_to(directory):
+            held.enter_context(locked(saved))  # runs of one name in other folders
         if found.changed is not None:
             changed = f", but {'; '.join(found.changed)}" if found.changed else ""
             console.print(
@@ -126,25 +129,45 @@ def _counted(config: RunConfig, devices: int) -> RunConfig:
 
 def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
     """What the ranks read, and what `simulate` and `calibrate` need later: all of it, or nothing is changed."""
+
+    def fill(folder: Path) -> None:
+        (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
+        (folder / "profile.json").write_text(planned.profile.to_json() + "\n", encoding="utf-8")
+        planned.plan.save(folder / "plan.yaml")
+        Inputs(planned.profile, planned.cluster).save(inputs_path(folder / "plan.yaml"))
+        with EventLog(folder / PREDICTED_EVENTS) as events:
+            events.extend(list(planned.forecast.spans))
+
+    _place(directory, fill)
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """The same on a node that does not see rank 0's directory, whose :func:`run_files` these are."""
+
+    def fill(folder: Path) -> None:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+    _place(directory, fill)
+
+
+def _place(directory: Path, fill: Callable[[Path], None]) -> None:
+    """Let ``fill`` write into a folder beside, and move what it wrote to its place; what belongs to another plan goes
+    aside."""
     try:
         for left in directory.glob(f"{_PREPARING}*"):
             shutil.rmtree(left)  # of a process that was killed meanwhile
         with tempfile.TemporaryDirectory(dir=directory, prefix=_PREPARING) as name:
             folder = Path(name)
-            (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
-            (folder / "profile.json").write_text(planned.profile.to_json() + "\n", encoding="utf-8")
-            planned.plan.save(folder / "plan.yaml")
-            Inputs(planned.profile, planned.cluster).save(inputs_path(folder / "plan.yaml"))
-            with EventLog(folder / PREDICTED_EVENTS) as events:
-                events.extend(list(planned.forecast.spans))
-            _set_aside(directory, planned.plan)
+            fill(folder)
+            _set_aside(directory, Plan.load(folder / "plan.yaml"))
             for path in folder.iterdir():
                 path.replace(directory / path.name)
     except OSError as error:
         where = printable(str(error.filename or directory))
         raise ConfigError(
-            f"cannot write the run directory {directory}: {where}: {error.strerror}; make room or make it writable, or "
-            "choose another name"
+            f"cannot write the run directory {directory}: {where}: {error.strerror} (on {node_name()}); make room or "
+            "make it writable, or choose another name"
         ) from error
 
 

@@ -16,6 +16,7 @@ in it, but a mark of each of its tensors, by which it is known again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import zlib
@@ -64,10 +65,17 @@ def remove_partial(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(directory: Path, keep: int) -> None:
-    """Delete all but the last ``keep`` checkpoints; 0 keeps all."""
-    for path in list_checkpoints(directory)[:-keep] if keep else []:
+def remove_old(directory: Path, keep: int, step: int) -> None:
+    """Of the checkpoints up to that of ``step``, which was just saved, delete all but the last ``keep``; 0 keeps all.
+    Later ones, which this training did not go on from, do not count: not every node may have them."""
+    found = [path for path in list_checkpoints(directory) if path.name <= checkpoint_name(step)]
+    for path in found[:-keep] if keep else []:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def digest(directory: Path) -> str:
+    """What tells a checkpoint from every other one of the same step."""
+    return hashlib.sha256((directory / _INDEX).read_bytes()).hexdigest()
 
 
 def partial_folder(directory: Path, step: int) -> Path:
@@ -247,6 +255,11 @@ class CheckpointReader:
                 f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint"
             )
         return tensor
+
+    @property
+    def split(self) -> bool:
+        """Whether nodes that share no disk saved it, each a part."""
+        return bool(self._nodes)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """What it holds of the parameters ``names``, but not here."""

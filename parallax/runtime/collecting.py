@@ -10,8 +10,11 @@ files are copied over the network into the folder beside the node's own, and are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import errno
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,9 @@ from parallax.nodes.together import from_all
 from parallax.runtime.checkpoint import CheckpointReader
 
 _CHUNK_BYTES = 16 * 2**20
+_PART_BYTES = 2**30  # after which all ranks meet
+
+_Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
@@ -42,7 +48,7 @@ def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
                     holders.setdefault(held[name], holder)
                     break
     for file in sorted(wanted):
-        _copy(directory / file, holders[file], sites.rank in wanted[file])
+        _Copy(directory / file, holders[file], wanted[file], sites.rank).run()
 
 
 def _look(
@@ -52,35 +58,64 @@ def _look(
     return reader.missing(names), reader.files() if sites.leads else {}
 
 
-def _copy(path: Path, holder: int, takes: bool) -> None:
-    """One file, from the rank ``holder`` to all that take it."""
-    rank = dist.get_rank()
+class _Copy:
+    """One file, from the rank ``holder`` to those that take it. All ranks meet now and then, for nobody waits for ever,
+    and learn there what has failed."""
 
-    def size() -> int:
-        return path.stat().st_size if rank == holder else 0
+    def __init__(self, path: Path, holder: int, takers: Collection[int], rank: int) -> None:
+        self._path, self._holder, self._takers = path, holder, sorted(takers)
+        self._holds, self._takes = rank == holder, rank in takers
+        self._file: BinaryIO | None = None
 
-    left = from_all(size)[holder]
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(path.open("rb")) if rank == holder else None
-        target = stack.enter_context(replacing(path)) if takes else None
-        error = ""
-        while left:
+    def run(self) -> None:
+        """Copy it. Raises :class:`CheckpointError` on all ranks where one cannot."""
+        with contextlib.ExitStack() as stack:
+            left = from_all(lambda: self._checked(lambda: self._open(stack)))[self._holder]
+            while left:
+                part = min(left, _PART_BYTES)
+                from_all(partial(self._checked, partial(self._move, part)))
+                left -= part
+            from_all(lambda: self._checked(stack.close))
+
+    def _open(self, stack: contextlib.ExitStack) -> int:
+        """The size, of who holds it."""
+        if self._holds:
+            self._file = stack.enter_context(self._path.open("rb"))
+            return self._path.stat().st_size
+        if self._takes:
+            self._file = stack.enter_context(replacing(self._path))
+        return 0
+
+    def _move(self, left: int) -> None:
+        """The next ``left`` bytes. Whatever fails here, the others get theirs."""
+        failure: OSError | None = None
+        file = self._file
+        while file is not None and left:
             chunk = torch.empty(min(left, _CHUNK_BYTES), dtype=torch.uint8)
             content = memoryview(chunk.numpy().data)
-            if source is not None:
-                source.readinto(content)
-            dist.broadcast(chunk, holder)
-            if target is not None and not error:
+            try:
+                if self._holds and file.readinto(content) != len(content):  # type: ignore[attr-defined]
+                    raise OSError(errno.EIO, "the file has become shorter")
+            except OSError as error:
+                failure = error
+            for taker in self._takers if self._holds else ():
+                dist.send(chunk, taker)
+            if self._takes:
+                dist.recv(chunk, self._holder)
                 try:
-                    target.write(content)
-                except OSError as failed:
-                    error = str(failed.strerror)
+                    file.write(content)
+                except OSError as error:
+                    failure = error
             left -= len(chunk)
-        from_all(lambda: _refuse(path, error) if error else None)
+        if failure is not None:
+            raise failure
 
-
-def _refuse(path: Path, error: str) -> None:
-    raise CheckpointError(
-        f"cannot write {printable(str(path))} on node {node_name()}, which needs what another node saved: {error}; "
-        "make room, or name a place that all nodes share (checkpoint.directory)"
-    )
+    def _checked(self, call: Callable[[], _Done]) -> _Done:
+        try:
+            return call()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot copy {printable(str(self._path))} between nodes ({node_name()}: {error.strerror}), of which "
+                "another node's ranks need parts: make room, or name a place that all nodes share "
+                "(checkpoint.directory)"
+            ) from error

@@ -49,20 +49,25 @@ class Saving:
         and no checkpoint is on all."""
         sites = self._sites_of(directory)
 
-        def held() -> list[str]:
-            if sites.leads and directory.is_dir():
-                checkpoint.remove_partial(directory)
-            self._mesh.barrier()
-            return [path.name for path in checkpoint.list_checkpoints(directory)]
-
-        found = from_all(held)
-        everywhere = set(found[0]).intersection(*found)
+        if sites.leads and directory.is_dir():
+            checkpoint.remove_partial(directory)
+        self._mesh.barrier()
+        found = from_all(
+            lambda: {
+                path.name: checkpoint.digest(path)
+                for path in checkpoint.list_checkpoints(directory)
+            }
+        )
+        everywhere = {
+            name for name, _ in set(found[0].items()).intersection(*map(dict.items, found))
+        }
         lost: dict[str, set[str]] = {}
-        for rank, names in enumerate(found):
-            for name in set().union(*found) - set(names):
-                lost.setdefault(name, set()).add(self._mesh.nodes.name(rank))
+        for rank, held in enumerate(found):
+            for name in set().union(*found) - everywhere:
+                if held.get(name) != found[0].get(name) or name not in held:
+                    lost.setdefault(name, set()).add(self._mesh.nodes.name(rank))
         told = [
-            f"{directory / name} is not on {', '.join(sorted(lost[name]))}"
+            f"{directory / name} is not on {', '.join(sorted(lost[name]))}, or another one there"
             for name in sorted(lost, reverse=True)
         ]
         if told and not everywhere:
@@ -86,7 +91,7 @@ class Saving:
             parts = from_all(lambda: self._write_part(partial))
             checksums = {name: crc for part, _ in parts for name, crc in part.items()}
             marks = {name: crc for _, part in parts for name, crc in part.items()}
-            index = {
+            mine = {
                 "step": step,
                 "fingerprint": self._chain.fingerprint(),
                 "plan": self._plan.hash(),
@@ -97,13 +102,14 @@ class Saving:
                 **({} if sites.shared else {"nodes": self._by_node(parts)}),
                 **told,
             }
+            index = from_first(lambda: mine)  # the same on all nodes, to the last digit
             from_all(lambda: checkpoint.finish(partial, index) if first else None)
         except (CheckpointError, NonFiniteError):
             if first:
                 checkpoint.remove_partial(directory)
             raise
         if first:
-            checkpoint.remove_old(directory, keep)
+            checkpoint.remove_old(directory, keep, step)
         return directory / checkpoint.checkpoint_name(step)
 
     def _sites_of(self, directory: Path) -> Sites:
@@ -141,7 +147,8 @@ class Saving:
         found its part good."""
         left_out = self._chain.left_out
         names = {n: t for n, t in self._stage.named_tensors().items() if n not in left_out}
-        collect(directory, names, self._sites_of(directory.parent))
+        if any(from_all(lambda: checkpoint.CheckpointReader(directory).split)):
+            collect(directory, names, self._sites_of(directory.parent))
 
         def check() -> checkpoint.CheckpointReader:
             reader = checkpoint.CheckpointReader(directory)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from parallax.mesh import Mesh
 from parallax.nodes.links import clock_offset
 from parallax.nodes.places import find_sites
-from parallax.nodes.together import from_all
 from parallax.report.occupancy import occupancy_path
 from parallax.runtime.engine import StepResult
 from parallax.train.monitor import Unwritten
@@ -45,21 +47,25 @@ class NodeRecords:
         """Bring what other nodes have written to rank 0's directory; called by every rank."""
         if self._sites.shared:
             return
-        for name, content in (
-            each for files in from_all(self._own_files) for each in files.items()
-        ):
-            if self._rank == 0:
-                with unwritten.trying(self._directory / name):
-                    (self._directory / name).write_bytes(content)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self._own_files(), found if self._rank == 0 else None)
+        for name, content in (each for files in found if files for each in files.items()):
+            path = self._directory / name
+            with unwritten.trying(path):
+                if content is None:
+                    path.unlink(missing_ok=True)  # of an earlier plan
+                else:
+                    path.write_bytes(content)
 
-    def _own_files(self) -> dict[str, bytes]:
+    def _own_files(self) -> dict[str, bytes | None]:
         if self._sites.at_first:
             return {}
-        paths = [
-            events_path(self._directory, self._rank),
-            occupancy_path(self._directory, self._rank),
-        ]
-        return {path.name: _end(path) for path in paths if path.is_file()}
+        events = events_path(self._directory, self._rank)
+        occupancy = occupancy_path(self._directory, self._rank)
+        return {
+            events.name: _end(events) if events.is_file() else None,
+            occupancy.name: occupancy.read_bytes() if occupancy.is_file() else None,
+        }
 
 
 def _end(path: Path) -> bytes:

@@ -17,6 +17,7 @@ from parallax.run.job import usual_loss
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.train.loop import CheckpointConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 from tests.unit.model.test_pretrained import MOE, TEXT, saved, tokens
@@ -79,9 +80,8 @@ def test_the_loss_is_that_of_the_run(
     begun = saved(tmp_path / "from", cls(cls.config_class(**settings)))
     config = HuggingFaceConfig(pretrained=str(tmp_path / "from"))
     (_, inside), *_ = pool.run(trained, 2, config, tmp_path / "run", 2)
-    run: Any = SimpleNamespace(
-        directory=tmp_path / "run", config=SimpleNamespace(model=config, seed=1)
-    )
+    configured = SimpleNamespace(model=config, seed=1, name="run", checkpoint=CheckpointConfig())
+    run: Any = SimpleNamespace(directory=tmp_path / "run", config=configured)
     exported = export(run, FORMS["huggingface"], None)
     model, info = cls.from_pretrained(exported.directory, output_loading_info=True)
     assert not any(info.values()), info

@@ -64,6 +64,7 @@ def test_which_point_is_wrong_is_said(here: Path, capfd: pytest.CaptureFixture[s
     assert "(point 2: seed=1 model.heads=7)" in one_line(capfd.readouterr().err)
 
 
+@pytest.mark.thorough  # CI trains six points, and more, by `make test-sweeps`
 def test_a_failing_point_ends_nothing_but_itself(
     called: Callable[..., tuple[int, str, str]], here: Path
 ) -> None:

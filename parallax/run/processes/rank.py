@@ -30,7 +30,7 @@ from parallax.run.job import build_chain, build_loss, local_cluster, open_source
 from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
 from parallax.run.prepare import PreparedRun, Trusts
-from parallax.run.processes.together import compare, prepare_together, read_together
+from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import (
     EXIT_REPORT,
@@ -114,6 +114,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     keep_to(device, run.plan.prediction.ranks[dist.get_rank()].budget_bytes)
     with watch.phase("loading data"):
         source = open_source(run.config)
+        compare_rows(source, nodes)
     if dist.get_rank() == 0:
         load_curves(run.config.logger)
     with watch.phase("building the model"):

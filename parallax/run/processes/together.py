@@ -18,8 +18,7 @@ from parallax import config as configuration
 from parallax.common.lock import locked
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
-from parallax.errors import ConfigError, PlanError, printable
-from parallax.machine.host import node_name
+from parallax.errors import DataError, PlanError, printable
 from parallax.nodes.places import Nodes, find_sites
 from parallax.nodes.together import from_all, from_first
 from parallax.plan.cluster import Cluster
@@ -27,8 +26,9 @@ from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.run.job import local_cluster, profile_run
 from parallax.run.nodes import join_nodes
-from parallax.run.prepare import RUNS, PreparedRun, Trusts, prepare, run_files
+from parallax.run.prepare import RUNS, PreparedRun, Trusts, prepare, run_files, write_files
 from parallax.run.resume import settings
+from parallax.train.data import Source
 
 _COMPARED_ROWS = 4  # of which the times on several kinds of devices are compared
 
@@ -76,6 +76,20 @@ def compare(run: PreparedRun) -> None:
             raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
 
 
+def compare_rows(source: Source, nodes: Nodes) -> None:
+    """Every rank has the same rows, as far as their source says which they are (``fingerprint``): each opens them on
+    its own host, where they may be others."""
+    mine = getattr(source, "fingerprint", "")
+    for rank, found in enumerate(prints := from_all(lambda: mine)):
+        if found != prints[0]:
+            which = " and ".join(printable(str(each))[:16] for each in (found, prints[0]))
+            raise DataError(
+                f"rank {rank} on {printable(nodes.name(rank))} reads other rows than rank 0 on "
+                f"{printable(nodes.name(0))} ({which}): put the same files there, or name a folder that both "
+                "see (data.*)"
+            )
+
+
 def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
     """The run, read where this node sees its directory; where it does not, from one that is made here."""
     sites = find_sites(directory, nodes)
@@ -84,21 +98,10 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
     def write() -> None:
         if sites.leads and not sites.at_first:
             held.enter_context(locked(directory))
-            _write(directory, files)
+            write_files(directory, files)
 
     from_all(write)
     return PreparedRun.read(directory)
-
-
-def _write(directory: Path, files: dict[str, bytes]) -> None:
-    try:
-        for name, content in files.items():
-            (directory / name).write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run directory {printable(str(directory))} on node {node_name()}: {error.strerror}; make "
-            "room or make it writable, or choose another name"
-        ) from error
 
 
 def _present_cluster(overrides: Sequence[str], nodes: Nodes) -> Cluster:

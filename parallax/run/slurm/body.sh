@@ -37,8 +37,15 @@ on_node() {
 }
 
 newest_checkpoint() {
-    if [[ -d $directory/checkpoints ]]; then
-        find "$directory/checkpoints" -maxdepth 1 -name 'step-*' | sort | tail -n 1
+    local folder # checkpoint.directory, as the run has it
+    folder=$(sed -n '/^checkpoint:/,/^[^ ]/s/^  directory: //p' "$directory/config.yaml" 2>/dev/null || true)
+    if [[ -z $folder || $folder == auto ]]; then
+        folder=$directory/checkpoints
+    else
+        folder=${folder/#\~/$HOME}/$name
+    fi
+    if [[ -d $folder ]]; then
+        find "$folder" -maxdepth 1 -name 'step-*' | sort | tail -n 1
     fi
 }
 

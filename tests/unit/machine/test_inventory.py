@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallax import cli, config
+from parallax.config import options
 from parallax.errors import ConfigError
 from parallax.machine import inventory
 from parallax.machine.inventory import catalog_kind, slurm_hosts, write_cluster
@@ -29,8 +30,8 @@ c2|(null)|190000|64|0
 def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the options, to which one can be added."""
     found = tmp_path / "configs"
-    shutil.copytree(config._folder(), found)
-    monkeypatch.setattr(config, "_folder", lambda: found)
+    shutil.copytree(options._folder(), found)
+    monkeypatch.setattr(options, "_folder", lambda: found)
     monkeypatch.chdir(tmp_path)
     return found
 

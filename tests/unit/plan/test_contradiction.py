@@ -215,7 +215,7 @@ def test_nothing_is_measured_for_what_has_no_shape(
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("something was measured")
 
-    for name in ("measure_model", "measure_probes", "probe_speeds"):
+    for name in ("measure_model", "measured_cluster"):
         monkeypatch.setattr(planning, name, measured)
     monkeypatch.chdir(tmp_path)
     for settings in (["plan.stages=100"], ["plan.replicas=[1,2,3]"], ["trainer.microbatch=9"]):
