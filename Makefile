@@ -41,7 +41,8 @@ test-nodes: $(INSTALLED_DEV)  ## runs over two hosts, made of network namespaces
 test-sweeps: $(INSTALLED_DEV)  ## six runs from one command, and their page; as root, installs Debian's chromium-headless-shell
 	@if ! command -v chromium-headless-shell >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	echo "installing a headless browser"; export DEBIAN_FRONTEND=noninteractive; apt-get -qq update && \
-	apt-get -qq install --yes --no-install-recommends chromium-headless-shell >/dev/null || exit 1; fi
+	apt-get -qq install --yes --no-install-recommends chromium-headless-shell >/dev/null || \
+	echo "a browser cannot be installed: what needs one is skipped" >&2; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults/test_sweeps.py tests/unit/test_report_scaling.py \
 	-m "not bench" -rs $(ARGS)
 
@@ -50,7 +51,8 @@ test-slurm: $(INSTALLED_DEV)  ## jobs of a real Slurm on this machine; as root, 
 	@for daemon in munged slurmctld slurmd; do PATH="$$PATH:/usr/sbin" command -v $$daemon >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then echo "installing Slurm"; \
 	export DEBIAN_FRONTEND=noninteractive; apt-get -qq update && \
-	apt-get -qq install --yes --no-install-recommends slurm-wlm munge >/dev/null || exit 1; \
+	apt-get -qq install --yes --no-install-recommends slurm-wlm munge >/dev/null || \
+	echo "Slurm cannot be installed: its tests are skipped" >&2; \
 	elif [ -n "$$missing" ]; then echo "Slurm is not installed: as root, apt-get install slurm-wlm munge" >&2; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
 

@@ -111,13 +111,10 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
 
     def put() -> None:
         try:
-            path.parent.mkdir(
-                parents=True, exist_ok=True
-            )  # asks the server of a network's file system
-            for left in path.parent.glob(f"{_MARK}*"):
-                if (
-                    time.time() - left.stat().st_mtime > _OLD_SECONDS
-                ):  # of a process that was killed
+            # Where it is there, this asks the server of a network's file system.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for left in path.parent.glob(f"{_MARK}*"):  # of processes that were killed
+                if time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink(missing_ok=True)
             path.touch()
         except OSError as error:
@@ -140,6 +137,11 @@ def _first_mark(directory: Path, prefix: str) -> int:
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         ranks = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
-        if 0 in ranks or time.monotonic() > end:
+        if 0 in ranks or (ranks and time.monotonic() > end):
             return min(ranks)
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"what node {node_name()} has just written into {printable(str(directory))} is not seen by all its "
+                "ranks: give them one file system"
+            )
         time.sleep(_POLL_SECONDS)

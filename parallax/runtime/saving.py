@@ -48,7 +48,6 @@ class Saving:
         what interrupted saves have left is removed. Raises :class:`CheckpointError` where some nodes have checkpoints
         and no checkpoint is on all."""
         sites = self._sites_of(directory)
-
         if sites.leads and directory.is_dir():
             checkpoint.remove_partial(directory)
         self._mesh.barrier()
@@ -85,8 +84,8 @@ class Saving:
         self._say_what_is_left_out()
         partial = checkpoint.partial_folder(directory, step)
         sites = self._sites_of(directory)
-        first = sites.leads
-        from_all(lambda: checkpoint.begin(partial) if first else None)
+        writes = sites.leads
+        from_all(lambda: checkpoint.begin(partial) if writes else None)
         try:
             parts = from_all(lambda: self._write_part(partial))
             checksums = {name: crc for part, _ in parts for name, crc in part.items()}
@@ -103,12 +102,12 @@ class Saving:
                 **told,
             }
             index = from_first(lambda: mine)  # the same on all nodes, to the last digit
-            from_all(lambda: checkpoint.finish(partial, index) if first else None)
+            from_all(lambda: checkpoint.finish(partial, index) if writes else None)
         except (CheckpointError, NonFiniteError):
-            if first:
+            if writes:
                 checkpoint.remove_partial(directory)
             raise
-        if first:
+        if writes:
             checkpoint.remove_old(directory, keep, step)
         return directory / checkpoint.checkpoint_name(step)
 
