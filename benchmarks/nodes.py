@@ -4,7 +4,7 @@ Two network namespaces with a core each, joined by a link of 1 Gbit/s, run every
 have, two on each host, and the one that two ranks can have; for two stages of two replicas both placements. The
 planner's choice should be the fastest of those measured, and steps within 15% of their prediction::
 
-    python -m benchmarks.nodes            needs root, six minutes
+    python -m benchmarks.nodes            needs root, a quarter of an hour
 """
 
 from __future__ import annotations

@@ -38,14 +38,19 @@ def how(hangs):
     pathlib.Path("done").touch()
 
 class Rows:
+    fetched = False
     def __init__(self):
         stuck_in("loading data")
     def batch(self, rows):
+        self.fetched = True
         stuck_in("fetching rows")
-        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+        return self.some(rows)
     def validation(self, index, rows):
-        stuck_in("evaluating")
-        return self.batch(rows)
+        if self.fetched:  # before, it is the sample that the model is described with
+            stuck_in("evaluating")
+        return self.some(rows)
+    def some(self, rows):
+        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     def state_dict(self):
         stuck_in("saving a checkpoint")
         return {}
