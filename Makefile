@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-nodes test-sim test-slurm test-sweeps lint format bench bench-gpu clean
+.PHONY: help train test test-faults test-nodes test-sim test-slurm test-sweeps lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -33,6 +33,9 @@ test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
 
 test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutants too (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sim -n $(JOBS) -m "not bench" $(ARGS)
+
+test-faults: $(INSTALLED_DEV)  ## whole runs that are killed, cut off or damaged, and go on (ARGS go to pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults -rs $(ARGS)
 
 test-nodes: $(INSTALLED_DEV)  ## runs over two hosts, made of network namespaces, which needs root (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/nodes -m nodes -rs $(ARGS)
