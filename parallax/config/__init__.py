@@ -39,12 +39,13 @@ from parallax.model.factory.registry import ModelConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
+from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.data import CustomDataConfig, TextDataConfig
 from parallax.train.debug import DebugConfig
-from parallax.train.loop import CheckpointConfig, TrainerConfig
+from parallax.train.loop import TrainerConfig
 from parallax.train.monitor import LoggerConfig
 
 if TYPE_CHECKING:

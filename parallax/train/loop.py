@@ -15,6 +15,7 @@ import torch
 
 from parallax.common.events import EventLog
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
+from parallax.runtime.checkpoint.config import CHECKPOINTS
 from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
@@ -27,7 +28,6 @@ from parallax.train.stop import Drifted, Requested, Stopping, StopReason
 from parallax.train.voice import Voice, open_voice
 
 JUDGED = 5  # steps after the warm-up from which a prediction is judged
-CHECKPOINTS = "checkpoints"  # the folder of a run directory
 DRIFT = 0.2  # a prediction this far off is worth another plan
 
 
@@ -75,20 +75,6 @@ class TrainerConfig:
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_count("trainer.microbatch", self.microbatch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are. ``directory``: a folder that all nodes share, in which every run has one of its name;
-    auto: the run's own directory, on each node what its ranks hold where nodes do not share it."""
-
-    directory: str = "auto"
-
-    def folder(self, run_directory: Path, name: str) -> Path:
-        """The folder of the checkpoints of the run ``name`` in ``run_directory``."""
-        if self.directory == "auto":
-            return run_directory / CHECKPOINTS
-        return Path(self.directory).expanduser() / name
 
 
 class OnDrift(StrEnum):

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from parallax.errors import CheckpointError
-from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import (
     begin,
     checkpoint_name,
     list_checkpoints,
     partial_folder,
     remove_partial,
+    writing,
 )
 from tests.alone import alone
 from tests.distributed.pool import Pool
@@ -64,7 +64,7 @@ def killed_saves(root: Path) -> None:
 
 def die_at(call: str, at: int, when: str) -> None:
     """From now on the process dies before or after the call number ``at`` of the function ``call``."""
-    owners: dict[str, Any] = {"save_file": checkpoint, "write_text": Path, "rename": Path}
+    owners: dict[str, Any] = {"save_file": writing, "write_text": Path, "rename": Path}
     owner, count = owners.get(call, os), itertools.count(1)
     plain = getattr(owner, call)
 

@@ -15,9 +15,9 @@ from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.run.export import FORMS, export
 from parallax.run.job import usual_loss
 from parallax.runtime.batch import TensorRows
+from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig
-from parallax.train.loop import CheckpointConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 from tests.unit.model.test_pretrained import MOE, TEXT, saved, tokens

@@ -28,7 +28,7 @@ from parallax.model.mlp import MLPConfig
 from parallax.run import export as subject
 from parallax.run.export import FORMS, Exported, export
 from parallax.runtime import checkpoint
-from parallax.train.loop import CheckpointConfig
+from parallax.runtime.checkpoint.config import CheckpointConfig
 from tests.unit.model.test_pretrained import CPU, MOE, TEXT, saved, tokens
 
 transformers = pytest.importorskip(

@@ -1,0 +1,50 @@
+"""Checkpoints by parameter name: any plan can load what another has saved.
+
+::
+
+    step-00000030/
+        stage-00.safetensors       model/<name>, and <optimizer state>/<name> for each parameter
+        stage-00-001.safetensors   the next of them, where they are many
+        stage-00-replica-01.…      states that a replica keeps for all
+        stage-01.safetensors
+        checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the caller's state
+
+Everything is written into a folder with another name, synced, and renamed last, so a folder called ``step-…`` is
+always whole. Nothing is ever unpickled. Where a model trains adapters alone, the base that these were added to is not
+in it, but a mark of each of its tensors, by which it is known again.
+"""
+
+from parallax.runtime.checkpoint.checksums import mark
+from parallax.runtime.checkpoint.config import CheckpointConfig
+from parallax.runtime.checkpoint.folder import (
+    UNTOUCHED,
+    VERSION,
+    begin,
+    checkpoint_name,
+    digest,
+    finish,
+    list_checkpoints,
+    partial_folder,
+    remove_partial,
+)
+from parallax.runtime.checkpoint.reading import CheckpointReader
+from parallax.runtime.checkpoint.retention import remove_old
+from parallax.runtime.checkpoint.writing import PART_BYTES, write_parts
+
+__all__ = [
+    "PART_BYTES",
+    "UNTOUCHED",
+    "VERSION",
+    "CheckpointConfig",
+    "CheckpointReader",
+    "begin",
+    "checkpoint_name",
+    "digest",
+    "finish",
+    "list_checkpoints",
+    "mark",
+    "partial_folder",
+    "remove_old",
+    "remove_partial",
+    "write_parts",
+]

@@ -1,0 +1,91 @@
+"""The folders of checkpoints: their names, how one comes to be whole or not at all, and what tells one from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from parallax.common.files import disk_free_bytes, sync
+from parallax.common.units import format_bytes
+from parallax.errors import CheckpointError
+
+VERSION = 1
+INDEX = "checkpoint.json"
+_PARTIAL = ".saving-"
+_REPLACED = ".replaced-"
+UNTOUCHED = "the last checkpoint is untouched"
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step; names sort by step."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Whole checkpoints below ``directory``, oldest first."""
+    return sorted(path for path in directory.glob("step-*") if (path / INDEX).is_file())
+
+
+def remove_partial(directory: Path) -> None:
+    """Delete what an interrupted save left over; a checkpoint that it was about to replace gets its name back."""
+    for path in directory.glob(f"{_REPLACED}*"):
+        final = directory / path.name.removeprefix(_REPLACED)
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
+    for path in directory.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def digest(directory: Path) -> str:
+    """What tells a checkpoint from every other one of the same step."""
+    return hashlib.sha256((directory / INDEX).read_bytes()).hexdigest()
+
+
+def partial_folder(directory: Path, step: int) -> Path:
+    """The folder that a save of ``step`` writes into."""
+    return directory / f"{_PARTIAL}{checkpoint_name(step)}"
+
+
+def begin(partial: Path) -> None:
+    """Make the folder, without anything that an interrupted save left in it."""
+    try:
+        remove_partial(partial.parent)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make {partial}: {error.strerror}{free_words(partial)}; {UNTOUCHED}"
+        ) from error
+
+
+def finish(partial: Path, index: dict[str, Any]) -> None:
+    """Write the index and give the folder its name; replaces a checkpoint of the same step."""
+    path, name = partial / INDEX, partial.name.removeprefix(_PARTIAL)
+    final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
+    text = json.dumps({"version": VERSION, **index}, indent=1)
+    try:
+        path.write_text(text, encoding="utf-8")
+        sync(path)
+        sync(partial)
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        sync(final.parent)
+    except OSError as error:
+        size = format_bytes(len(text))
+        raise CheckpointError(
+            f"cannot write {size} to {path}: {error.strerror}{free_words(path)}; {UNTOUCHED}"
+        ) from error
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def free_words(path: Path) -> str:
+    """How much room there is, for the end of a message."""
+    try:
+        return f", {format_bytes(disk_free_bytes(path))} free"
+    except OSError:
+        return ""
