@@ -33,6 +33,7 @@ from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
+from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import device_memory
@@ -101,8 +102,9 @@ class Engine:
         )
         self._channels = Channels(mesh, copies)
         self._later = {n for n, positions in self._shared.items() if mesh.stage in positions[1:]}
-        self._saving = Saving(chain, plan, mesh, self._stage, self._optimizer, self._later)
         self._scale = LossScale(configs.precision)
+        kept = self._stage, self._optimizer, self._scale
+        self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
         evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
         self._executor = Executor(
             chain,
@@ -312,23 +314,24 @@ class Engine:
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
         """What :meth:`load` can continue from below ``directory``, oldest first, and what is to be said of checkpoints
         that not every node has. What interrupted saves have left is removed."""
-        return self._saving.usable(directory)
+        return self.saving.usable(directory)
 
-    def save(self, directory: Path, state: dict[str, Any], *, keep: int = 0) -> Path:
-        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder. The
-        last ``keep`` stay, itself included; 0 keeps all. Where nodes share no such folder, each has its ranks' part.
+    def save(
+        self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY
+    ) -> Path:
+        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, as JSON. Its folder. Older
+        ones stay as ``retention`` says. Where nodes share no such folder, each has its ranks' part.
 
         All ranks fail together where one cannot write; what was saved before stays as it is.
         """
-        told = {"state": state, "scale": self._scale.state()}
-        return self._saving.save(directory, self._step, told, keep)
+        return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from a checkpoint of this model under any plan; the state that was saved with it.
 
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
-        found = self._saving.load(directory)
+        found = self.saving.load(directory)
         self._step = found.step
         self._scale.load_state(found.scale)
         return found.state
@@ -340,6 +343,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the tiers below, the channels and the process groups; the engine cannot be used any more."""
+        self.saving.close()
         self._optimizer.close()
         self._stage.streamed.close()
         if self._manager is not None:

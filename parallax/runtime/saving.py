@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallax.errors import CheckpointError, NonFiniteError
+from parallax.errors import CheckpointError, NonFiniteError, ParallaxError
+from parallax.machine.device import CopyEngine
+from parallax.machine.host import available_memory
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
 from parallax.nodes.places import Sites, find_sites
 from parallax.nodes.together import from_all, from_first
 from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
-from parallax.runtime.checkpoint import UNTOUCHED
+from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
 from parallax.runtime.collecting import collect
 from parallax.runtime.nonfinite import unfit
 from parallax.runtime.optim.optimizer import StageOptimizer
+from parallax.runtime.optim.scaling import LossScale
+from parallax.runtime.pending import PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
 
 logger = logging.getLogger("parallax")
+_PADDING_BYTES = 256  # of a parameter's tensors in a buffer
+_SHARE = 0.5  # of memory that is free, for copies of what is saved
 
 
 class Saving:
@@ -36,12 +44,17 @@ class Saving:
         mesh: Mesh,
         stage: Stage,
         optimizer: StageOptimizer,
+        scale: LossScale,
         later: Collection[str],
+        copies: CopyEngine,
     ) -> None:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
-        self._step, self._said = 0, not chain.left_out or mesh.rank > 0
+        self._scale = scale
+        self._said = not chain.left_out or mesh.rank > 0
         self._sites: dict[Path, Sites] = {}
+        self._memory = SnapshotMemory(copies.arena, snapshot_room(plan, mesh))
+        self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
         """Whole checkpoints below ``directory`` that every node has, oldest first, and what is to be said of others;
@@ -76,40 +89,70 @@ class Saving:
             )
         return [directory / name for name in sorted(everywhere)], told
 
-    def save(self, directory: Path, step: int, told: dict[str, Any], keep: int) -> Path:
+    def save(
+        self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
+    ) -> Path:
         """Write a checkpoint below ``directory``, on each node its ranks' part where they share none; ``told`` is kept
-        with it, as JSON. Its folder. Of older ones the last ``keep`` − 1 stay (0: all). Raises :class:`NonFiniteError`
+        with it, as JSON. Its folder. Of older ones stay those that ``retention`` says. Raises :class:`NonFiniteError`
         where a weight is no number, and then leaves nothing either."""
-        self._step = step
+        self.begin(directory, step, told, retention)
+        path = self.pending.finish()
+        assert path is not None
+        return path
+
+    def begin(
+        self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
+    ) -> None:
+        """As :meth:`save`, but only what is copied is waited for: :attr:`pending` goes on with it. A save that is under
+        way is finished first."""
+        self.pending.finish()
         self._say_what_is_left_out()
-        partial = checkpoint.partial_folder(directory, step)
-        sites = self._sites_of(directory)
-        writes = sites.leads
-        from_all(lambda: checkpoint.begin(partial) if writes else None)
+        partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
+        from_all(lambda: checkpoint.begin(partial) if sites.leads else None)
+        thread = ThreadPoolExecutor(1, "parallax-checkpoint")
+        writer = self._writer(partial, step, thread)
         try:
-            parts = from_all(lambda: self._write_part(partial))
-            checksums = {name: crc for part, _ in parts for name, crc in part.items()}
-            marks = {name: crc for _, part in parts for name, crc in part.items()}
-            mine = {
-                "step": step,
-                "fingerprint": self._chain.fingerprint(),
-                "plan": self._plan.hash(),
-                "trained_by": self._optimizer.name,
-                "checksums": checksums,
-                "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
-                **({"base": self._chain.base, "marks": marks} if self._chain.base else {}),
-                **({} if sites.shared else {"nodes": self._by_node(parts)}),
-                **told,
-            }
-            index = from_first(lambda: mine)  # the same on all nodes, to the last digit
-            from_all(lambda: checkpoint.finish(partial, index) if writes else None)
-        except (CheckpointError, NonFiniteError):
-            if writes:
+            marks = from_all(lambda: self._copy(writer))
+        except ParallaxError:
+            writer.cancel()
+            thread.shutdown()
+            self._mesh.barrier()
+            if sites.leads:
                 checkpoint.remove_partial(directory)
             raise
-        if writes:
-            checkpoint.remove_old(directory, keep, step)
-        return directory / checkpoint.checkpoint_name(step)
+        known = {
+            "step": step,
+            "fingerprint": self._chain.fingerprint(),
+            "plan": self._plan.hash(),
+            "trained_by": self._optimizer.name,
+            "scale": self._scale.state(),
+            **(
+                {
+                    "base": self._chain.base,
+                    "marks": {n: m for found in marks for n, m in found.items()},
+                }
+                if self._chain.base
+                else {}
+            ),
+            **json.loads(json.dumps(told)),  # as it is now
+        }
+        self.pending.begin(
+            SaveInProgress(
+                directory=directory,
+                step=step,
+                sites=sites,
+                told=known,
+                retention=retention,
+                thread=thread,
+                part=writer.end(),
+                cancel=writer.cancel,
+            )
+        )
+
+    def close(self) -> None:
+        """Let go of memory. A save that nobody finished is left as an interrupted one."""
+        self.pending.abandon()
+        self._memory.close()
 
     def _sites_of(self, directory: Path) -> Sites:
         """Which ranks share ``directory``; they are asked once."""
@@ -122,14 +165,6 @@ class Saving:
             )
             self._sites[directory] = find_sites(above, self._mesh.nodes)
         return self._sites[directory]
-
-    def _by_node(self, parts: Sequence[tuple[dict[str, int], dict[str, int]]]) -> dict[str, str]:
-        """Where each tensor lies."""
-        return {
-            name: self._mesh.nodes.name(rank)
-            for rank, (written, _) in enumerate(parts)
-            for name in written
-        }
 
     def _say_what_is_left_out(self) -> None:
         """Once, on one rank."""
@@ -190,36 +225,57 @@ class Saving:
         left_out = self._chain.left_out
         return {n: checkpoint.mark(value) for n, _, value in self._stage.values() if n in left_out}
 
-    def _write_part(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-        """One replica writes for its stage, the others what they alone know; the checksums of what was written, and
-        the marks of what is left out."""
-        self._optimizer.finish()
-        replica = self._mesh.replica
-        marks: dict[str, int] = {}
+    def _writer(self, folder: Path, step: int, thread: ThreadPoolExecutor) -> PartWriter:
+        """What writes this rank's part: of one replica what its stage holds, of the others what they alone know."""
+        replica, tensors = self._mesh.replica, self._stage.named_tensors()
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor, value in self._stage.values():
-                if name in self._later:
-                    continue
-                if name in self._chain.left_out:
-                    marks[name] = checkpoint.mark(value)
-                    continue
-                if why := unfit(name, tensor, value):
-                    raise NonFiniteError(
-                        f"step {self._step}: {why}, and no checkpoint keeps that; {UNTOUCHED}"
-                    )
-                if replica == 0:
-                    yield f"model/{name}", value
-                if replica == 0 or self._optimizer.alone_knows(tensor):
-                    yield from (
-                        (f"{key}/{name}", value)
-                        for key, value in self._optimizer.states(tensor).items()
-                    )
+        def check(name: str, value: Tensor) -> None:
+            kind, _, inner = name.partition("/")
+            if kind == "model" and (why := unfit(inner, tensors[inner], value)):
+                raise NonFiniteError(
+                    f"step {step}: {why}, and no checkpoint keeps that; {UNTOUCHED}"
+                )
 
-        part = f"stage-{self._mesh.stage:02d}" + (f"-replica-{replica:02d}" if replica else "")
         # What lies below must come up to be written.
         small = self._plan.stages[self._mesh.stage].optimizer_offload > 0
-        written = checkpoint.write_parts(
-            folder, part, tensors(), checkpoint.PART_BYTES // (8 if small else 1)
+        return PartWriter(
+            folder,
+            f"stage-{self._mesh.stage:02d}" + (f"-replica-{replica:02d}" if replica else ""),
+            self._memory,
+            thread,
+            check=check,
+            part_bytes=checkpoint.PART_BYTES // (8 if small else 1),
+            expected_bytes=self._expected_bytes(tensors.values()),
         )
-        return written, marks
+
+    def _copy(self, writer: PartWriter) -> dict[str, int]:
+        """Give ``writer`` what this rank saves; the marks of what is left out."""
+        self._optimizer.finish()
+        marks: dict[str, int] = {}
+        first = self._mesh.replica == 0
+        for name, tensor, value in self._stage.values():
+            if name in self._later:
+                continue
+            if name in self._chain.left_out:
+                marks[name] = checkpoint.mark(value)
+                continue
+            if first:
+                writer.add(f"model/{name}", value)
+            if first or self._optimizer.alone_knows(tensor):
+                for key, state in self._optimizer.states(tensor).items():
+                    writer.add(f"{key}/{name}", state)
+        return marks
+
+    def _expected_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """What the values and the states of ``tensors`` take, about, and padding."""
+        return sum(t.nbytes + self._optimizer.bytes_of_states(t) + _PADDING_BYTES for t in tensors)
+
+
+def snapshot_room(plan: Plan, mesh: Mesh) -> int:
+    """Bytes of host memory that copies of what a rank saves may take: half of what is free on its host, and where that
+    is the device no more than the plan leaves of the rank's budget; a plan made by hand predicts nothing."""
+    room = int(available_memory(mesh.nodes.local_count) * _SHARE)
+    predicted = plan.prediction.ranks[mesh.rank]
+    if mesh.device.type == "cpu" and predicted.peak_bytes:
+        room = min(room, max(0, predicted.budget_bytes - predicted.peak_bytes))
+    return room

@@ -15,7 +15,7 @@ import torch
 
 from parallax.common.events import EventLog
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
-from parallax.runtime.checkpoint.config import CHECKPOINTS
+from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
 from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
@@ -24,6 +24,7 @@ from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import WARM_UP, RunRecord
+from parallax.train.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason
 from parallax.train.voice import Voice, open_voice
 
@@ -96,11 +97,12 @@ def train(
     tokens_per_row: int,
     on_drift: OnDrift = OnDrift.IGNORE,
     checkpoints: Path | None = None,
+    checkpoint: CheckpointConfig | None = None,
     debug: DebugConfig | None = None,
     onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
-    ``checkpoints`` is where these go, a folder of the run directory where nothing else is said.
+    ``checkpoints`` is where these go, a folder of the run directory where nothing else is said; ``checkpoint``: how.
 
     ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where there is
     a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint.
@@ -116,6 +118,7 @@ def train(
         logger,
         directory,
         checkpoints or directory / CHECKPOINTS,
+        checkpoint or CheckpointConfig(),
         tokens_per_row,
         on_drift,
         recording,
@@ -146,6 +149,7 @@ class _Run:
         logger: LoggerConfig,
         directory: Path,
         checkpoints: Path,
+        checkpoint: CheckpointConfig,
         tokens_per_row: int,
         on_drift: OnDrift,
         recording: Recorder,
@@ -156,7 +160,9 @@ class _Run:
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
-        self._checkpoints = checkpoints
+        self._checkpoints, self._checkpoint = checkpoints, checkpoint
+        keep = trainer.keep_checkpoints
+        self._saves = Saves(engine, checkpoints, checkpoint, keep, onlooker)
         self._refused: list[str] = []
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
@@ -187,7 +193,7 @@ class _Run:
             while self._engine.completed_steps < total and not self._stopping.now:
                 with phase("fetching rows"):
                     batch = self._source.batch(self._trainer.global_batch)
-                with self._recording.step():
+                with self._recording.step(), self._saves.saved_before(voice):
                     result = self._nodes.told(self._engine.step(batch))
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
@@ -198,7 +204,8 @@ class _Run:
                         events.flush()
                 with phase("reporting a step"):
                     self._report(voice, result)
-                self._evaluate_and_save(voice, self._engine.completed_steps, total)
+                self._evaluate_and_save(voice, result, total)
+            self._saves.finish(voice)
         with phase("writing the report"):
             return self._end()
 
@@ -254,12 +261,13 @@ class _Run:
             swap.bytes_in,
             swap.limit_bytes,
             self._unwritten.has_news,
+            *self._saves.numbers(),
             *self._stopping.numbers(),
         )
         table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
         columns = [column.tolist() for column in self._mesh.sum(table).unbind(1)]
-        peaks, stalls, transfers, out, back, limits, news, *numbers = columns
+        peaks, stalls, transfers, out, back, limits, news, saved, waits, *numbers = columns
         self._stopping.agree(numbers)
         if any(news):
             self._tell_unwritten(voice)
@@ -283,32 +291,35 @@ class _Run:
             "offloaded_bytes": sum(out),
             "fetched_bytes": sum(back),
             "swap_overlap": line.overlap if swapping else None,
+            "checkpoint_seconds": max(waits),
         }
         voice.step(line, _metrics(line, result) | moved)
+        self._saves.advance(voice, saved)
 
     def _tell_unwritten(self, voice: Voice) -> None:
         for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):
             for line in lines:
                 voice.note(f"rank {rank} {line}; training goes on without it")
 
-    def _evaluate_and_save(self, voice: Voice, step: int, total: int) -> None:
-        last = step == total
-        if last or _due(self._trainer.eval_every, step):
+    def _evaluate_and_save(self, voice: Voice, result: StepResult, total: int) -> None:
+        step = self._engine.completed_steps
+        last, trainer = step == total, self._trainer
+        saves, found = last or _due(trainer.checkpoint_every, step), None
+        if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):
-                self._evaluate(voice, step)
-        if last or self._stopping.at_once or _due(self._trainer.checkpoint_every, step):
-            with self._onlooker.phase("saving a checkpoint"):
-                path = self._engine.save(
-                    self._checkpoints,
-                    {"source": self._source.state_dict()},
-                    keep=self._trainer.keep_checkpoints,
-                )
-            voice.note(f"step {step}: checkpoint {path}")
+                found = self._evaluate(voice, step)
+        if saves or self._stopping.at_once:
+            self._saves.save(
+                voice,
+                {"source": self._source.state_dict()},
+                {"loss": result.loss, "validation_loss": found},
+                last=last or self._stopping.at_once,
+            )
             self._stopping.ask()
             for words in self._stopping.judge() if not last else ():
                 voice.note(f"step {step}: {words}")
 
-    def _evaluate(self, voice: Voice, step: int) -> None:
+    def _evaluate(self, voice: Voice, step: int) -> float | None:
         """The validation loss; where a rank has been asked to end, it stays unknown."""
         losses: list[float] = []
         while not self._stopping.at_once and len(losses) < self._trainer.eval_batches:
@@ -316,20 +327,23 @@ class _Run:
             losses.append(self._engine.evaluate(batch))
             self._stopping.ask()
         self._unfinished = self._stopping.at_once
-        if not self._unfinished:
-            self._record.validation_loss = statistics.fmean(losses)
-            voice.evaluation(step, self._record.validation_loss)
-            bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-            if bad:
-                voice.note(
-                    f"step {step}: the validation loss is no number: held-out batch {bad[0]} gives {losses[bad[0]]}"
-                )
+        if self._unfinished:
+            return None
+        self._record.validation_loss = statistics.fmean(losses)
+        voice.evaluation(step, self._record.validation_loss)
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            voice.note(
+                f"step {step}: the validation loss is no number: held-out batch {bad[0]} gives {losses[bad[0]]}"
+            )
+        return self._record.validation_loss
 
     def _summary(self) -> dict[str, Any]:
-        """How the run ended, and predicted against measured; the same on every rank."""
+        """How the run ended, and predicted against measured; the same on every rank, but for what it waited itself."""
         first = self._rank == 0
         return {
             "steps": self._engine.completed_steps,
+            "checkpoint_seconds": self._saves.seconds,
             **self._stopping.summary(complete=self._complete),
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
             **self._record.summary(self._trainer.global_batch * self._tokens),

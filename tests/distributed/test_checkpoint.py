@@ -194,6 +194,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> No
     index["checksums"] = {
         n: zlib.crc32(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()
     }
+    del index["files"], index["sha256"]  # as older ones are
     (path / "checkpoint.json").write_text(json.dumps(index))
 
 

@@ -35,7 +35,7 @@ from tests.distributed.test_engine import (
 KILLS = [
     (base, call, at, when)
     for base, renames in [("next", 1), ("again", 2)]  # a new step; the same step once more
-    for call, count in [("save_file", 1), ("write_text", 1), ("fsync", 4), ("rename", renames)]
+    for call, count in [("write_file", 1), ("write_text", 1), ("fsync", 4), ("rename", renames)]
     for at in range(1, count + 1)
     for when in ("before", "after")
 ]
@@ -64,7 +64,7 @@ def killed_saves(root: Path) -> None:
 
 def die_at(call: str, at: int, when: str) -> None:
     """From now on the process dies before or after the call number ``at`` of the function ``call``."""
-    owners: dict[str, Any] = {"save_file": writing, "write_text": Path, "rename": Path}
+    owners: dict[str, Any] = {"write_file": writing, "write_text": Path, "rename": Path}
     owner, count = owners.get(call, os), itertools.count(1)
     plain = getattr(owner, call)
 

@@ -135,6 +135,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
             tokens_per_row=tokens,
             on_drift=_on_drift(run.config),
             checkpoints=run.config.checkpoint.folder(run.directory, run.config.name),
+            checkpoint=run.config.checkpoint,
             debug=run.config.debug,
             onlooker=watch,
         )

@@ -7,7 +7,8 @@
         stage-00-001.safetensors   the next of them, where they are many
         stage-00-replica-01.…      states that a replica keeps for all
         stage-01.safetensors
-        checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the caller's state
+        checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the SHA-256 of each file
+                                   and of itself, the caller's state
 
 Everything is written into a folder with another name, synced, and renamed last, so a folder called ``step-…`` is
 always whole. Nothing is ever unpickled. Where a model trains adapters alone, the base that these were added to is not
@@ -26,17 +27,24 @@ from parallax.runtime.checkpoint.folder import (
     list_checkpoints,
     partial_folder,
     remove_partial,
+    step_of,
 )
-from parallax.runtime.checkpoint.reading import CheckpointReader
-from parallax.runtime.checkpoint.retention import remove_old
-from parallax.runtime.checkpoint.writing import PART_BYTES, write_parts
+from parallax.runtime.checkpoint.reading import CheckpointReader, read_metrics
+from parallax.runtime.checkpoint.retention import ALL_STAY, Retention, remove
+from parallax.runtime.checkpoint.snapshot import SnapshotMemory
+from parallax.runtime.checkpoint.writing import PART_BYTES, PartWriter, WrittenParts, write_parts
 
 __all__ = [
+    "ALL_STAY",
     "PART_BYTES",
     "UNTOUCHED",
     "VERSION",
     "CheckpointConfig",
     "CheckpointReader",
+    "PartWriter",
+    "Retention",
+    "SnapshotMemory",
+    "WrittenParts",
     "begin",
     "checkpoint_name",
     "digest",
@@ -44,7 +52,9 @@ __all__ = [
     "list_checkpoints",
     "mark",
     "partial_folder",
-    "remove_old",
+    "read_metrics",
+    "remove",
     "remove_partial",
+    "step_of",
     "write_parts",
 ]

@@ -11,11 +11,13 @@ from typing import Any
 from parallax.common.files import disk_free_bytes, sync
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError
+from parallax.runtime.checkpoint.checksums import SEAL, seal
 
 VERSION = 1
 INDEX = "checkpoint.json"
 _PARTIAL = ".saving-"
 _REPLACED = ".replaced-"
+REMOVED = ".removed-"
 UNTOUCHED = "the last checkpoint is untouched"
 
 
@@ -24,21 +26,29 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int | None:
+    """The step of a folder that :func:`checkpoint_name` names."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else None
+
+
 def list_checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints below ``directory``, oldest first."""
     return sorted(path for path in directory.glob("step-*") if (path / INDEX).is_file())
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete what an interrupted save left over; a checkpoint that it was about to replace gets its name back."""
+    """Delete what an interrupted save or removal left over; a checkpoint that was about to be replaced gets its name
+    back."""
     for path in directory.glob(f"{_REPLACED}*"):
         final = directory / path.name.removeprefix(_REPLACED)
         if final.exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.rename(final)
-    for path in directory.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    for prefix in (_PARTIAL, REMOVED):
+        for path in directory.glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def digest(directory: Path) -> str:
@@ -66,7 +76,8 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
     """Write the index and give the folder its name; replaces a checkpoint of the same step."""
     path, name = partial / INDEX, partial.name.removeprefix(_PARTIAL)
     final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
-    text = json.dumps({"version": VERSION, **index}, indent=1)
+    said = {"version": VERSION, **index}
+    text = json.dumps({SEAL: seal(said), **said}, indent=1)
     try:
         path.write_text(text, encoding="utf-8")
         sync(path)

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import held_in
-from parallax.runtime.checkpoint.checksums import checksum
+from parallax.runtime.checkpoint.checksums import SEAL, checksum, seal, verify_file
 from parallax.runtime.checkpoint.folder import INDEX, VERSION
 
 
 class CheckpointReader:
-    """Reads tensors of a checkpoint by name, wherever they were saved."""
+    """Reads tensors of a checkpoint by name, wherever they were saved. A file is read through once, and verified,
+    before any of its tensors is given out."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        try:
-            index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-            if index["version"] != VERSION:
-                raise CheckpointError(
-                    f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
-                )
-            self.step, self.state, self.scale = (
-                int(index["step"]),
-                dict(index["state"]),
-                dict(index.get("scale", {})),
-            )
+        index = _read_index(directory)
+        with _as_damage(directory):
+            self.step, self.state = int(index["step"]), dict(index["state"])
+            self.scale, self.metrics = dict(index.get("scale", {})), dict(index.get("metrics", {}))
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
+            # Of each file; older ones have none.
+            self._digests = {n: str(f["sha256"]) for n, f in index.get("files", {}).items()}
             self._nodes: dict[str, str] = dict(index.get("nodes", {}))
             self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
-            paths = sorted(directory.glob("*.safetensors"))
-            self._files = [safe_open(path, framework="pt") for path in paths]
-            self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-            self._paths = dict(zip(map(id, self._files), paths))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            reason = f"{type(error).__name__}: {printable(str(error))}"
-            raise CheckpointError(
-                f"{directory} is damaged ({reason}); use an earlier one"
-            ) from error
+        self._verified: set[Path] = set()
+        self._where: dict[str, tuple[Path, Any]] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with _as_damage(path):
+                file = safe_open(path, framework="pt")
+                self._where |= dict.fromkeys(file.keys(), (path, file))
 
     def check_names(self, expected: Iterable[str], fingerprint: str) -> None:
         """Refuse a checkpoint of another model, whose names ``expected`` are, before anything is changed."""
@@ -79,7 +74,7 @@ class CheckpointReader:
     def model_tensors(self) -> dict[str, Tensor]:
         """What it holds of the model, by the model's names, without values."""
         held: dict[str, Tensor] = {}
-        for file in self._files:
+        for file in {id(file): file for _, file in self._where.values()}.values():
             held |= held_in(file)
         return {
             name.removeprefix("model/"): tensor
@@ -89,19 +84,33 @@ class CheckpointReader:
 
     def read(self, name: str) -> Tensor:
         """One tensor, verified."""
-        try:
-            tensor: Tensor = self._where[name].get_tensor(name)
-        except (KeyError, SafetensorError) as error:
-            if name not in self._where and name in self._nodes:
-                raise CheckpointError(self._elsewhere(name)) from error
+        path, file = self._find(name)
+        self._verify(path)
+        with _as_damage(path):
+            tensor: Tensor = file.get_tensor(name)
+        if path not in self._verified and self._checksums.get(name) != checksum(tensor):
             raise CheckpointError(
-                f"{self.directory} has no readable {name}; use an earlier one"
-            ) from error
-        if self._checksums.get(name) != checksum(tensor):
-            raise CheckpointError(
-                f"{self.directory}: {name} is damaged (checksum); use an earlier checkpoint"
+                f"{path}: {printable(name)} is damaged (checksum); use an earlier checkpoint"
             )
         return tensor
+
+    def _find(self, name: str) -> tuple[Path, Any]:
+        """The file that holds it."""
+        if name in self._where and name in self._checksums:
+            return self._where[name]
+        if name not in self._where and name in self._nodes:
+            raise CheckpointError(self._elsewhere(name))
+        raise CheckpointError(
+            f"{self.directory} has no readable {printable(name)}; use an earlier one"
+        )
+
+    def _verify(self, path: Path) -> None:
+        """Read a file whose digest is known, once."""
+        expected = self._digests.get(path.name)
+        if expected is not None and path not in self._verified:
+            with _as_damage(path):
+                verify_file(path, expected, self._checksums)
+            self._verified.add(path)
 
     @property
     def split(self) -> bool:
@@ -115,7 +124,7 @@ class CheckpointReader:
 
     def files(self) -> dict[str, str]:
         """The file that each tensor is in, of those that are here."""
-        return {name: self._paths[id(file)].name for name, file in self._where.items()}
+        return {name: path.name for name, (path, _) in self._where.items()}
 
     def check_whole(self) -> None:
         """Refuse a checkpoint of which other nodes hold parts."""
@@ -133,21 +142,67 @@ class CheckpointReader:
         )
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Read everything that a rank with the tensors ``names`` needs, one by one, and keep nothing: what is refused
-        is refused before anything is changed."""
+        """Look at everything that a rank with the tensors ``names`` needs, and keep nothing: what is refused is refused
+        before anything is changed."""
         for name, mine in names.items():
-            found = self.read(f"model/{name}")
-            if found.shape != mine.shape:
-                was, due = list(found.shape), list(mine.shape)
+            _, file = self._find(f"model/{name}")
+            was, due = list(file.get_slice(f"model/{name}").get_shape()), list(mine.shape)
+            if was != due:
                 raise CheckpointError(
-                    f"{self.directory}: {name} has shape {was} where {due} is due"
+                    f"{self.directory}: {printable(name)} has shape {was} where {due} is due"
                 )
-            self.states(name)
+        for name in names:
+            for each in (f"model/{name}", *(f"{key}/{name}" for key in self._states_of(name))):
+                path, _ = self._find(each)
+                self._verify(path)
+                if path not in self._verified:
+                    self.read(each)
 
     def states(self, name: str) -> dict[str, Tensor]:
         """The optimizer's states of a parameter; of one that never had a gradient there are none."""
-        keys = [key for key in self._optimizer if f"{key}/{name}" in self._checksums]
-        return {key: self.read(f"{key}/{name}") for key in keys}
+        return {key: self.read(f"{key}/{name}") for key in self._states_of(name)}
+
+    def _states_of(self, name: str) -> list[str]:
+        return [key for key in self._optimizer if f"{key}/{name}" in self._checksums]
+
+
+def read_metrics(directory: Path) -> dict[str, Any]:
+    """What a checkpoint is judged by; nothing where it cannot be read."""
+    try:
+        return dict(_read_index(directory).get("metrics", {}))
+    except (CheckpointError, ValueError, TypeError):
+        return {}
+
+
+def _read_index(directory: Path) -> dict[str, Any]:
+    path = directory / INDEX
+    with _as_damage(path):
+        index = dict(json.loads(path.read_text(encoding="utf-8")))
+        if index["version"] != VERSION:
+            raise CheckpointError(
+                f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
+            )
+        if SEAL in index and index[SEAL] != seal(index):
+            raise CheckpointError(f"{path}: it is damaged (SHA-256); use an earlier checkpoint")
+    return index
+
+
+@contextlib.contextmanager
+def _as_damage(path: Path) -> Iterator[None]:
+    """What goes wrong in a file, said as its damage."""
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
+        reason = f"{type(error).__name__}: {printable(str(error))}"
+        raise CheckpointError(f"{path} is damaged ({reason}); use an earlier one") from error
 
 
 def _listed(names: set[str]) -> str:

@@ -1,54 +1,175 @@
-"""Tensors into the files of a checkpoint."""
+"""Tensors into the files of a checkpoint: copied by who trains, written by a thread.
+
+What a file will hold is collected in one buffer of :class:`~.snapshot.SnapshotMemory`; the thread goes through it once,
+which gives the checksums of the tensors, the digest of the file and the file itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from parallax.common.files import sync
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, printable
-from parallax.runtime.checkpoint.checksums import checksum
+from parallax.machine.pinned import PlainArena
+from parallax.model.files.tensors import NUMBER_FORMATS
+from parallax.runtime.checkpoint.checksums import bytes_of
 from parallax.runtime.checkpoint.folder import UNTOUCHED, free_words
+from parallax.runtime.checkpoint.snapshot import SnapshotMemory
 
 PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
+_CHUNK_BYTES = 2**20  # written and digested at one time
+_ALIGNMENT = 64  # bytes at which a tensor begins in its buffer
+_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
+
+Check = Callable[[str, Tensor], None]
+"""Looks at a tensor, by its name, before it is written; raises where it must not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenParts:
+    """What was written: the checksum of each tensor, and the bytes and the SHA-256 of each file."""
+
+    checksums: dict[str, int] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class PartWriter:
+    """Writes what one rank saves into ``folder``, in files called ``part``, of about ``part_bytes``, so that never more
+    than ``memory`` holds need be in memory. ``expected_bytes``: how much there will be, about."""
+
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        memory: SnapshotMemory,
+        thread: ThreadPoolExecutor,
+        *,
+        check: Check = lambda name, value: None,
+        part_bytes: int = PART_BYTES,
+        expected_bytes: int = PART_BYTES,
+    ) -> None:
+        self._folder, self._part, self._check = folder, part, check
+        self._memory, self._thread, self._part_bytes = memory, thread, part_bytes
+        self._expected = expected_bytes
+        self._count, self._ended = 0, threading.Event()
+        self._written = WrittenParts()
+        self._futures: list[Future[None]] = []
+        self._batch: dict[str, Tensor] = {}
+        self._buffer: Tensor | None = None
+        self._at = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy one tensor."""
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{printable(name)} is of {tensor.dtype}, which no safetensors file holds; {UNTOUCHED}"
+            )
+        start = -(-self._at // _ALIGNMENT) * _ALIGNMENT
+        if self._buffer is not None and start + tensor.nbytes > len(self._buffer):
+            self._hand_over()
+        if self._buffer is None:
+            start, size = 0, max(tensor.nbytes, min(self._part_bytes, self._expected), _ALIGNMENT)
+            self._buffer = self._memory.take(size)
+        place = self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach())
+        self._batch[name], self._at = place, start + tensor.nbytes
+
+    def end(self) -> Future[WrittenParts]:
+        """All tensors are copied; what comes of it."""
+        if self._batch or not self._count:
+            self._hand_over()
+        return self._thread.submit(self._collect)
+
+    def cancel(self) -> None:
+        """What is not written yet need not be."""
+        self._ended.set()
+        if self._buffer is not None:
+            self._memory.give(self._buffer)
+            self._buffer = None
+
+    def _hand_over(self) -> None:
+        number = f"-{self._count:03d}" if self._count else ""
+        path = self._folder / f"{self._part}{number}.safetensors"
+        self._futures.append(self._thread.submit(self._write, path, self._batch, self._buffer))
+        self._expected = max(0, self._expected - self._at)
+        self._count, self._batch, self._buffer, self._at = self._count + 1, {}, None, 0
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], buffer: Tensor | None) -> None:
+        try:
+            if not self._ended.is_set():
+                for name, value in tensors.items():
+                    self._check(name, value)
+                self._written.files[path.name] = write_file(path, tensors, self._written.checksums)
+        except BaseException:
+            self._ended.set()
+            raise
+        finally:
+            if buffer is not None:
+                self._memory.give(buffer)
+
+    def _collect(self) -> WrittenParts:
+        for future in self._futures:  # all are over: there is one thread
+            future.result()
+        return self._written
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]) -> dict[str, Any]:
+    """Write host tensors to a safetensors file, and wait until it is on the disk; its bytes and SHA-256. Adds to
+    ``checksums``. Raises :class:`CheckpointError`."""
+    # The largest numbers first, so that all are aligned.
+    ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in ordered:
+        span = [at, at + tensor.nbytes]
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        header[name], at = entry, span[1]  # type: ignore[assignment]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    whole = hashlib.sha256()
+    try:
+        with path.open("wb", buffering=_CHUNK_BYTES) as file:
+            _put(file, struct.pack("<Q", len(text)) + text, whole)
+            for name, tensor in ordered:
+                checksums[name] = _put(file, bytes_of(tensor), whole)
+        sync(path)
+    except OSError as error:
+        reason = printable(error.strerror or str(error))
+        raise CheckpointError(
+            f"cannot write {format_bytes(at)} to {path}: {reason}{free_words(path)}; {UNTOUCHED}"
+        ) from error
+    return {"bytes": 8 + len(text) + at, "sha256": whole.hexdigest()}
+
+
+def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
+    """Write ``data``, in chunks while these are in the processor's caches; their checksum."""
+    found = 0
+    for start in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[start : start + _CHUNK_BYTES]
+        found = zlib.crc32(chunk, found)
+        whole.update(chunk)
+        file.write(chunk)
+    return found
 
 
 def write_parts(
-    partial: Path, part: str, tensors: Iterable[tuple[str, Tensor]], part_bytes: int = PART_BYTES
-) -> dict[str, int]:
-    """Write named tensors, in files of about ``part_bytes``, so that never more of them need be in memory; the
-    checksum of each."""
-    checksums: dict[str, int] = {}
-    batch: dict[str, Tensor] = {}
-    count = 0
-
-    def write() -> None:
-        path = partial / (f"{part}-{count:03d}.safetensors" if count else f"{part}.safetensors")
-        checksums.update(_write_part(path, batch))
-        batch.clear()
-
-    for name, tensor in tensors:
-        batch[name] = tensor.detach().to("cpu").contiguous()
-        if sum(value.nbytes for value in batch.values()) >= part_bytes:
-            write()
-            count += 1
-    if batch or not count:
-        write()
-    return checksums
-
-
-def _write_part(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-    try:
-        save_file(tensors, path)
-        sync(path)
-    except (OSError, SafetensorError) as error:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        raise CheckpointError(
-            f"cannot write {format_bytes(size)} to {path}: {printable(str(error))}{free_words(path)}; {UNTOUCHED}"
-        ) from error
-    return {name: checksum(tensor) for name, tensor in tensors.items()}
+    folder: Path, part: str, tensors: Iterable[tuple[str, Tensor]], part_bytes: int = PART_BYTES
+) -> WrittenParts:
+    """Write named tensors and wait for it; see :class:`PartWriter`."""
+    memory = SnapshotMemory(PlainArena, 2 * part_bytes)
+    with ThreadPoolExecutor(1, "parallax-checkpoint") as thread:
+        writer = PartWriter(folder, part, memory, thread, part_bytes=part_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        return writer.end().result()

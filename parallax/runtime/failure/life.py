@@ -38,9 +38,9 @@ class Life:
     """Signs of life of this process. Asked by one thread, which is not the main one."""
 
     def __init__(self) -> None:
-        self._status, self._stat = (
+        self._status, self._threads = (
             Path(f"/proc/self/task/{os.getpid()}/status"),
-            Path("/proc/self/stat"),
+            Path("/proc/self/task"),
         )
         self._own, self._below = self._measure(), 0.0
 
@@ -49,7 +49,7 @@ class Life:
         (then, switched, before), self._own = self._own, self._measure()
         now, switches, seconds = self._own
         busy = BUSY * (now - then)
-        if switches != switched or seconds - before > busy or self._state() == "D":
+        if switches != switched or seconds - before > busy or self._reads_or_writes():
             return True
         # Looks at every process of the host: only where it matters.
         below, self._below = self._below, _seconds_below()
@@ -66,11 +66,13 @@ class Life:
             )
         return ""
 
-    def _state(self) -> str:
-        """D: the main thread waits for a disk, which shows in nothing else."""
-        with contextlib.suppress(OSError, IndexError):
-            return self._stat.read_text().rpartition(")")[2].split()[0]
-        return ""
+    def _reads_or_writes(self) -> bool:
+        """Whether the main thread waits for a disk, which shows in nothing else, or a thread that it waits for."""
+        for stat in self._threads.glob("*/stat"):
+            with contextlib.suppress(OSError, IndexError):
+                if stat.read_text().rpartition(")")[2].split()[0] == "D":
+                    return True
+        return False
 
 
 def _seconds_below() -> float:

@@ -255,6 +255,12 @@ class StageOptimizer:
             return self._on_device.owns(parameter)
         return parameter in self._shared and self._exchange.owns(parameter)
 
+    def bytes_of_states(self, tensor: Tensor) -> int:
+        """What the states of a parameter take, once there are any; its full-precision weights among them."""
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+            return 0
+        return _state_bytes(self._config, [tensor])
+
     def reset(self) -> None:
         """Forget all states, and a step that failed: everything is about to be set."""
         self._on_device.reset()

@@ -53,7 +53,7 @@ def write(run: Path, chain: Chain, step: int = 2) -> None:
                 if name not in seen
             }
             seen |= set(chain.names[index].values())
-        checksums |= checkpoint.write_parts(partial, f"stage-{stage:02d}", found.items())
+        checksums |= checkpoint.write_parts(partial, f"stage-{stage:02d}", found.items()).checksums
     index = {"step": step, "state": {}, "fingerprint": chain.fingerprint(), "optimizer": []}
     checkpoint.finish(partial, {**index, "checksums": checksums})
 

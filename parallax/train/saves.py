@@ -1,0 +1,110 @@
+"""When a training loop saves, what it waits for, and what it says of it.
+
+Training waits while its state is copied, and for the rest only where it must: the checkpoint with which a run ends, and
+the one before where the next is already due. Everything else is written beside the steps, and what ranks tell each
+other after a step says when all of them are done (:mod:`parallax.runtime.pending`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallax.errors import NonFiniteError
+from parallax.runtime.checkpoint.config import CheckpointConfig
+from parallax.runtime.engine import Engine
+from parallax.train.onlooker import Onlooker
+from parallax.train.voice import Voice
+
+_PHASE = "saving a checkpoint"
+_LONG_SECONDS = 1.0  # of waiting for the checkpoint before that are worth a line
+
+
+class Saves:
+    """The checkpoints of one rank's loop, in ``directory``, of which the last ``keep_last`` stay, and those that
+    ``config`` names."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Path,
+        config: CheckpointConfig,
+        keep_last: int,
+        onlooker: Onlooker,
+    ) -> None:
+        self._engine, self._directory, self._config = engine, directory, config
+        self._retention, self._onlooker = config.retention(keep_last), onlooker
+        self._step = 0  # of the save that is under way
+        self._since = self._seconds = 0.0
+
+    def numbers(self) -> tuple[float, float]:
+        """How far this rank is with what is being written, and for how long its training has waited for checkpoints
+        since the last call."""
+        seconds, self._since = self._since, 0.0
+        return float(self._engine.saving.pending.progress), seconds
+
+    @property
+    def seconds(self) -> float:
+        """For how long training has waited for checkpoints so far."""
+        return self._seconds
+
+    def advance(self, voice: Voice, progress: Sequence[float]) -> None:
+        """Go on with what is being written as far as all ranks are; all call it."""
+        if any(progress):
+            with self._waiting():
+                self._say(voice, self._engine.saving.pending.advance(progress))
+
+    def save(
+        self, voice: Voice, state: dict[str, Any], metrics: dict[str, float | None], *, last: bool
+    ) -> None:
+        """A checkpoint with the caller's ``state``, judged by ``metrics``. It is waited for where it is the ``last``,
+        or not to be asynchronous."""
+        step = self._engine.completed_steps
+        with self._waiting():
+            self.finish(voice, next_step=step)
+            told = {"state": state, "metrics": {k: v for k, v in metrics.items() if v is not None}}
+            self._engine.saving.begin(self._directory, step, told, self._retention)
+            self._step = step
+            if last or not self._config.asynchronous:
+                self.finish(voice)
+
+    def finish(self, voice: Voice, *, next_step: int = 0) -> None:
+        """Wait for what is being written; for ``next_step`` where that is already due."""
+        pending, start = self._engine.saving.pending, time.perf_counter()
+        with self._waiting():
+            self._say(voice, pending.finish())
+        waited = time.perf_counter() - start
+        if next_step and waited > _LONG_SECONDS:
+            voice.note(
+                f"step {next_step}: waited {waited:.1f} s for the checkpoint before to be written; raise "
+                "trainer.checkpoint_every"
+            )
+
+    @contextlib.contextmanager
+    def saved_before(self, voice: Voice) -> Iterator[None]:
+        """Around a step: where all ranks end in it, because a number is none, what is being written is from before."""
+        try:
+            yield
+        except NonFiniteError:
+            self.finish(voice)
+            raise
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Training waits, for a checkpoint."""
+        start, before = time.perf_counter(), self._since
+        try:
+            with self._onlooker.phase(_PHASE):
+                yield
+        finally:
+            # Once where it is nested.
+            self._seconds -= self._since - before
+            self._since = before + time.perf_counter() - start
+            self._seconds += self._since - before
+
+    def _say(self, voice: Voice, path: Path | None) -> None:
+        if path is not None:
+            voice.note(f"step {self._step}: checkpoint {path}")
