@@ -30,6 +30,7 @@ class ParallaxError(Exception):
 
     exit_code = 1
     common = False  # every rank raises the same: it does not matter which one says it
+    may_pass = False  # the trouble is a machine's, so another attempt may well go on
 
 
 class HangError(ParallaxError):
@@ -78,9 +79,13 @@ class BudgetExceeded(ParallaxError):
 class SwapError(ParallaxError):
     """A tier failed to write or to read; never followed by stale data."""
 
+    may_pass = True
+
 
 class TransportError(ParallaxError):
     """A channel between two stages broke its contract."""
+
+    may_pass = True
 
 
 class AbsentError(TransportError):

@@ -42,12 +42,13 @@ def exit_code(number: int) -> int:
 
 
 @contextlib.contextmanager
-def heeding(handler: Handler) -> Iterator[None]:
-    """Call ``handler`` for each request while inside, on the main thread; on others nothing is changed."""
+def heeding(handler: Handler, *others: int) -> Iterator[None]:
+    """Call ``handler`` for each request, and for ``others``, while inside, on the main thread; on any other thread
+    nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in heeded()}
+    before = {number: signal.signal(number, handler) for number in (*heeded(), *others)}
     try:
         yield
     finally:

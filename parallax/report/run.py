@@ -58,9 +58,11 @@ def _outcome(summary: Mapping[str, Any]) -> str:
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
     speed = _cell(summary.get("tokens_per_second"), "{:,.0f}")
+    restarts = summary.get("restarts") or 0
+    again = f"; restarts: {restarts}, steps taken again: {summary.get('lost_steps') or 0}"
     return (
         f"{_cell(summary.get('steps'), '{}')} steps: loss {first} to {last}, validation {validation} "
-        f"(unigram entropy {entropy}), {speed} tokens/s"
+        f"(unigram entropy {entropy}), {speed} tokens/s{again if restarts else ''}"
     )
 
 

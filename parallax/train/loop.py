@@ -46,7 +46,9 @@ class TrainerConfig:
     ends the run with its name (never less than two predicted steps); 0 lets it hang. ``phase_seconds``: the most that
     anything else may take, such as loading data, building the engine, the first steps with ``compile``, an evaluation,
     a checkpoint; 0 sets no limit. ``grace_seconds``: within which a run that is asked to end must have its checkpoint,
-    as whoever asked will not wait longer; after that it ends without; 0 sets no limit.
+    as whoever asked will not wait longer; after that it ends without; 0 sets no limit. ``max_restarts``: how often all
+    ranks are started again from the last checkpoint when one has died, crashed or hung, or has failed in a way that may
+    pass; 0 is never. Under the user's own torchrun its ``--max-restarts`` counts instead.
     """
 
     steps: int = 60
@@ -61,6 +63,7 @@ class TrainerConfig:
     watchdog_seconds: float = 60.0
     phase_seconds: float = 3600.0
     grace_seconds: float = 60.0
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch", "eval_batches"):
@@ -72,6 +75,7 @@ class TrainerConfig:
             "watchdog_seconds",
             "phase_seconds",
             "grace_seconds",
+            "max_restarts",
         ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
@@ -173,6 +177,7 @@ class _Run:
         phase = self._onlooker.phase
         with phase("loading a checkpoint"):
             resumed = self._resume()
+        self._record.begin(self._engine.completed_steps)
         total = self._trainer.steps
         with (
             EventLog(events_path(self._directory, self._rank)) as events,

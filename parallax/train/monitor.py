@@ -21,6 +21,7 @@ from rich.text import Text
 from parallax.common.files import AppendedFile, disk_free_bytes, temporary_folder
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError, printable
+from parallax.train.repeats import METRICS, forget_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +152,8 @@ class MetricsLog:
         self, directory: Path, logger: LoggerConfig, unwritten: Unwritten | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
-        _cut_half_line(self.path)
+        self.path = directory / METRICS
+        forget_steps(self.path, sys.maxsize)  # half a line, of a process that was killed
         self._unwritten = unwritten or Unwritten()
         self._file = AppendedFile(self.path)
         self._curves: Curves = NoCurves()
@@ -189,14 +190,6 @@ class MetricsLog:
 
 def _is_json(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _cut_half_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
 
 
 # -------------------------------------------------------------------------------------------- progress

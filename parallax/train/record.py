@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from parallax.report.occupancy import Occupancy, computed, occupancy_path
 from parallax.report.swap import SwapRecord, swaps
 from parallax.runtime.engine import StepResult
 from parallax.train.monitor import Unwritten
+from parallax.train.nodes import events_path
+from parallax.train.repeats import METRICS, forget_steps, note_restart, noted_restarts
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
 MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
@@ -40,6 +43,17 @@ class RunRecord:
         self._measured: list[Span] = []
         self.seconds: list[float] = []
         self.validation_loss: float | None = None
+
+    def begin(self, done: int) -> None:
+        """The run goes on after step ``done``: what its files tell of later ones, they will tell again."""
+        events, metrics = events_path(self._directory, self._mesh.rank), self._directory / METRICS
+        with self._unwritten.trying(events):
+            forget_steps(events, done)  # spans count steps from 0
+        if self._mesh.rank == 0:
+            with self._unwritten.trying(metrics):
+                lost = forget_steps(metrics, done + 1)
+                if lost or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+                    note_restart(self._directory, done, lost)
 
     def add(self, result: StepResult) -> None:
         """Remember one more step."""
@@ -81,11 +95,14 @@ class RunRecord:
                 }
             )
         timed = self.seconds[WARM_UP:] or self.seconds
+        restarts, lost_steps = noted_restarts(self._directory)
         median = statistics.median(timed) if timed else None
         return {
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
             "validation_loss": self.validation_loss,
+            "restarts": restarts,
+            "lost_steps": lost_steps,
             "step_seconds_median": median,
             "predicted_step_seconds": plan.prediction.step_seconds,
             "bubble_predicted": plan.prediction.bubble,
@@ -117,9 +134,9 @@ class RunRecord:
 
     def write(self, summary: dict[str, Any], *, picture: bool) -> None:
         """What rank 0 leaves of a run; one that was complete already keeps its summary."""
-        if self._mesh.rank != 0 or not self._recent:
-            return
         path, trying = self._directory / "summary.json", self._unwritten.trying
+        if self._mesh.rank != 0 or (not self._recent and path.exists()):
+            return
         with trying(path):
             try:
                 path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -131,7 +148,7 @@ class RunRecord:
             with EventLog(self._directory / MEASURED_EVENTS) as events:
                 events.extend(self._measured)
         # A picture takes longer than saving did.
-        if picture and (predicted := self._predicted_spans()):
+        if picture and self._measured and (predicted := self._predicted_spans()):
             with trying(self._directory / "timeline.png"):
                 timeline_png(predicted, self._measured, self._directory / "timeline.png")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -114,8 +116,9 @@ def prepared(
     replicas: tuple[int, ...] = (1, 1),
     plan: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Path:
-    """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything."""
-    settings = config.compose([*overrides, f"name={name}"])
+    """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything. Where nothing
+    else is said, a failure ends the run."""
+    settings = config.compose(["trainer.max_restarts=0", *overrides, f"name={name}"])
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config.dump(settings))
@@ -141,11 +144,23 @@ GPT2 = ["model=transformer", "model.layers=4", "model.hidden=128", "model.heads=
 
 
 def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [
-        p
-        for p in psutil.Process(launcher.pid).children(recursive=True)
-        if "--run-dir" in " ".join(p.cmdline())
-    ]
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return [process for process in children if rank_of(process) is not None]
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Its rank, whoever started it; None where it is no rank, or has gone."""
+    with contextlib.suppress(psutil.Error, OSError):
+        forked = re.match(r"parallax rank (\d+) of", " ".join(process.cmdline()))
+        told = forked[1] if forked else process.environ().get("RANK", "")
+        return int(told) if told.isdecimal() else None
+    return None
+
+
+def fork_server(launcher: subprocess.Popen[str]) -> psutil.Process:
+    """The process from which its ranks are forked."""
+    (found,) = psutil.Process(launcher.pid).children()
+    return found
 
 
 def started(run: Path) -> subprocess.Popen[str]:

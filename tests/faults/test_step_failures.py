@@ -19,6 +19,7 @@ from tests.faults.commands import (
     MODULE,
     finish,
     prepared,
+    rank_of,
     running,
     start,
     temporary,
@@ -88,14 +89,7 @@ def train(here: Path, called: Callable[..., tuple[int, str, str]]) -> Train:
 
 def ranks(folder: Path) -> list[psutil.Process]:
     """Rank processes, of any launcher, that work in ``folder``."""
-    found = []
-    for process in running(folder):
-        try:
-            if "RANK" in process.environ():
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
+    return [process for process in running(folder) if rank_of(process) is not None]
 
 
 def training(fault: str, rank: str, *overrides: str, action: str = "forward") -> Path:
@@ -249,7 +243,7 @@ def test_all_stopped_and_continued_is_no_hang(here: Path) -> None:
         lambda: metrics.stat().st_size > size + 2000 or launcher.poll() is not None, "more steps"
     )
     assert launcher.poll() is None, launcher.communicate()
-    (rank,) = (process for process in ranks(here) if process.environ()["RANK"] == "1")
+    (rank,) = (process for process in ranks(here) if rank_of(process) == 1)
     rank.suspend()
     code, _, err = finish(launcher)
     assert code == 1

@@ -99,7 +99,15 @@ def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
     if own_process and kind != "cpu" and accelerator_named(kind).in_use:
         _start_afresh(run, on_drift)
     told = rank_environment(run) | {ON_DRIFT: on_drift.value}
-    return Agent(run.config.name, run.directory, run.plan.world_size).start(told)
+    config, directory = run.config, run.directory
+    agent = Agent(
+        config.name,
+        directory,
+        run.plan.world_size,
+        config.trainer.max_restarts,
+        config.checkpoint.folder(directory, config.name),
+    )
+    return agent.start(told)
 
 
 def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:

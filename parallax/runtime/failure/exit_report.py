@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,19 @@ from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 EXIT_REPORT = "PARALLAX_EXIT_REPORT"
 _BROKEN = re.compile(
     r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up"
+)
+
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
 )
 
 
@@ -107,8 +121,19 @@ def follows(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether another attempt may well go on after ``error``: a disk or a network may be back, a device answer again.
+    What Python raises for mistakes in programs comes again, and so do wrong input and wrong numbers."""
+    return error.may_pass if isinstance(error, ParallaxError) else not isinstance(error, _MISTAKES)
+
+
 def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """What is said of an exception. Wrong input, for one, is the same for every rank: no one is named."""
+    """What is said of an exception."""
+    return replace(_failure_of(error, watch), may_pass=may_pass(error))
+
+
+def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
+    """Wrong input, for one, is the same for every rank: no one is named."""
     said, text = os.environ.get("RANK", "0"), printable(str(error))
     rank = int(said) if said.isdecimal() else 0  # what else it says may be the error
     if isinstance(error, ParallaxError) and error.common:

@@ -91,7 +91,8 @@ class RankStatus:
 @dataclass(frozen=True, slots=True)
 class FailureReport:
     """Why the run ends: ``who`` is the rank in words, ``what`` it did, ``remark`` what may help. All ranks leave with
-    ``code``. ``speaker`` says it where the rank itself cannot, -1 where each host's first rank does."""
+    ``code``. ``speaker`` says it where the rank itself cannot, -1 where each host's first rank does. ``may_pass``:
+    another attempt may well go on."""
 
     rank: int
     how: FailureKind
@@ -100,6 +101,7 @@ class FailureReport:
     remark: str = ""
     code: int = 1
     speaker: int = -1
+    may_pass: bool = True
 
     @property
     def text(self) -> str:

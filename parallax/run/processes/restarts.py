@@ -1,0 +1,125 @@
+"""After a failure: whether all ranks start again, and the line that says so.
+
+A machine's trouble passes: a process that the system killed, a crash, a hang, a disk or a network that was away for a
+moment. A mistake in the program, the input or the numbers comes again, so nothing is started again for it. What passes
+and what does not the failure itself says (:func:`~parallax.runtime.failure.exit_report.may_pass`); what was thought to
+pass, and comes again at the same step, does not.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parallax.common.signals import REQUESTS
+from parallax.errors import UserError
+from parallax.runtime.checkpoint import list_checkpoints
+from parallax.runtime.failure.report import FailureKind, FailureReport
+from parallax.train.repeats import METRICS, last_step
+
+_AGAIN = "run again to continue from the last checkpoint"
+_BY_THE_SYSTEM = (
+    2  # restarts at the same step of a rank that was killed; of anything else one is enough
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How an attempt of all ranks ended. ``exit_code`` is that of the rank named in ``report``, the first that ended;
+    below zero, the signal that ended it."""
+
+    report: FailureReport
+    exit_code: int
+
+    @classmethod
+    def of(cls, codes: dict[int, int], told: FailureReport | None) -> Failure:
+        """From exit codes by rank, in the order in which they came, and what the ranks ``told``. Which signal ended a
+        rank only its parent knows, and nobody else knows anything where no other rank was left."""
+        ended = {rank: code for rank, code in codes.items() if code}
+        killed = {
+            rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM
+        }
+        if killed and (told is None or told.how is FailureKind.LOST):
+            rank = told.rank if told is not None and told.rank in killed else next(iter(killed))
+            known = told if told is not None and told.rank == rank else None
+            return cls(report=_killed(rank, killed[rank], known), exit_code=killed[rank])
+        rank, code = next(iter(ended.items()))
+        if told is None:
+            told = FailureReport(rank, FailureKind.LOST, f"rank {rank}", _ended(code), code=code)
+            told = replace(told, code=code if code == UserError.exit_code else 1)
+        return cls(report=told, exit_code=ended.get(told.rank, code))
+
+    @classmethod
+    def of_server(cls, code: int) -> Failure:
+        """The process from which ranks are forked has gone, and they with it."""
+        report = FailureReport(
+            -1, FailureKind.LOST, "the process that starts the ranks", _ended(code)
+        )
+        return cls(report=report, exit_code=code)
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the next attempt may well go on."""
+        asked = self.report.how in (FailureKind.STOPPED, FailureKind.OVERDUE)
+        asked = asked or -self.exit_code in REQUESTS
+        return self.report.may_pass and not asked and self.report.code != UserError.exit_code
+
+    def same_as(self, other: Failure) -> bool:
+        """Whether it is of the same kind, of the same rank."""
+        mine, others = (
+            (each.report.rank, each.report.how, each.exit_code) for each in (self, other)
+        )
+        return mine == others
+
+
+def _killed(rank: int, code: int, known: FailureReport | None) -> FailureReport:
+    known = known or FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
+    return replace(known, what=_ended(code))
+
+
+def _ended(code: int) -> str:
+    """How a process ended, in words that follow its name."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if -code in REQUESTS:
+        return f"was stopped by {signal.Signals(-code).name}"
+    hint = " (no memory left?)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+class Restarts:
+    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``."""
+
+    def __init__(self, limit: int, directory: Path, checkpoints: Path) -> None:
+        self.limit, self._left = limit, limit
+        self._metrics, self._checkpoints = directory / METRICS, checkpoints
+        self._before: Failure | None = None
+        self._step, self._times = -1, 0
+
+    @property
+    def counted(self) -> int:
+        """Those so far."""
+        return self.limit - self._left
+
+    def refused(self, failure: Failure, *, asked: bool) -> str | None:
+        """What is said where nothing is started again after ``failure``; None where all ranks are to start again.
+        ``asked``: they are to end anyway. Called once for each failure, of which it takes note."""
+        step = last_step(self._metrics)
+        same = self._before is not None and failure.same_as(self._before) and step == self._step
+        self._times = self._times + 1 if same else 0
+        self._before, self._step = failure, step
+        if asked or not failure.may_pass or not self.limit:
+            return _AGAIN if failure.exit_code < 0 else ""
+        if self._times >= (_BY_THE_SYSTEM if failure.exit_code == -signal.SIGKILL else 1):
+            return f"the same came {self._times + 1} times at the same step, so nothing is started again; {_AGAIN}"
+        if not self._left:
+            return f"no restart is left (trainer.max_restarts={self.limit}); {_AGAIN}"
+        return None
+
+    def next(self) -> str:
+        """Count one more; from where it goes on, and how many are left then."""
+        self._left -= 1
+        found = list_checkpoints(self._checkpoints)
+        where = found[-1].name if found else "the beginning: there is no checkpoint yet"
+        return f"starting again from {where} ({self._left} of {self.limit} restarts left)"

@@ -1,0 +1,83 @@
+"""Steps that are taken again: after a failure a run goes on from a checkpoint that lies behind what its files tell.
+
+::
+
+    metrics.jsonl          1 2 3 4 5 6 7 | killed          the checkpoint is of step 5
+    after the restart      1 2 3 4 5                       steps 6 and 7 come again: they are lost, and noted as such
+
+What is told of them goes, or every reader would have to choose between two of each.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallax.common.files import AppendedFile
+
+METRICS = "metrics.jsonl"
+RESTARTS = "restarts.jsonl"  # one line each
+
+
+def last_step(path: Path) -> int:
+    """The last step that a file of JSON lines tells of; -1 where there is none."""
+    try:
+        return next((step for _, step in _from_end(path) if step is not None), -1)
+    except OSError:
+        return -1
+
+
+def forget_steps(path: Path, first: int) -> int:
+    """Remove what the end of a file tells of step ``first`` and later ones, and half a line; the number of steps."""
+    if not path.exists():
+        return 0
+    kept, steps = 0, set[int]()
+    for stop, step in _from_end(path):
+        if step is not None and step < first:
+            kept = stop
+            break
+        if step is not None:
+            steps.add(step)
+    os.truncate(path, kept)
+    return len(steps)
+
+
+def note_restart(directory: Path, step: int, lost_steps: int) -> None:
+    """Write down that the run in ``directory`` goes on after ``step``, and takes ``lost_steps`` again."""
+    file = AppendedFile(directory / RESTARTS)
+    try:
+        file.append((json.dumps({"step": step, "lost_steps": lost_steps}) + "\n").encode())
+    finally:
+        file.close()
+
+
+def noted_restarts(directory: Path) -> tuple[int, int]:
+    """How often the run went on after a failure, and how many steps it took again for it."""
+    path = directory / RESTARTS
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    lost = [number for line in lines if (number := _number(line, "lost_steps")) is not None]
+    return len(lost), sum(lost)
+
+
+def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
+    """Where each whole line ends and of which step it tells, from the last to the first; only those are read."""
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        stop = text.rfind(b"\n") + 1
+        while stop:
+            start = text.rfind(b"\n", 0, stop - 1) + 1
+            yield stop, _number(text[start:stop], "step")
+            stop = start
+
+
+def _number(line: bytes, key: str) -> int | None:
+    """A number in a line; None where it is damaged, or has none."""
+    try:
+        found = json.loads(line)[key]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if isinstance(found, int) else None
