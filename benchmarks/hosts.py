@@ -143,12 +143,20 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
         with self._made:
             self.stop()
 
-    def start(self, processes: int, settings: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """The same line on both, with so many ranks on each; what they print goes to ``out.txt`` in their folders."""
-        command = [str(ROOT / "launch" / "torchrun.sh"), f"{self.a.address}:{PORT}", "2"]
+    def start(
+        self,
+        processes: int,
+        settings: Sequence[str],
+        *,
+        nodes: str = "2",
+        on: Sequence[Host] | None = None,
+    ) -> list[subprocess.Popen[bytes]]:
+        """The same line on both hosts, or ``on`` some, with so many ranks on each, of a run over ``nodes``; what they
+        print goes to ``out.txt`` in their folders."""
+        command = [str(ROOT / "launch" / "torchrun.sh"), f"{self.a.address}:{PORT}", nodes]
         started = [
             host.start(*command, str(processes), *settings, log=host.folder / "out.txt")
-            for host in self.hosts
+            for host in (self.hosts if on is None else on)
         ]
         self._started += started
         return started

@@ -11,24 +11,27 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from parallax.errors import ConfigError, printable
 
 LOCK = ".lock"
+_POLL_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the run directory, made where it is missing; what was made and stays empty is removed at the end.
 
-    Raises :class:`ConfigError` where another process holds it, naming that one, or where it cannot be made.
+    Raises :class:`ConfigError` where another process still holds it after ``patience_seconds``, naming that one, or
+    where it cannot be made.
     """
     made = _make(directory)
     try:
-        handle = _acquire(directory / LOCK)
+        handle = _acquire(directory / LOCK, time.monotonic() + patience_seconds)
         try:
             yield
         finally:
@@ -68,7 +71,7 @@ def _make(directory: Path) -> list[Path]:
     return missing
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, until: float) -> int:
     """An open file that is locked, and still the one of that name."""
     while True:
         try:
@@ -80,6 +83,9 @@ def _acquire(path: Path) -> int:
         except BlockingIOError:
             holder = printable(os.read(handle, 300).decode("utf-8", "replace").strip())
             os.close(handle)
+            if time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+                continue
             raise ConfigError(
                 f"{printable(str(path.parent))} is being trained by {holder or 'another process'}: wait for its end, "
                 "stop it, or choose another name"

@@ -64,10 +64,12 @@ def prepare(
     console: Console,
     held: contextlib.ExitStack,
     present: Cluster | None = None,
+    patience_seconds: float = 0.0,
 ) -> PreparedRun:
     """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
     is continued from its last checkpoint, which any plan can load, with its own settings under what is typed.
-    ``present`` is the cluster of several nodes, this one the first."""
+    ``present`` is the cluster of several nodes, this one the first. ``patience_seconds``: for how long another process
+    may still hold the directory."""
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
@@ -80,9 +82,9 @@ def prepare(
         if config.trainer.resume == "never" and saved.exists():
             refused = f"{saved.parent} holds checkpoints; choose another name, or resume=auto"
             raise ConfigError(f"trainer.resume=never: {refused}")
-        held.enter_context(locked(directory))
+        held.enter_context(locked(directory, patience_seconds))
         if not saved.is_relative_to(directory):
-            held.enter_context(locked(saved))  # runs of one name in other folders
+            held.enter_context(locked(saved, patience_seconds))  # runs of one name in other folders
         if found.changed is not None:
             changed = f", but {'; '.join(found.changed)}" if found.changed else ""
             console.print(

@@ -27,6 +27,7 @@ from parallax.plan.profile import ModelProfile
 from parallax.run.job import local_cluster, profile_run
 from parallax.run.nodes import join_nodes
 from parallax.run.prepare import RUNS, PreparedRun, Trusts, prepare, run_files, write_files
+from parallax.run.processes.elastic import patience_seconds, present_settings
 from parallax.run.resume import settings
 from parallax.train.data import Source
 
@@ -38,9 +39,12 @@ def prepare_together(
 ) -> PreparedRun:
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did. Directories stay locked until
     ``held`` is closed."""
-    sized = [f"cluster.devices={len(nodes.of)}", *overrides]
+    sized = present_settings(overrides, nodes)
     present = _present_cluster(sized, nodes) if nodes.several else None
-    directory = from_first(lambda: prepare(sized, safe_console(), held, present).directory)
+    patience = patience_seconds()
+    directory = from_first(
+        lambda: prepare(sized, safe_console(), held, present, patience).directory
+    )
     return _distributed(directory, nodes, held)
 
 
@@ -97,7 +101,7 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
 
     def write() -> None:
         if sites.leads and not sites.at_first:
-            held.enter_context(locked(directory))
+            held.enter_context(locked(directory, patience_seconds()))
             write_files(directory, files)
 
     from_all(write)

@@ -22,6 +22,7 @@ from typing import NoReturn
 from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable
+from parallax.runtime.failure.refusal import end
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 
@@ -73,7 +74,7 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
         time.sleep(PATIENCE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(report.code)
+    end(report.code)
 
 
 def depart(code: int) -> NoReturn:

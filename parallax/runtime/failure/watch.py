@@ -39,6 +39,7 @@ from parallax.runtime.failure.links import (
     meet,
 )
 from parallax.runtime.failure.own_status import OwnStatus, Watched
+from parallax.runtime.failure.refusal import end
 from parallax.runtime.failure.report import (
     FailureKind,
     FailureReport,
@@ -333,7 +334,7 @@ class Watch:
                 _FOLLOW_SECONDS
                 + (2 * _BEAT_SECONDS * self._pace if report.how is FailureKind.SILENT else 0.0)
             )
-        os._exit(report.code)
+        end(report.code)
 
     def _present(self, report: FailureReport) -> list[int]:
         """The ranks that are still there, as rank 0 sees it."""

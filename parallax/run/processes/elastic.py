@@ -1,0 +1,67 @@
+"""A run that torchrun starts again on whatever devices are there: one run, under one name.
+
+Torchrun starts all ranks again when one has failed, when a node is lost and when one joins, and types the same words each
+time. What was decided for the devices of the start before must not bind this one::
+
+    torchrun --nnodes=1:4 ... train      4 devices: plan ── a node is lost ──> 3 devices: plan again, go on
+                                         the same name, the settings that were typed, the last checkpoint
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+
+import psutil
+
+from parallax import config as configuration
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all, from_first
+from parallax.run.prepare import RUNS
+from parallax.run.resume import STORED, settings
+
+# That ranks of the start before, on other hosts, may take to notice that it is over.
+_LEAVING_SECONDS = 20.0
+
+
+def patience_seconds() -> float:
+    """For how long a directory may still be held by ranks of the start before."""
+    return _LEAVING_SECONDS if _is_restarted() else 0.0
+
+
+def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
+    """What was typed, for the ranks that have come this time; called by all of them.
+
+    The number of devices is theirs, unless one was typed. A run without a name has that of its first start. Where a run
+    has more stages than there are devices now, and nobody typed how many, the planner chooses.
+    """
+    devices = len(nodes.of)
+    found = [f"cluster.devices={devices}", *_named(overrides)]
+    return from_first(lambda: [*_stages(found, devices), *found])
+
+
+def _is_restarted() -> bool:
+    """Whether torchrun may have started ranks of this run before."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _named(overrides: Sequence[str]) -> list[str]:
+    """With the time at which torchrun was started, on the first node that has a run of that name, where there is no
+    name."""
+    unnamed = configuration.said(overrides, "name") in ("", "auto")
+    if not from_all(lambda: unnamed and _is_restarted())[0]:
+        return list(overrides)
+    started = psutil.Process(os.getppid()).create_time()
+    name = datetime.datetime.fromtimestamp(started).strftime("%Y-%m-%d_%H-%M-%S")
+    begun = from_all(lambda: (name, (RUNS / name / STORED).exists()))
+    chosen = next((each for each, exists in begun if exists), begun[0][0])
+    return [*overrides, f"name={chosen}"]
+
+
+def _stages(overrides: Sequence[str], devices: int) -> list[str]:
+    typed = any(configuration.said(overrides, key) for key in ("plan", "plan.stages"))
+    if typed or not _is_restarted():
+        return []
+    stages = settings(overrides, RUNS).config.plan.stages
+    return ["plan.stages=auto"] if isinstance(stages, int) and stages > devices else []

@@ -1,0 +1,33 @@
+"""The end of a rank that torchrun would start again in vain.
+
+Torchrun starts all ranks again whatever ended them. Where the input is wrong, each start says the same line; so the
+first rank of a host asks its torchrun to end, and leaves a mark for the script that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+from parallax.errors import UserError
+
+REFUSED = "refused"  # a file beside the logs of torchrun's ranks
+
+
+def end(code: int) -> NoReturn:
+    """End this process, whatever its other threads are doing."""
+    if code == UserError.exit_code and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _refuse()
+    os._exit(code)
+
+
+def _refuse() -> None:
+    if os.environ.get("LOCAL_RANK") != "0":
+        return
+    with contextlib.suppress(OSError, KeyError, IndexError):
+        (Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / REFUSED).touch()
+    with contextlib.suppress(OSError):
+        os.kill(os.getppid(), signal.SIGTERM)
