@@ -72,6 +72,7 @@ class Mesh:
     back: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
     statistics: dist.ProcessGroup | None = None
+    streamed: dist.ProcessGroup | None = None
     linked: bool = False
     nodes: Nodes = ALONE
 
@@ -87,7 +88,7 @@ class Mesh:
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = plan.locate(rank)
         devices = RankDevices.gather(device, size)
-        own, updates, statistics = _replica_groups(plan, stage, devices)
+        own, updates, statistics, streamed = _replica_groups(plan, stage, devices)
         ties: dict[str, dist.ProcessGroup] = {}
         for name, stages in shared.items():
             ranks = [r for s in stages for r in plan.ranks(s)]
@@ -116,6 +117,7 @@ class Mesh:
             back,
             edges,
             statistics,
+            streamed,
             linked=bool(devices.direct(list(plan.ranks(stage)))),
             nodes=Nodes.gather(),
         )
@@ -144,6 +146,7 @@ class Mesh:
             self.replicas,
             self.updates,
             self.statistics,
+            self.streamed,
             self.back,
             *self.shared.values(),
             *self.edges.values(),
@@ -189,9 +192,9 @@ class Mesh:
 
 def _replica_groups(
     plan: Plan, position: int, devices: RankDevices
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """For gradients, for what is stepped below the device, and for statistics of the replicas at ``position``, None
-    where there is one; every rank makes those of all positions."""
+) -> tuple[dist.ProcessGroup | None, ...]:
+    """For gradients, for what is stepped below the device, for statistics, and for gradients of parameters below the
+    device, of the replicas at ``position``, None where there are none; every rank makes those of all positions."""
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.positions]):
         ranks = list(plan.ranks(index))
@@ -199,9 +202,10 @@ def _replica_groups(
         backend = devices.reducing(ranks) if several else ""
         own = _group(ranks, backend) if several else None
         updates = _group(ranks, "gloo") if several and below else None
-        made.append((own, updates, _group(ranks, backend) if several else None))
-    own, updates, statistics = made[position]
-    return own, updates, statistics
+        statistics = _group(ranks, backend) if several else None
+        streams = several and planned.parameter_offload > 0
+        made.append((own, updates, statistics, _group(ranks, backend) if streams else None))
+    return made[position]
 
 
 @dataclass(frozen=True, slots=True)

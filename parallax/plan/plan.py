@@ -25,6 +25,8 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # Of parameters that are stepped at one time where their states are below the device.
 STATE_BUCKET_BYTES = 2 * 2**20
+# Of gradients that replicas sum at one time, the fewest: an all-reduce of no more takes as long as its launch.
+LEAST_BUCKET_BYTES = 4 * 2**20
 
 
 class Directive(StrEnum):
@@ -44,7 +46,8 @@ class StagePlan:
     copies, that lives in the tier below and is stepped on the host, where they may hold ``state_bytes``;
     ``parameter_offload`` the share of parameters and gradients that lives there, where these and their full-precision
     copies may hold ``streamed_bytes``, and visits the device block by block, for every forward and backward. With
-    ``shard_optimizer`` each replica holds, and steps, its part of the states that are on the device.
+    ``shard_optimizer`` each replica holds, and steps, its part of the states that are on the device. Replicas sum
+    gradients in buckets of ``bucket_bytes``.
     """
 
     start: int
@@ -58,6 +61,7 @@ class StagePlan:
     optimizer_offload: float = 0.0
     parameter_offload: float = 0.0
     shard_optimizer: bool = False
+    bucket_bytes: int = LEAST_BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if not isinstance(self.shard_optimizer, bool):
@@ -65,7 +69,11 @@ class StagePlan:
             raise PlanError(f"plan: shard_optimizer={found}: accepted are true and false")
         _check_numbers(self, float, "optimizer_offload", "parameter_offload")
         _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes")
-        _check_numbers(self, int, "tier_bytes", "state_bytes", "streamed_bytes")
+        _check_numbers(self, int, "tier_bytes", "state_bytes", "streamed_bytes", "bucket_bytes")
+        if self.bucket_bytes < LEAST_BUCKET_BYTES:
+            raise PlanError(
+                f"plan: bucket_bytes={self.bucket_bytes}: at least {LEAST_BUCKET_BYTES}, or leave it out"
+            )
 
     @property
     def offloads(self) -> bool:

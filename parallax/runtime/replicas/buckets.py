@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -110,3 +110,12 @@ class BucketSync:
             ):
                 assert parameter.grad is not None
                 parameter.grad.copy_(part.view_as(parameter))
+
+
+def anywhere(
+    flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None
+) -> list[bool]:
+    """Which of the flags are set on any rank of the group."""
+    found = torch.tensor(flags, dtype=torch.uint8, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]

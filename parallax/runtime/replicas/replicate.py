@@ -15,10 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from parallax.mesh import Mesh
 from parallax.model.layers.norms import Norms
-from parallax.runtime.replicas.buckets import BucketSync, Reduced
+from parallax.runtime.replicas.buckets import BucketSync, Reduced, anywhere
 from parallax.runtime.replicas.compress import SHORT
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.reducer import ReplicaSync
+from parallax.runtime.replicas.streamed_sum import StreamedSum
 from parallax.runtime.stage import Stage
 from parallax.swap.parameters.streamed import StreamedParameters
 
@@ -160,72 +161,30 @@ class PositionSync:
         return waited
 
     def _forget_unused(self, took_part: list[bool]) -> None:
-        used = _anywhere(took_part, self._unused[0][1].device, self._group)
+        used = anywhere(took_part, self._unused[0][1].device, self._group)
         self._unused = [each for each, is_used in zip(self._unused, used) if not is_used]
         for _, parameter in self._unused:
             parameter.grad = None
 
 
-def _anywhere(
-    flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None
-) -> list[bool]:
-    """Which of the flags are set on any rank of the group."""
-    found = torch.tensor(flags, dtype=torch.uint8, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]
-
-
 class Following(Protocol):
-    """What is done when the gradients of a rank's own parameters are reduced."""
+    """What is done when the gradients of a rank's own parameters are reduced, or begun in a step's last backward."""
 
     @property
     def all_reduces(self) -> int:
         """Of replicated gradients, so far."""
+
+    def arm(self) -> None:
+        """The next backward is the last."""
+
+    def ended(self) -> None:
+        """It is over."""
 
     def run(self) -> None:
         """Do it."""
 
     def forget(self) -> None:
         """The step ended early."""
-
-
-class StreamedSum:
-    """Adds up the gradients that live below the device, one after another; in the type ``short`` where there is one.
-    What no replica has ever used has none, as in :class:`PositionSync`."""
-
-    def __init__(
-        self, streamed: StreamedParameters, group: dist.ProcessGroup, short: torch.dtype | None
-    ) -> None:
-        self._streamed, self._group, self._short = streamed, group, short
-        self._trained = list(
-            dict.fromkeys(s.parameter for chunk in streamed.chunks for s in chunk.segments)
-        )
-        self._unused = set(self._trained)
-        self.all_reduces = 0
-
-    def run(self) -> None:
-        """All of them."""
-        if self._unused:
-            self._ask()
-        for parameter in self._trained:
-            if parameter in self._unused:
-                continue
-            total = self._streamed.read_gradient(parameter)
-            total = torch.zeros_like(parameter) if total is None else total
-            sent = total if self._short is None else total.to(self._short)
-            dist.all_reduce(sent, group=self._group)
-            self._streamed.write_gradient(parameter, sent.to(total.dtype))
-            self.all_reduces += 1
-
-    def _ask(self) -> None:
-        """Whether other replicas have used what none had used so far."""
-        asked = [parameter for parameter in self._trained if parameter in self._unused]
-        mine = [self._streamed.has_gradient(parameter) for parameter in asked]
-        used = _anywhere(mine, asked[0].device, self._group)
-        self._unused = {parameter for parameter, is_used in zip(asked, used) if not is_used}
-
-    def forget(self) -> None:
-        """Nothing is under way."""
 
 
 class StatisticsAverage:
@@ -235,6 +194,12 @@ class StatisticsAverage:
 
     def __init__(self, norms: Norms) -> None:
         self._norms = norms
+
+    def arm(self) -> None:
+        """Nothing is done before the end."""
+
+    def ended(self) -> None:
+        """Nothing was begun."""
 
     def run(self) -> None:
         """Over all replicas."""
@@ -260,11 +225,17 @@ class SharedSum:
         self._shared, self._gives = shared, gives
         self._unused = set(shared)
 
+    def arm(self) -> None:
+        """Nothing is done before the end."""
+
+    def ended(self) -> None:
+        """Nothing was begun."""
+
     def run(self) -> None:
         """One after the other, in the order of their names."""
         for name, (parameter, group) in sorted(self._shared.items()):
             if name in self._unused:
-                (used,) = _anywhere([parameter.grad is not None], parameter.device, group)
+                (used,) = anywhere([parameter.grad is not None], parameter.device, group)
                 if not used:
                     continue
                 self._unused.remove(name)
@@ -292,10 +263,14 @@ class FollowedSync:
     def arm(self, stage: int) -> None:
         """Expect the last backward."""
         self._inner.arm(stage)
+        for each in self._following:
+            each.arm()
 
     def ended(self, stage: int) -> None:
         """It is over."""
         self._inner.ended(stage)
+        for each in self._following:
+            each.ended()
 
     def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
         """Begin with what is complete."""
@@ -384,8 +359,10 @@ def sync_for(
         }
         sync = NoSync(told, reduced)
     following: list[Following] = []
-    if mesh.replicas is not None and isinstance(stage.streamed, StreamedParameters):
-        following.append(StreamedSum(stage.streamed, mesh.replicas, SHORT.get(config.compress)))
+    if mesh.streamed is not None and isinstance(stage.streamed, StreamedParameters):
+        bucket_bytes = mesh.plan.stages[mesh.stage].bucket_bytes
+        short = SHORT.get(config.compress)
+        following.append(StreamedSum(stage.streamed, mesh.streamed, short, bucket_bytes))
     if stage.norms.differ:
         following.append(StatisticsAverage(stage.norms))
     if shared:

@@ -80,33 +80,76 @@ class ChunkStore:
         self._going.clear()
 
 
+class GradientWrite:
+    """A gradient, or a part of it, on its way to a new place; whoever began that keeps the bytes until it is over."""
+
+    def __init__(
+        self, tier: ChunkStore, transfers: Sequence[tuple[Pending, StoreSlot | None]]
+    ) -> None:
+        self._tier, self._transfers = tier, transfers
+
+    def is_over(self) -> bool:
+        """Whether all transfers ended, well or not."""
+        return all(is_over(pending) for pending, _ in self._transfers)
+
+    def end(self) -> None:
+        """Wait for them; then the places before are free."""
+        try:
+            for pending, _ in self._transfers:
+                pending.wait()
+        finally:
+            for _, old in self._transfers:
+                if old is not None:
+                    self._tier.free(old)
+
+
 class Gradient:
-    """The gradient of one parameter, summed below. ``norm`` is its norm on the device."""
+    """The gradient of one parameter, summed below."""
 
     def __init__(self, segments: Sequence[ParameterSegment], tier: ChunkStore) -> None:
         self.segments, self._tier = segments, tier
-        self.norm: Tensor | None = None
         self.seen = False  # a gradient that was made zero stays zero, and does not become none
         self._places: dict[ParameterSegment, tuple[StoreSlot, Pending]] = {}
+        # Of the parts that were written in one piece, by the first element of each.
+        self._norms: dict[int, Tensor] = {}
 
     @property
     def is_below(self) -> bool:
         """Whether there is one, other than zero."""
         return bool(self._places)
 
-    def write(self, total: Tensor) -> list[tuple[Pending, StoreSlot | None]]:
-        """Begin to write all of it, in place of what was there; for each transfer, the place to free after it."""
-        flat, begun = total.detach().reshape(-1), []
-        for segment in self.segments:
+    @property
+    def norm(self) -> Tensor | None:
+        """Its norm on the device: to the last bit where it was written in one piece."""
+        norms = list(self._norms.values())
+        if len(norms) < 2:
+            return norms[0] if norms else None
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def write(self, total: Tensor, segments: Sequence[ParameterSegment] = ()) -> GradientWrite:
+        """Begin to write all of it, or what ``total`` has of it, the neighbours ``segments``, in place of what was
+        there."""
+        segments = segments or self.segments
+        flat, first, begun = total.detach().reshape(-1), segments[0].start, []
+        for segment in segments:
             old = self._places.get(segment)
-            slot, pending = self._tier.write(_bytes(flat[segment.start : segment.stop]))
+            part = flat[segment.start - first : segment.stop - first]
+            slot, pending = self._tier.write(_bytes(part))
             self._places[segment] = slot, pending
             begun.append((pending, old[0] if old else None))
-        self.norm, self.seen = (
-            torch.linalg.vector_norm(total.detach(), dtype=stepped_in(total.dtype)),
-            True,
-        )
-        return begun
+            self._norms.pop(segment.start, None)
+        self._norms[first] = torch.linalg.vector_norm(flat, dtype=stepped_in(total.dtype))
+        self.seen = True
+        return GradientWrite(self._tier, begun)
+
+    def is_written(self, segment: ParameterSegment) -> bool:
+        """Whether a read of ``segment`` would not wait for its write."""
+        place = self._places.get(segment)
+        return place is None or is_over(place[1])
+
+    def check(self, segment: ParameterSegment, data: Tensor) -> None:
+        """Verify what was read."""
+        self._tier.check(self._places[segment][0], _bytes(data))
 
     def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
         """Begin to read one segment into ``target``; None where there is nothing to read."""
@@ -128,7 +171,7 @@ class Gradient:
                 flat[segment.start : segment.stop].zero_()
                 continue
             transfer.wait()
-            self._tier.check(self._places[segment][0], _bytes(flat[segment.start : segment.stop]))
+            self.check(segment, flat[segment.start : segment.stop])
         return [transfer for _, transfer in pending if transfer is not None]
 
     def stepped(self, segment: ParameterSegment) -> Tensor | None:
@@ -139,7 +182,7 @@ class Gradient:
         transfer = self.read(segment, found)
         if transfer is not None:
             transfer.wait()
-            self._tier.check(self._places[segment][0], _bytes(found))
+            self.check(segment, found)
         return _shaped(found.to(stepped_in(found.dtype)), segment)
 
     def drop(self, segments: Iterable[ParameterSegment]) -> None:
@@ -151,7 +194,7 @@ class Gradient:
                     if not pending.cancel():
                         pending.wait()
                 self._tier.free(slot)
-        self.norm = None
+        self._norms.clear()
 
     def clear(self, *, to_none: bool) -> None:
         """No gradient, or a gradient of zeros where there was one."""

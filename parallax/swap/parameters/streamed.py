@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from parallax.errors import SwapError, check_positive
 from parallax.model.block import tensors_in
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.swap.parameters.chunks import Chunk, ChunkStore, is_over
+from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, GradientWrite, is_over
 from parallax.swap.parameters.flat import FlatParameter
 from parallax.swap.parameters.layout import lay_out
 from parallax.swap.parameters.prefetch_order import PrefetchOrder
-from parallax.swap.stores.slots import StoreSlot
-from parallax.swap.stores.store import Pending, Store
-from parallax.swap.weights import stepped_in
+from parallax.swap.stores.store import Store
+from parallax.swap.weights import ParameterSegment, stepped_in
 
 
 @dataclass
@@ -50,16 +49,31 @@ class StreamStatistics:
     high_water: int = 0
 
 
+class GradientSink(Protocol):
+    """Who wants the gradients of a step's last backward before they are written below."""
+
+    def take(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
+        """The segments of ``total``, this rank's sum, that it has copied; the others are written below, now."""
+
+
+class NoSink:
+    """Nobody: all are written."""
+
+    def take(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
+        """None."""
+        del parameter, total
+        return ()
+
+
+NO_SINK = NoSink()
+
+
 @dataclass(frozen=True, slots=True)
 class _Going:
-    """A gradient under way: it stays on the device until all of it is written; then the places it was at are free."""
+    """A gradient that stays on the device until all of it is written."""
 
     gradient: Tensor
-    transfers: list[tuple[Pending, StoreSlot | None]]
-
-    def is_over(self) -> bool:
-        """Whether all transfers ended, well or not."""
-        return all(is_over(pending) for pending, _ in self.transfers)
+    written: GradientWrite
 
 
 class StreamedParameters:
@@ -83,7 +97,7 @@ class StreamedParameters:
         verify: bool = False,
     ) -> None:
         check_positive("window", window)
-        self._tier, self._lock = (tier := ChunkStore(store, verify=verify)), tier.lock
+        self._tier, self.lock = (tier := ChunkStore(store, verify=verify)), tier.lock
         self._window = window
         self._flats = lay_out(
             blocks, lambda parameters: FlatParameter(parameters, tier, chunk_bytes, cut=cut)
@@ -96,6 +110,7 @@ class StreamedParameters:
         self._current: FlatParameter | None = None
         self._reserved = 0  # gradients that the running block's backward has still to make
         self._going: deque[_Going] = deque()
+        self.sink: GradientSink = NO_SINK
         self._statistics = StreamStatistics()
         self._counted = (0, 0)
         self._closed = False
@@ -116,7 +131,7 @@ class StreamedParameters:
     @property
     def resident_bytes(self) -> int:
         """What is on the device now."""
-        with self._lock:
+        with self.lock:
             self._reap()
             return self._weights() + self._gradients()
 
@@ -159,7 +174,7 @@ class StreamedParameters:
     def enter(self, block: int, *, backward: bool = False) -> None:
         """Return when the device's current stream may use the weights of ``block``, and begin to read those of the
         next. In a ``backward``, room for its gradients is kept."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._check_open()
             flat = self._current = self._flats[block]
             moved = self._visits.at(block)
@@ -210,7 +225,7 @@ class StreamedParameters:
 
     def read_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of a parameter that lives below, on its device."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             gradient = self._of[parameter].gradient(parameter)
             if not gradient.seen:
                 return None
@@ -220,22 +235,14 @@ class StreamedParameters:
                     time.sleep(0)
             return total
 
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether a backward has ever given one to a parameter that lives below."""
-        return self._of[parameter].gradient(parameter).seen
-
-    def write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Replace it, where replicas have summed theirs."""
-        with self._lock, torch.no_grad():
-            total = total.detach().to(parameter.device, parameter.dtype).contiguous()
-            self._going.append(_Going(total, self._of[parameter].gradient(parameter).write(total)))
-            while self._going:
-                self._end()
+    def gradient(self, parameter: nn.Parameter) -> Gradient:
+        """What is below of the gradient of a parameter that lives there; to be used with :attr:`lock` held."""
+        return self._of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
         """Before each step: gradients become zero, or none, those aside that an optimizer is stepping on and makes zero
         itself. What the last step did is what this one is expected to do."""
-        with self._lock:
+        with self.lock:
             while self._going:
                 with contextlib.suppress(SwapError):  # nobody wants it any more
                     self._end()
@@ -246,19 +253,19 @@ class StreamedParameters:
 
     def read_full(self, block: int) -> list[Tensor]:
         """The values of :meth:`parameters`, in host memory, without a visit to the device."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._check_open()
             return self._flats[block].read_full()
 
     def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
         """New values for :meth:`parameters`."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._check_open()
             self._flats[block].write_full(tensors)
 
     def take_statistics(self) -> StreamStatistics:
         """What happened since the last call."""
-        with self._lock:
+        with self.lock:
             self._reap()
             taken = self._statistics
             now = (self._tier.bytes_in, self._tier.bytes_out)
@@ -269,7 +276,7 @@ class StreamedParameters:
 
     def restore(self) -> None:
         """Bring every parameter back to the device to stay, and stop streaming; gradients are lost."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self.zero_gradients(set_to_none=True)
             for flat in self._flats:
                 flat.restore()
@@ -277,7 +284,7 @@ class StreamedParameters:
 
     def close(self) -> None:
         """Stop streaming; weights that are not on the device stay NaN. The store is the caller's to close, next."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             if not self._closed:
                 self.zero_gradients(set_to_none=True)
                 for flat in self._flats:
@@ -322,7 +329,7 @@ class StreamedParameters:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._check_open()
             if gradient.layout is not torch.strided:
                 raise SwapError(
@@ -338,7 +345,11 @@ class StreamedParameters:
                 below.read_all(total)
                 total.add_(gradient)
             self._reserved = max(0, self._reserved - total.nbytes)
-            self._going.append(_Going(total, below.write(total)))
+            taken = self.sink.take(parameter, total)
+            left = [segment for segment in below.segments if segment not in taken]
+            if left:
+                part = total.view(-1)[left[0].start : left[-1].stop]
+                self._going.append(_Going(total, below.write(part, left)))
             self._note()
             self._reap()
             self._look_ahead()
@@ -400,19 +411,12 @@ class StreamedParameters:
 
     def _reap(self) -> None:
         """Let go of gradients that are written."""
-        while self._going and self._going[0].is_over():
+        while self._going and self._going[0].written.is_over():
             self._end()
 
     def _end(self) -> None:
         """Wait for the gradient that was taken first of those under way."""
-        going = self._going.popleft()
-        try:
-            for pending, _ in going.transfers:
-                pending.wait()
-        finally:
-            for _, old in going.transfers:
-                if old is not None:
-                    self._tier.free(old)
+        self._going.popleft().written.end()
 
     def _weights(self) -> int:
         return sum(flat.size for flat in self._flats if not flat.is_away)

@@ -295,7 +295,7 @@ def test_gradients_can_be_replaced(stream: Stream) -> None:
     assert streamed.read_gradient(mine[0].unused) is None
     for parameter in (mine[0].down, mine[0].unused):
         summed = torch.randn_like(parameter)
-        streamed.write_gradient(parameter, summed)
+        streamed.gradient(parameter).write(summed).end()
         assert_same([streamed.read_gradient(parameter)], [summed])
         assert torch.equal(
             get_total_norm(streamed.norm_terms([parameter])), get_total_norm([summed])
