@@ -100,14 +100,11 @@ class StallBook:
 
 
 class StreamEvent:
-    """An event recorded on a stream; ``start`` is the event before the copy that it ends. Waits of the compute stream
-    are noted in ``stalls``."""
+    """An event recorded on a stream. Waits of the compute stream are noted in ``stalls``."""
 
-    def __init__(
-        self, stream: torch.Stream, stalls: StallBook, start: torch.Event | None = None
-    ) -> None:
-        self._device, self._stalls = stream.device, stalls
-        self._start, self._event = start, torch.Event(self._device, enable_timing=start is not None)
+    def __init__(self, stream: torch.Stream, stalls: StallBook) -> None:
+        self._index, self._stalls = stream.device.index, stalls
+        self._event = torch.Event(stream.device)
         self._event.record(stream)
 
     def done(self) -> bool:
@@ -123,11 +120,59 @@ class StreamEvent:
         if stream is not None:
             stream.wait_event(self._event)
         elif not self._event.query():
-            self._stalls.wait(torch.accelerator.current_stream(self._device), self._event)
+            self._stalls.wait(torch.accelerator.current_stream(self._index), self._event)
+
+    def seconds(self) -> float:
+        """No copy ends here."""
+        return 0.0
+
+
+Pair = tuple[torch.Event, torch.Event]
+"""Before and after a copy."""
+
+
+class CopyEvent:
+    """The end of a copy. Its two events came from a ``pool``, since a driver takes longer to make an event than to
+    record it, and go back there as soon as anybody has seen that the copy is over. Who asks on another thread just
+    then may wait for the copy that has them next: later than he has to, and it was begun before he asked."""
+
+    def __init__(
+        self, device: torch.device, stalls: StallBook, pool: list[Pair], pair: Pair
+    ) -> None:
+        self._index, self._stalls, self._pool = device.index, stalls, pool
+        self._end, self._pairs = pair[1], [pair]
+        self._seconds = 0.0
+
+    def done(self) -> bool:
+        """Whether the stream has passed it."""
+        if self._pairs:
+            if not self._end.query():
+                return False
+            self._give_back()
+        return True
+
+    def wait_host(self) -> None:
+        """Block this thread."""
+        if self._pairs:
+            self._end.synchronize()
+            self._give_back()
+
+    def wait_stream(self, stream: torch.Stream | None = None) -> None:
+        """Order ``stream`` after it; that the compute stream waits is noted."""
+        if self._pairs and stream is not None:
+            stream.wait_event(self._end)
+        elif not self.done():
+            self._stalls.wait(torch.accelerator.current_stream(self._index), self._end)
 
     def seconds(self) -> float:
         """The device's own measure."""
-        return self._start.elapsed_time(self._event) / 1000 if self._start is not None else 0.0
+        return self._seconds if self.done() else 0.0
+
+    def _give_back(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread has
+            pair = self._pairs.pop()
+            self._seconds = pair[0].elapsed_time(pair[1]) / 1000
+            self._pool.append(pair)
 
 
 class Bounce(Protocol):
@@ -304,9 +349,11 @@ class StreamCopies:
         stalls: StallBook | None = None,
     ) -> None:
         self._device, self._delay, self._remedy = device, delay, remedy
+        self._index = device.index  # which torch need not look up
         self._accelerator = accelerator_of(device)
         self._stalls = stalls or StallBook()
         self._down, self._up = torch.Stream(device), torch.Stream(device)
+        self._pool: list[Pair] = []
 
     def empty_host(self, count: int) -> Tensor:
         """Pinned memory."""
@@ -322,7 +369,7 @@ class StreamCopies:
 
     def mark(self) -> Event:
         """An event on the compute stream."""
-        return StreamEvent(torch.accelerator.current_stream(self._device), self._stalls)
+        return StreamEvent(torch.accelerator.current_stream(self._index), self._stalls)
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
         """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""
@@ -336,13 +383,21 @@ class StreamCopies:
         else:
             # The source's last kernel, or the last user of the block that the target was carved from, is on the
             # compute stream: without this wait the allocator's reuse is a race.
-            stream.wait_stream(torch.accelerator.current_stream(self._device))
+            stream.wait_stream(torch.accelerator.current_stream(self._index))
+        start, end = pair = self._take_pair()
         with stream:
             self._accelerator.hold(self._delay())
-            start = torch.Event(self._device, enable_timing=True)
             start.record(stream)
             target.copy_(source, non_blocking=True)
-        return StreamEvent(stream, self._stalls, start)
+            end.record(stream)
+        return CopyEvent(self._device, self._stalls, self._pool, pair)
+
+    def _take_pair(self) -> Pair:
+        try:
+            return self._pool.pop()
+        except IndexError:
+            start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            return start, end
 
     def adopt(self) -> None:
         """Otherwise a new thread would work for the first device, and make a context there."""

@@ -33,6 +33,11 @@ def address(storage: UntypedStorage) -> int:
     return id(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 
+def _of_bytes(storage: UntypedStorage) -> int:
+    """The same, the fast way first: only what has no bytes has no address."""
+    return storage.data_ptr() or address(storage)
+
+
 class Selector:
     """Decides by storage. Stay: parameters and buffers, copies made from a parameter alone (autocast's
     casts), what the caller holds anyway (tensors that collect a gradient, small slices of a batch), small
@@ -54,6 +59,7 @@ class Selector:
         # 0: no bytes at all.
         self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}
         self._plain = plain
+        self._address = _of_bytes if plain is Tensor else address
         self._minimum = max(1, minimum_bytes)
 
     def moves(self, tensor: Tensor) -> bool:
@@ -82,28 +88,25 @@ class Selector:
             or is_wrapped(tensor)
         ):
             return NOT_PLAIN
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self._minimum:
+        storage, part = tensor.untyped_storage(), tensor.nbytes
+        whole = storage.nbytes()
+        if whole < self._minimum:
             return SMALL
-        if address(storage) in self._held or self._streams(tensor):
+        if self._address(storage) in self._held or self._streams(tensor):
             return "parameter or buffer"
-        if tensor.nbytes < storage.nbytes() and not tensor._is_view():
+        if part < whole and not tensor._is_view():
             return PART
-        if self._slice_of_input(tensor):
+        if part * _SMALL_PART < whole and not _has_history(tensor):
             return "small part of a batch"
         if _of_leaf(tensor):
             return _LEAF
         return None
 
-    def _slice_of_input(self, tensor: Tensor) -> bool:
-        """Rows of a batch or of a whole data set: the storage belongs to the caller, who still holds it."""
-        has_history = tensor.requires_grad or tensor.grad_fn is not None
-        return not has_history and tensor.nbytes * _SMALL_PART < tensor.untyped_storage().nbytes()
-
     def _copied_from_leaf(self, tensor: Tensor) -> bool:
         """A view of a tensor that collects a gradient, or a copy made from a parameter alone."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() // tensor.element_size() > self._largest:
+        numbers = storage.nbytes() // tensor.element_size()
+        if numbers > self._largest:
             return False
         node = tensor.grad_fn
         for _ in range(_CHAIN_LENGTH):
@@ -112,7 +115,7 @@ class Selector:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 source = address(variable.untyped_storage())
-                small = storage.nbytes() // tensor.element_size() <= variable.numel()
+                small = numbers <= variable.numel()
                 return source == address(storage) or (source in self._held and small)
             parents = node.next_functions
             if len(parents) != 1:
@@ -121,13 +124,20 @@ class Selector:
         return False
 
 
+def _has_history(tensor: Tensor) -> bool:
+    """Without one, rows of a batch or of a whole data set: the storage belongs to the caller, who still holds it."""
+    return tensor.requires_grad or tensor.grad_fn is not None
+
+
 def _of_leaf(tensor: Tensor) -> bool:
     """A tensor that collects a gradient, or a view of one or of any parameter. FSDP gathers parameters into memory that
     it empties between uses, frozen ones too: its address is not known."""
-    base = tensor._base
-    if isinstance(base, Parameter) or (tensor.requires_grad and tensor.is_leaf):
+    base, trained = tensor._base, tensor.requires_grad
+    if trained and tensor.is_leaf:
         return True
-    return base is not None and base.is_leaf and base.requires_grad and tensor.requires_grad
+    if base is None:
+        return False
+    return isinstance(base, Parameter) or (trained and base.is_leaf and base.requires_grad)
 
 
 class Saved:

@@ -59,7 +59,10 @@ class SwapStatistics:
 
     def of(self, micro: int) -> MicroStatistics:
         """The part of one micro-batch."""
-        return self.micro.setdefault(micro, MicroStatistics())
+        found = self.micro.get(micro)
+        if found is None:
+            found = self.micro[micro] = MicroStatistics()
+        return found
 
     def decide(self, reason: str, size: int) -> None:
         """Count a saved tensor."""
@@ -110,8 +113,10 @@ class Ledger:
     def resize(self, size: int) -> None:
         """So many bytes more on the device."""
         self.resident += size
-        self._now.high_water = max(self._now.high_water, self.resident)
-        self.sample()
+        now = self._now
+        if self.resident > now.high_water:
+            now.high_water = self.resident
+        now.sample(time.perf_counter(), self.resident, self._store.slots.used_bytes)
 
     def sample(self) -> None:
         """Something changed, on the device or below it."""
@@ -120,11 +125,13 @@ class Ledger:
     def count(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
         """A transfer has ended, or the device's stream waits for it."""
         self._timed.append(transfer)
-        for part in (self._now, self._now.of(micro)):
-            if out:
-                part.bytes_out += size
-            else:
-                part.bytes_in += size
+        whole, part = self._now, self._now.of(micro)
+        if out:
+            whole.bytes_out += size
+            part.bytes_out += size
+        else:
+            whole.bytes_in += size
+            part.bytes_in += size
 
     def cancelled(self, size: int) -> None:
         """A write was spared."""

@@ -112,3 +112,40 @@ def loop(tier: str, steps: int) -> dict[str, Any]:
     verdict = judge(run)
     device, pinned = zip(*held)
     return {"verdict": tuple(verdict), "allocated_bytes": device, "pinned_bytes": pinned}
+
+
+def events_made() -> tuple[int, int]:
+    """How many events two hundred copies down and up make, and what comes of it when all are asked for at the end."""
+    import torch
+
+    from parallax.machine.device import StreamCopies
+    from tests.sim.device import SIM
+    from tests.sim.races import judge
+
+    made, plain = 0, torch.Event
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        return plain(*args, **options)
+
+    torch.Event = counted  # type: ignore[misc, assignment]
+
+    def copy() -> None:
+        copies = StreamCopies(SIM)
+        host = torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
+        for number in range(100):
+            device = torch.full((1000,), number, dtype=torch.uint8, device=SIM)
+            copies.copy(device, host).wait_host()
+            event = copies.copy(host, device)
+            event.wait_stream()
+            assert device.cpu().eq(number).all()
+            event.wait_host()
+            assert event.done()
+
+    try:
+        error, races, _ = judge(copy)
+    finally:
+        torch.Event = plain  # type: ignore[misc]
+    assert not error, error
+    return made, len(races)

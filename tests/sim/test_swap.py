@@ -58,3 +58,10 @@ def test_a_missing_wait_is_seen(sim_pool: Pool) -> None:
 def test_stalls_that_nobody_asks_for_do_not_pile_up(sim_pool: Pool) -> None:
     """Two events for each wait stayed for as long as a plain loop swapped."""
     assert sim_pool.run(jobs.stalls, 1) == [(0, 3)]
+
+
+def test_events_are_recorded_again(sim_pool: Pool) -> None:
+    """Two were made for every copy, and a driver takes longer to make one than to record it."""
+    ((made, races),) = sim_pool.run(jobs.events_made, 1)
+    assert made <= 4
+    assert not races

@@ -9,8 +9,15 @@ import torch
 
 from parallax.swap.activations.records import Record, State
 
+
 # Of a dict, to find the first costs as much as was deleted before it.
-Book = OrderedDict[Record, None]
+class Book(OrderedDict[Record, None]):
+    """Records in an order, and the number by which each of them knows that it is here: the book itself would be a
+    cycle."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 class Books:
@@ -20,9 +27,22 @@ class Books:
     again."""
 
     def __init__(self) -> None:
-        self.fresh, self.kept, self.preferred = Book(), Book(), Book()
-        self.early, self.used = Book(), Book()
+        self._all = tuple(Book(number) for number in range(5))
+        self.fresh, self.kept, self.preferred, self.early, self.used = self._all
         self.leaving = 0
+
+    def put(self, record: Record, book: Book) -> None:
+        """It is the last of ``book``, and in no other."""
+        if record.book is not None:
+            self._all[record.book].pop(record, None)
+        record.book = book.number
+        book[record] = None
+
+    def take(self, record: Record) -> None:
+        """It is in no book."""
+        if record.book is not None:
+            self._all[record.book].pop(record, None)
+            record.book = None
 
     def leave(self, record: Record) -> None:
         """It is being written, and will make room."""
@@ -37,16 +57,13 @@ class Books:
 
     def stay(self, record: Record) -> None:
         """It is on the device, and will be used soon or was used already."""
-        for book in (self.fresh, self.kept, self.preferred):
-            book.pop(record, None)
         record.state, record.transfer = State.LOADED, None
-        (self.used if record.used else self.early)[record] = None
+        self.put(record, self.used if record.used else self.early)
 
     def drop(self, record: Record) -> None:
         """Nobody claims it any more."""
         self.stop_leaving(record)
-        for book in (self.fresh, self.kept, self.preferred, self.early, self.used):
-            book.pop(record, None)
+        self.take(record)
 
 
 class Lingering:

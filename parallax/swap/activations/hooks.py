@@ -22,9 +22,9 @@ _FEW = 2048  # saved tensors alive at one time, up to which the history of each 
 
 
 @cache
-def _nothing(device: torch.device) -> Tensor:
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor without bytes: torch lets ``.data`` change within a kind of device only."""
-    return torch.empty(0, device=device)
+    return torch.empty(0, device=device, dtype=dtype)
 
 
 class _KeptTensor:
@@ -51,28 +51,29 @@ class _MovedTensor:
     wherever the bytes are, whoever is still alive, and through whichever view it was made.
     """
 
-    __slots__ = ("_counter", "_dtype", "_entry", "_leaf", "_manager", "_shape", "_version")
+    __slots__ = ("_counter", "_entry", "_leaf", "_manager", "_shape", "_version")
 
     def __init__(self, tensor: Tensor, entry: Entry, manager: SwapManager) -> None:
         self._entry, self._manager = entry, manager
         self._shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._dtype, self._version = tensor.dtype, tensor._version
-        self._counter = tensor.detach()
-        self._counter.data = _nothing(tensor.device)
+        self._version = tensor._version
+        self._counter = counter = tensor.detach()
+        counter.data = _nothing(tensor.device, tensor.dtype)
         self._leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def unpack(self) -> Tensor:
-        if self._counter._version != self._version:
-            raise _changed(
-                self._counter,
-                self._version,
-                torch.empty(self._shape[1], dtype=self._dtype, device="meta"),
-            )
+        counter = self._counter
+        if counter._version != self._version:
+            saved = torch.empty(self._shape[1], dtype=counter.dtype, device="meta")
+            raise _changed(counter, self._version, saved)
         storage = self._manager.load(self._entry)
-        leaf = self._leaf() if self._leaf is not None else None
-        if leaf is not None and leaf.untyped_storage() is not self._entry.record.origin():
-            return leaf  # its ``.data`` are others now, and it is these that autograd would find
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._shape)
+        if self._leaf is not None:
+            leaf = self._leaf()
+            if leaf is not None and leaf.untyped_storage() is not self._entry.record.origin():
+                return (
+                    leaf  # its ``.data`` are others now, and it is these that autograd would find
+                )
+        return counter.new_empty(0).set_(storage, *self._shape)
 
 
 class _Offloading(torch.autograd.graph.saved_tensors_hooks):

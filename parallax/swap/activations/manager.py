@@ -35,9 +35,9 @@ from torch import Tensor
 from parallax.common.units import format_bytes
 from parallax.errors import BudgetExceeded, SwapError
 from parallax.machine.host import relieve_memory
-from parallax.swap.activations.books import Book, Books, Lingering
+from parallax.swap.activations.books import Books, Lingering
 from parallax.swap.activations.checks import Checks, NoChecks, SumChecks
-from parallax.swap.activations.policy import Policy, Preferences
+from parallax.swap.activations.policy import Policy
 from parallax.swap.activations.records import Batch, Claim, Entry, Record, State
 from parallax.swap.activations.returning import Returning
 from parallax.swap.activations.transfers import Transfers
@@ -61,7 +61,7 @@ class SwapManager:
         verify: bool = False,
     ) -> None:
         self._store, self._ledger = store, Ledger(store, limit_bytes)
-        self._policy, self._preferences = policy, Preferences(policy)
+        self._policy, self._preferences = policy, policy.preferences()
         self._checks: Checks = SumChecks() if verify else NoChecks()
         self._transfers = Transfers(store, self._ledger, self._checks)
         self.forked()
@@ -115,26 +115,28 @@ class SwapManager:
         with self._lock:
             self._check_open()
             self._reap()
-            storage = tensor.untyped_storage()
+            storage, books = tensor.untyped_storage(), self._books
             known = self._known.get(storage.data_ptr())
             if known is not None and known.origin() is not storage:
                 known = None
-            again = known in self._books.fresh
+            again = known is not None and known in books.fresh
             if known is not None and again:
-                del self._books.fresh[known]
+                books.take(known)
             if operation is None or operation != self._operation:
                 self._settle()
                 self._operation = operation
             if known is not None:
                 if again:
-                    self._books.fresh[known] = None
+                    books.put(known, books.fresh)
                 claim = known.claim()
                 if claim is not None and known.version == tensor._version:
                     self._ledger.decide("shares memory with another", 0)
                     return claim
             self._make_room(storage.nbytes(), micro)
             self._clock += 1
-            batch = self._open.setdefault(micro, Batch(micro))
+            batch = self._open.get(micro)
+            if batch is None:
+                batch = self._open[micro] = Batch(micro)
             record = Record(tensor, batch, self._clock)
             entry = Entry(record, self._unclaimed)
             self._ledger.resize(record.size)
@@ -144,7 +146,7 @@ class SwapManager:
             if operation is None:
                 self._place(record)
             else:
-                self._books.fresh[record] = None
+                books.put(record, books.fresh)
             self._known[record.address] = record
             relieve_memory(record.size)
             return entry
@@ -175,21 +177,20 @@ class SwapManager:
         with self._lock:
             record = entry.record
             self._reap()
-            if record.state in (State.KEPT, State.QUEUED):
+            state = record.state
+            if state is State.KEPT or state is State.QUEUED:
                 self._spare(record)
-            elif record.state is State.STORED:
+            elif state is State.STORED:
                 self._check_open()
                 self._make_room(record.size, record.batch.micro)
                 self._transfers.read(record)
             if record.state is State.LOADED:
                 self._transfers.arrive(record)
-                self._books.early.pop(record, None)
-                self._books.used.pop(record, None)
-                self._books.used[record] = None
+                self._books.put(record, self._books.used)
             self._use(record)
             assert record.storage is not None
             storage = record.storage
-            if not self._closed:
+            if self._returning.waits and not self._closed:
                 self._returning.pump(self._let_go)
             relieve_memory(record.size)
             origin = record.origin()
@@ -228,22 +229,25 @@ class SwapManager:
 
     def _settle(self) -> None:
         """Decide about what was fresh. Where a write fails, the rest stays fresh for the next who asks."""
-        while self._books.fresh:
-            record = next(iter(self._books.fresh))
-            self._place(record)
-            del self._books.fresh[record]
+        fresh = self._books.fresh
+        while fresh:
+            self._place(next(iter(fresh)))
 
     def _place(self, record: Record) -> None:
         """Decide about a new record."""
         if self._preferences.stays(record):
-            self._books.preferred[record], record.undecided = None, "kept by policy"
+            self._books.put(record, self._books.preferred)
+            record.undecided = "kept by policy"
         elif not self._policy.eager:
-            self._books.kept[record], record.undecided = None, "kept while there was room"
+            self._books.put(record, self._books.kept)
+            record.undecided = "kept while there was room"
         else:
             self._write(record)
 
     def _write(self, record: Record) -> None:
+        """Begin to write; where that fails, the record stays in its book."""
         self._transfers.write(record)
+        self._books.take(record)
         self._writing.append(record)
         self._books.leave(record)
         self._decide(record, "moved")
@@ -298,7 +302,7 @@ class SwapManager:
             if writing is not None and writing.transfer is not None:
                 self._ledger.stall(writing.transfer, micro)
             elif self._books.preferred:
-                self._leave_oldest(self._books.preferred)
+                self._write(next(iter(self._books.preferred)))
             elif not (
                 self._leave_fresh(silent=False)
                 or self._drop_early()
@@ -320,16 +324,11 @@ class SwapManager:
         missing = self._ledger.resident + size - self._ledger.limit
         while self._books.kept and self._books.leaving < missing + self._ledger.limit // _LEAD:
             try:
-                self._leave_oldest(self._books.kept)
+                self._write(next(iter(self._books.kept)))
             except SwapError:
                 if self._books.leaving < missing:
                     raise
                 return  # the tier is full, but the lead is no more than a wish
-
-    def _leave_oldest(self, book: Book) -> None:
-        record = next(iter(book))
-        self._write(record)
-        del book[record]
 
     def _leave_fresh(self, *, silent: bool) -> bool:
         """Let something leave that the running operator has saved. ``silent``: what the operator may yet write into
@@ -340,14 +339,14 @@ class SwapManager:
         if record is None:
             return False
         self._write(record)
-        del self._books.fresh[record]
         return True
 
     def _drop_early(self) -> bool:
         """Give up the record that is needed last of those brought back or spared, and not used yet."""
         if not self._books.early:
             return False
-        record, _ = self._books.early.popitem()
+        record = next(reversed(self._books.early))
+        self._books.take(record)
         self._returning.again(record)
         if record.slot is None:
             self._write(record)
@@ -362,7 +361,7 @@ class SwapManager:
         """Give up what was used longest ago. Bytes that someone still works on count until they let go."""
         while self._books.used:
             record = next(iter(self._books.used))
-            del self._books.used[record]
+            self._books.take(record)
             if record.slot is None:
                 self._write(record)
                 return True
@@ -387,16 +386,16 @@ class SwapManager:
         while self._unclaimed:
             record = self._records.pop(self._unclaimed.popleft().clock)
             self._forget(record)
-            self._ending.append(record)
+            if record.transfer is None and not self._ending:
+                self._end(record)
+            else:
+                self._ending.append(record)
         for _ in range(len(self._ending)):
             record = self._ending.popleft()
-            if not self._transfers.ended(record):
+            if self._transfers.ended(record):
+                self._end(record)
+            else:
                 self._ending.append(record)
-                continue
-            self._transfers.free(record)
-            if record.storage is not None:
-                record.leave()
-                self._ledger.resize(-record.size)
         if gone := self._lingering.gone():
             self._ledger.resize(-gone)
         while self._writing:
@@ -412,6 +411,13 @@ class SwapManager:
                     self._release(record)
             self._writing.popleft()
         self._ledger.measure()
+
+    def _end(self, record: Record) -> None:
+        """No transfer touches its bytes any more, and nobody claims them."""
+        self._transfers.free(record)
+        if record.storage is not None:
+            record.leave()
+            self._ledger.resize(-record.size)
 
     def _forget(self, record: Record) -> None:
         self._decide(record, record.undecided)

@@ -46,6 +46,33 @@ class Policy:
             check_positive("swap.swapin_ahead", self.swapin_ahead, zero=True)
         check_positive("swap.swapin_groupby", self.swapin_groupby)
 
+    def preferences(self) -> Preferences | NoPreferences:
+        """This policy at work."""
+        indifferent = Policy(eager=self.eager) == self
+        return NoPreferences() if indifferent else Preferences(self)
+
+
+class NoPreferences:
+    """The default policy at work: the limit alone decides, so nothing need be remembered of what was saved."""
+
+    def stays(self, _record: Record) -> bool:
+        """Nothing does."""
+        return False
+
+    def used(self, _record: Record, _clock: int) -> None:
+        """Teaches nothing."""
+
+    def learn(self, _batch: Batch) -> None:
+        """Nothing."""
+
+    def due(self, _record: Record) -> bool:
+        """As early as the limit allows."""
+        return True
+
+    def group_bytes(self, record: Record) -> int:
+        """Each comes alone."""
+        return record.size
+
 
 class Preferences:
     """A policy at work. A tensor is recognised by its ordinal and size in its micro-batch, because a training step

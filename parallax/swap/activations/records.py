@@ -58,17 +58,44 @@ class Batch:
 class Record:
     """What the manager knows of one storage. ``origin`` finds the storage that was saved for as long as anybody, the
     record or the caller, holds it: what is written there behind autograd's back (``.data``, numpy) is what autograd
-    would find there."""
+    would find there. ``book``: the number of that of the manager's books in which it stands."""
+
+    __slots__ = (
+        "address",
+        "batch",
+        "book",
+        "claim",
+        "clock",
+        "device",
+        "differentiable",
+        "leaving",
+        "ordinal",
+        "origin",
+        "returned",
+        "shape",
+        "size",
+        "slot",
+        "state",
+        "storage",
+        "sum",
+        "transfer",
+        "undecided",
+        "used",
+        "version",
+        "wanted",
+    )
 
     def __init__(self, tensor: Tensor, batch: Batch, clock: int) -> None:
-        self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
-        self.origin = weakref.ref(self.storage)
-        self.size, self.address = self.storage.nbytes(), self.storage.data_ptr()
-        self.device, self.version, self.shape = tensor.device, tensor._version, tuple(tensor.shape)
+        storage = tensor.untyped_storage()
+        self.storage: torch.UntypedStorage | None = storage
+        self.origin = weakref.ref(storage)
+        self.size, self.address = storage.nbytes(), storage.data_ptr()
+        self.device, self.version, self.shape = tensor.device, tensor._version, tensor.shape
         self.batch, self.ordinal, self.clock = batch, batch.saved, clock
         self.state = State.KEPT
         self.transfer: Pending | None = None
         self.slot: StoreSlot | None = None
+        self.book: int | None = None
         self.wanted = self.leaving = self.used = self.returned = False
         self.differentiable = tensor.requires_grad
         self.undecided = "kept"  # why it stays, until it leaves, is used or dies

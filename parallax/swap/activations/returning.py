@@ -8,7 +8,7 @@ from collections.abc import Callable
 from parallax.errors import SwapError
 from parallax.machine.host import relieve_memory
 from parallax.swap.activations.books import Books
-from parallax.swap.activations.policy import Preferences
+from parallax.swap.activations.policy import NoPreferences, Preferences
 from parallax.swap.activations.records import Batch, Record, State
 from parallax.swap.activations.transfers import Transfers
 from parallax.swap.statistics import Ledger
@@ -18,11 +18,20 @@ class Returning:
     """Begins to read what is needed next, as early as policy and limit allow."""
 
     def __init__(
-        self, transfers: Transfers, ledger: Ledger, preferences: Preferences, books: Books
+        self,
+        transfers: Transfers,
+        ledger: Ledger,
+        preferences: Preferences | NoPreferences,
+        books: Books,
     ) -> None:
         self._transfers, self._ledger = transfers, ledger
         self._preferences, self._books = preferences, books
         self._batches: list[Batch] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to begin."""
+        return bool(self._batches)
 
     def add(self, batch: Batch) -> None:
         """What waits of ``batch`` comes after what comes already."""
@@ -51,7 +60,7 @@ class Returning:
 
     def pump(self, let_go: Callable[[int], None]) -> None:
         """Begin the next reads that fit. ``let_go`` asks what was kept to leave for so many bytes."""
-        for batch in [*self._batches]:
+        for batch in self._batches[:]:
             fits = self._bring_back(batch, let_go)
             if not batch.waiting:
                 self._batches.remove(batch)
@@ -74,6 +83,6 @@ class Returning:
                         let_go(needed)
                     return False
                 self._transfers.read(record)
-                self._books.early[record] = None
+                self._books.put(record, self._books.early)
             batch.waiting.popleft()
         return True

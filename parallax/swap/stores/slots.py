@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
@@ -15,8 +15,7 @@ _ALIGNMENT = 4096
 _SLACK = 1.25  # a line may be so many times as long as the most bytes that were ever in use in it
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSlot:
+class StoreSlot(NamedTuple):
     """A place in a store: ``size`` bytes from ``offset`` on, or in several stretches (offset, bytes), of which
     ``offset`` begins the first."""
 

@@ -72,11 +72,14 @@ class Store(Protocol):
 class _EventPending:
     """A device-to-host or host-to-device copy, one for each stretch of the place."""
 
-    def __init__(self, copies: Iterable[Event], *, up: bool) -> None:
-        self._copies, self._up = list(copies), up
+    def __init__(self, copies: list[Event], *, up: bool) -> None:
+        self._copies, self._up = copies, up
 
     def done(self) -> bool:
-        return all(copy.done() for copy in self._copies)
+        for copy in self._copies:  # noqa: SIM110  asked very often: no generator
+            if not copy.done():
+                return False
+        return True
 
     def wait(self) -> None:
         for copy in self._copies:
@@ -113,7 +116,7 @@ class HostStore:
         self.forked()
         mind_forks(self)
         if not slab_bytes:
-            self._reach(capacity)
+            self._allocate(capacity)
 
     def forked(self) -> None:
         """Another thread may have held the lock."""
@@ -129,19 +132,17 @@ class HostStore:
         """Copy down on the side stream."""
         slot = self.slots.take(data.numel())
         try:
-            self._reach(max(offset + size for offset, size in slot.parts(0, slot.size)))
+            self._reach(slot)
         except SwapError:
             self.slots.give(slot)
             raise
-        return slot, _EventPending(
-            (self._copies.copy(part, view) for part, view in self._pairs(slot, data)), up=False
-        )
+        copies = [self._copies.copy(part, view) for part, view in self._pairs(slot, data)]
+        return slot, _EventPending(copies, up=False)
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """Copy up on the side stream."""
-        return _EventPending(
-            (self._copies.copy(view, part) for part, view in self._pairs(slot, target)), up=True
-        )
+        copies = [self._copies.copy(view, part) for part, view in self._pairs(slot, target)]
+        return _EventPending(copies, up=True)
 
     def free(self, slot: StoreSlot) -> None:
         """The caller has waited for the transfers of this place."""
@@ -153,15 +154,26 @@ class HostStore:
         for slab in self._slabs:
             slab.close()
 
-    def _reach(self, end: int) -> None:
-        """Allocate the slabs before ``end`` that are not there."""
+    def _reach(self, slot: StoreSlot) -> None:
+        """Allocate the slabs of a place that are not there."""
+        if len(self._slabs) * self._slab_bytes < self._capacity:
+            self._allocate(max(offset + size for offset, size in slot.parts(0, slot.size)))
+
+    def _allocate(self, end: int) -> None:
         with self._growing:
             while (start := len(self._slabs) * self._slab_bytes) < end:
                 size = min(self._slab_bytes, self._capacity - start)
                 self._slabs.append(self._copies.arena(size))
 
-    def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parts of ``data`` and where in a slab each has its place."""
+    def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The parts of ``data`` and where in a slab each has its place: nearly always one."""
+        if not slot.stretches:
+            slab, begin = divmod(slot.offset, self._slab_bytes)
+            if begin + slot.size <= self._slab_bytes:
+                return ((data, self._slabs[slab].data[begin : begin + slot.size]),)
+        return self._pieces(slot, data)
+
+    def _pieces(self, slot: StoreSlot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         at = 0
         for offset, size in slot.parts(0, slot.size):
             while size:
