@@ -134,18 +134,24 @@ class ResidentWeights:
 
     def begin(self) -> list[tuple[Tensor, Tensor | None]]:
         """The parameters themselves, or their masters and gradients in the type of these."""
-        found = list(zip(self.shared(), (_gradient(segment) for segment in self.segments)))
-        for index, master in enumerate(self.kept):
-            weight, gradient = found[index]
-            known = self.kept[index] = _full(weight) if master is None else master
-            found[index] = known, None if gradient is None else _full(gradient)
-        return found
+        weights, gradients = self.shared(), [_gradient(segment) for segment in self.segments]
+        if not self.kept:
+            return list(zip(weights, gradients))
+        unknown = [index for index, master in enumerate(self.kept) if master is None]
+        for index, master in zip(unknown, _full([weights[index] for index in unknown])):
+            self.kept[index] = master
+        widened = iter(_full([gradient for gradient in gradients if gradient is not None]))
+        masters = [master for master in self.kept if master is not None]
+        return [
+            (master, None if gradient is None else next(widened))
+            for master, gradient in zip(masters, gradients, strict=True)
+        ]
 
     def stepped(self) -> None:
         """Round new masters; other weights are where they belong."""
-        for weight, master in zip(self.shared(), self.kept):
-            assert master is not None
-            weight.copy_(master)
+        masters = [master for master in self.kept if master is not None]
+        if masters:
+            torch._foreach_copy_(self.shared(), masters)
 
     def shared(self) -> list[Tensor]:
         """The parameters themselves."""
@@ -305,9 +311,12 @@ def stepped_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
-def _full(tensor: Tensor) -> Tensor:
-    """A copy in full precision, that lies in memory as ``tensor`` does."""
-    return tensor.to(stepped_in(tensor.dtype), copy=True)
+def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in full precision, that lie in memory as ``tensors`` do, which are of one type."""
+    copies = [torch.empty_like(tensor, dtype=stepped_in(tensor.dtype)) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))
+    return copies
 
 
 def part_of(tensor: Tensor, segment: ParameterSegment) -> Tensor:
@@ -321,7 +330,7 @@ def _gradient(segment: ParameterSegment) -> Tensor | None:
 
 
 def _zero_gradients(segments: Sequence[ParameterSegment]) -> None:
-    for segment in segments:
-        gradient = _gradient(segment)
-        if gradient is not None:
-            gradient.zero_()
+    found = [_gradient(segment) for segment in segments]
+    gradients = [gradient for gradient in found if gradient is not None]
+    if gradients:
+        torch._foreach_zero_(gradients)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from parallax.errors import ConfigError, check_choice, check_positive
 from parallax.machine.device import CopyEngine
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.resident import DeviceOptimizer
-from parallax.runtime.optim.scaling import GradientCorrection
+from parallax.runtime.optim.scaling import GradientCorrection, by_kind
 from parallax.runtime.optim.uncompiled import SGD, AdamW, Uncompiled
 from parallax.runtime.stage import Stream, first_below
 from parallax.swap.optimizer.host import ALONE, Exchange, HostOptimizer, NothingBelow
@@ -25,6 +25,10 @@ from parallax.swap.weights import stepped_in
 Deal = Callable[[Sequence[nn.Parameter]], Exchange]
 # Given the bytes of states and the places they lie in; None where states stay in host memory.
 OpenStore = Callable[[int, int], Store | None]
+
+# Lion makes a direction for each number. Of a run of small parameters all are there at one time, beside which the
+# largest parameter's alone are counted, and the reserve of a device, twice as much.
+_RUN_BYTES = 4 * 2**20
 
 
 class Lion(Uncompiled):
@@ -48,20 +52,39 @@ class Lion(Uncompiled):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average = state["exp_avg"]
-                direction = torch.lerp(parameter.grad, average, first).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
-                    direction, alpha=-group["lr"]
-                )
-                average.lerp_(parameter.grad, 1 - second)
+            for parameters in _together(group["params"]):
+                self._update(parameters, group)
         return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Five kernels, which know nothing of each other's numbers."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        first, second = group["betas"]
+        gradients = [parameter.grad for parameter in parameters]
+        averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        directions = torch._foreach_lerp(gradients, averages, first)
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(averages, gradients, 1 - second)
+
+
+def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Those with gradients, in runs of one type and place of ``_RUN_BYTES``, so that what is made for a run is no larger
+    than the gradients of a few layers; a larger parameter is a run of its own."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    for alike in by_kind(given):
+        run: list[nn.Parameter] = []
+        size = 0
+        for parameter in alike:
+            if run and size + parameter.nbytes > _RUN_BYTES:
+                yield run
+                run, size = [], 0
+            run.append(parameter)
+            size += parameter.nbytes
+        yield run
 
 
 class Momentum(SGD):

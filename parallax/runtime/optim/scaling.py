@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from parallax.model.precision import PrecisionConfig
 
 FIRST_FACTOR = 2.0**16
 GROWTH_STEPS = 2000  # good ones in a row, before the factor doubles
+T = TypeVar("T", bound=Tensor)
 SMALLEST_FACTOR = 1.0  # where even this overflows, the loss does
 PATIENCE = 16  # overflows in a row that a fixed factor may have: as many as lead from the first to the smallest
 
@@ -113,9 +114,8 @@ class GradientCorrection:
             # A few kernels for all of them.
             torch.nn.utils.clip_grads_with_norm_(given, self.clip_norm, self.norm)
         elif coefficient is not None:
-            for parameter in given:
-                assert parameter.grad is not None
-                parameter.grad.mul_(coefficient)
+            for gradients in by_kind([p.grad for p in given if p.grad is not None]):
+                torch._foreach_mul_(gradients, coefficient)
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -123,12 +123,20 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     have two digits. For other types it is torch.nn.utils.get_total_norm, to the last bit."""
     if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-    wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=dtype) for gradient, dtype in zip(gradients, wide)
-    ]
-    widest = max(wide, key=lambda dtype: dtype.itemsize)
+    norms: list[Tensor] = []
+    for alike in by_kind(gradients):
+        wide = torch.promote_types(alike[0].dtype, torch.float32)
+        norms += torch._foreach_norm(alike, 2, dtype=wide)
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     return torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
+
+
+def by_kind(tensors: Iterable[T]) -> list[list[T]]:
+    """Those of one type and device together: kernels for many tensors take such."""
+    found: dict[object, list[T]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [*found.values()]
 
 
 def numbers(one: Tensor, other: Tensor) -> tuple[float, float]:

@@ -75,9 +75,10 @@ class Bucket:
         for group, index in zip(self._kernel.param_groups, self._groups):
             group.update(settings[index])
         for stepped, (weight, gradient) in zip(self._stepped, self.weights.begin()):
-            if gradient is not None and coefficient is not None:
-                gradient.mul_(coefficient)
             stepped.data, stepped.grad = weight, gradient
+        gradients = [stepped.grad for stepped in self._stepped if stepped.grad is not None]
+        if gradients and coefficient is not None:
+            torch._foreach_mul_(gradients, coefficient)
         self._kernel.step()
         for stepped, empty in zip(self._stepped, self._empty):
             stepped.data, stepped.grad = empty, None

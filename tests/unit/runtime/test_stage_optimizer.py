@@ -7,10 +7,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.machine.device import CpuCopies
 from parallax.plan.plan import STATE_BUCKET_BYTES
@@ -362,3 +364,39 @@ def test_first_gradients_may_come_at_different_steps(opener: Opener, late: int, 
         for one, other in zip(plain.parameters(), net.parameters(), strict=True):
             torch.testing.assert_close(one, other)
             one.grad = other.grad = None
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        makes_none = func.is_view or func.overloadpacket.__name__ in ("detach", "empty_like")
+        self.count += not makes_none
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_takes_as_many_kernels_for_a_hundred_parameters(
+    name: str, dtype: torch.dtype, scratch: Path
+) -> None:
+    """A launch takes microseconds, and a model has thousands of biases and gains."""
+    counts = []
+    with contextlib.ExitStack() as stack:
+        for layers in (2, 50):
+            net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers))).to(dtype)
+            optimizer = Opener(scratch, stack)(net, OPTIMIZERS[name])
+            for _ in range(2):  # states are made in the first
+                for parameter in net.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                with Kernels() as kernels:
+                    norm = gradient_norm([p.grad for p in net.parameters() if p.grad is not None])
+                    optimizer.step(norm / 8, 1e-3, scale=8.0)
+            counts.append(kernels.count)
+    assert counts[0] == counts[1] < 40
