@@ -62,18 +62,19 @@ class Lion(Uncompiled):
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
         first, second = group["betas"]
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        weights: list[Tensor] = [*parameters]
         directions = torch._foreach_lerp(gradients, averages, first)
         torch._foreach_sign_(directions)
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, directions, alpha=-group["lr"])
         torch._foreach_lerp_(averages, gradients, 1 - second)
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those with gradients, in runs of one type and place of ``_RUN_BYTES``, so that what is made for a run is no larger
-    than the gradients of a few layers; a larger parameter is a run of its own."""
+    """Those with gradients, in runs of one type and place and at most ``_RUN_BYTES``; a larger parameter is a run of
+    its own."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     for alike in by_kind(given):
         run: list[nn.Parameter] = []
