@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallax.common.events import Span
-from parallax.machine.device import CopyEngine, copies_for
+from parallax.machine.device import copies_for
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms
@@ -30,22 +29,24 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
-from parallax.runtime import nonfinite
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
+from parallax.runtime.health.buffers import KeptBuffers, NothingKept
+from parallax.runtime.health.part_runs import PartRuns
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import device_memory
-from parallax.runtime.meters.spans import spans_of
-from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
-from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
+from parallax.runtime.meters.spans import SpanClock, spans_of
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.plan_check import accepted, check_gathering, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
-from parallax.runtime.replicas.replicate import SharedStates, sync_for
+from parallax.runtime.replicas.replicate import sync_for
 from parallax.runtime.saving import Saving
 from parallax.runtime.stage import Stage
+from parallax.runtime.update import Update, agreed_sum, open_optimizer
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
 from parallax.swap.statistics import SwapStatistics
@@ -56,7 +57,7 @@ class StepResult:
     """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
     high water since the engine was built (on a CPU: of the process, beyond what it had before). ``loss_scale`` is what
     the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed,
-    ``trouble`` why this one had no loss that is a number."""
+    ``trouble`` why this one was not taken, where that is to be said."""
 
     loss: float
     gradient_norm: float
@@ -77,7 +78,6 @@ class Engine:
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self._chain, self._precision = chain, configs.precision
-        self._optimizer_config = configs.optimizer
         self._shared = shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
         self._memory = self._meter(configs.precision, plans.values())
@@ -94,7 +94,9 @@ class Engine:
         )
         swap = self._open_swap([each for each in plans.values() if each.offloads], configs.swap)
         self._manager = None if swap is None else swap[0]
-        self._optimizer = self._open_optimizer(configs, copies)
+        self._optimizer = open_optimizer(
+            self._stage, mesh, self._shared, configs.optimizer, self._below, copies
+        )
         self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, int], RankProgram] = {}
         self._sync = sync_for(
@@ -102,25 +104,53 @@ class Engine:
         )
         self._channels = Channels(mesh, copies)
         self._later = {n for n, positions in self._shared.items() if mesh.stage in positions[1:]}
-        self._scale = LossScale(configs.precision)
+        self._scale = LossScale(configs.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
+        self._update = self._open_update(configs)
+        self._buffers = KeptBuffers(self._stage.modules()) if self._scale.skips else NothingKept()
+        self._executor = self._open_executor(loss, configs, swap, spans_of(mesh.device, copies))
+        mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
+        self._loss = loss
+        self._step = 0
+        self._trials = PartRuns(
+            self._run, plan, mesh, self._stage, self._optimizer, self._update, self._take_statistics
+        )
+
+    def _open_update(self, configs: EngineConfigs) -> Update:
+        return Update(
+            self.mesh,
+            self._stage,
+            self._optimizer,
+            self._scale,
+            configs.optimizer,
+            later=self._later,
+            dtype=self._chain.dtype,
+            steps=configs.steps,
+        )
+
+    def _open_executor(
+        self,
+        loss: Loss,
+        configs: EngineConfigs,
+        swap: tuple[SwapManager, Selector] | None,
+        spans: SpanClock,
+    ) -> Executor:
+        chain, mesh = self._chain, self.mesh
         evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
-        self._executor = Executor(
+        gathers = self.plan.gather_loss
+        return Executor(
             chain,
             self._stage,
             mesh,
-            GatheredLoss(evaluation, chain, mesh) if plan.gather_loss else LossOfParts(evaluation),
+            GatheredLoss(evaluation, chain, mesh) if gathers else LossOfParts(evaluation),
             configs.precision,
             self._sync,
             self._channels,
             swap,
             stall_seconds=self._stalls(),
-            spans=spans_of(mesh.device, copies),
+            spans=spans,
         )
-        mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
-        self._loss = loss
-        self._step, self._steps, self._trouble = 0, configs.steps, ""
 
     def _meter(self, precision: PrecisionConfig, plans: Iterable[StagePlan]) -> Callable[[], int]:
         reduces = self.mesh.replicas is not None and not self.plan.schedule.splits
@@ -161,13 +191,15 @@ class Engine:
         replicas: ReplicasConfig | None = None,
         compile: bool = False,
         scratch: Path | None = None,
+        nonfinite_skips: int = 0,
     ) -> Engine:
         """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
         the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
-        each block; ``scratch`` is the folder of swap files."""
+        each block; ``scratch`` is the folder of swap files. So many ``nonfinite_skips`` steps in a row may be skipped
+        because their loss or gradients are not finite; one more ends the run."""
         plan = accepted(plan, chain)
         if replicas is not None:
-            replicas.check(plan)
+            replicas.check(plan, drops="trainer.nonfinite=skip" if nonfinite_skips else "")
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
@@ -177,46 +209,9 @@ class Engine:
             steps,
             replicas or ReplicasConfig(),
             compile,
+            nonfinite_skips,
         )
         return cls(chain, plan, mesh, loss, configs)
-
-    @property
-    def _states_below(self) -> float:
-        """The share of this rank's optimizer states that live below the device: one for all its stages."""
-        return max(self.plan.stages[stage].optimizer_offload for stage in self.mesh.stages)
-
-    def _open_optimizer(self, configs: EngineConfigs, copies: CopyEngine) -> StageOptimizer:
-        mesh = self.mesh
-
-        def dealt(group: dist.ProcessGroup | None) -> Deal | None:
-            return (
-                partial(SharedStates, group, mesh.replica, mesh.replica_count)
-                if group is not None
-                else None
-            )
-
-        return StageOptimizer(
-            self._stage.resident(),
-            configs.optimizer,
-            mesh.device,
-            below=self._states_below,
-            lowest=self._stepped_below_elsewhere(),
-            copies=copies,
-            open_store=self._below.open_states,
-            share=dealt(mesh.updates),
-            shard=dealt(mesh.replicas if self.plan.stages[mesh.stage].shard_optimizer else None),
-            streamed=self._stage.streamed,
-        )
-
-    def _stepped_below_elsewhere(self) -> set[Tensor]:
-        """Parameters of this stage that others share, where any of them steps it below the device."""
-        tensors, stages = self._stage.named_tensors(), self.plan.stages
-        names = [
-            name
-            for name, users in self._shared.items()
-            if any(stages[user].optimizer_offload for user in users)
-        ]
-        return {tensors[name] for name in names if name in tensors}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -247,29 +242,41 @@ class Engine:
         return self._sync.all_reduces
 
     def step(self, batch: Rows) -> StepResult:
-        """One optimizer update over a global batch of any number of rows, the same on every rank."""
+        """One optimizer update over a global batch of any number of rows, the same on every rank. Raises
+        :class:`~parallax.errors.NonFiniteError` on all ranks where the loss or a gradient is not finite and the step
+        may not be skipped; nothing is updated then."""
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
-        totals: dict[str, float] = {}
-
-        def update(loss_share: Tensor) -> None:
-            totals.update(self._update(loss_share, batch))
-
+        self._buffers.remember()
+        update, done = partial(self._update.run, self._step, batch), self._update
         spans = self._run(batch, training=True, update=update, scale=scale)
+        loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
+        swapped = self._take_statistics()
+        trouble = "" if done.judgement.accepted else self._skipped(batch)
         self._step += 1
-        swapped = self._manager.take_statistics() if self._manager else SwapStatistics()
-        self._optimizer.add_statistics(swapped)
         return StepResult(
-            loss=totals["loss"],
-            gradient_norm=totals["norm"],
-            seconds=time.perf_counter() - start,
+            loss=loss,
+            gradient_norm=norm,
+            seconds=seconds,
             peak_bytes=self._memory(),
             swap=swapped,
             spans=spans,
             loss_scale=scale,
             skipped_steps=self._scale.skipped,
-            trouble=self._trouble,
+            trouble=trouble,
         )
+
+    def _skipped(self, batch: Rows) -> str:
+        """Why a step was not taken: it is as if it had not been. Raises where it was the last."""
+        self._buffers.restore()
+        judgement = self._update.judgement
+        rows = self._trials.blame(batch) if judgement.searches else ""
+        return judgement.told(self._step, rows)
+
+    def _take_statistics(self) -> SwapStatistics:
+        swapped = self._manager.take_statistics() if self._manager else SwapStatistics()
+        self._optimizer.add_statistics(swapped)
+        return swapped
 
     def gradients(self, batch: Rows) -> float:
         """Forward and backward without an update; gradients are left in ``parameters``. The loss."""
@@ -279,7 +286,7 @@ class Engine:
         self._run(
             batch,
             training=True,
-            update=lambda share: totals.update(loss=self._sum(share.item())[0]),
+            update=lambda share: totals.update(loss=agreed_sum(self.mesh, share.item())[0]),
         )
         return totals["loss"]
 
@@ -287,7 +294,7 @@ class Engine:
         """The loss of a batch, with the same weights and nothing saved."""
         with self._evaluating():
             self._run(batch, training=False, update=lambda share: None)
-        return self._sum(self._executor.loss_share.item())[0]
+        return agreed_sum(self.mesh, self._executor.loss_share.item())[0]
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the
@@ -360,6 +367,7 @@ class Engine:
         update: Callable[[Tensor], None],
         scale: float = 1.0,
         keep: Keep | None = None,
+        first_row: int = 0,
     ) -> list[Span]:
         micro_batches = self.plan.micro_batches(len(batch))
         step = StepContext(
@@ -372,6 +380,7 @@ class Engine:
             update=update,
             scale=scale,
             keep=keep,
+            first_row=first_row,
         )
         try:
             with self._precision.products():
@@ -404,35 +413,7 @@ class Engine:
         mine = 0.0
         if self.mesh.is_last and self.mesh.replica == 0:
             mine = float(count(batch.targets(0, len(batch))))
-        return self._sum(mine)[0] or 1.0
-
-    def _update(self, loss: Tensor, batch: Rows) -> dict[str, float]:
-        self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
-        tensors = self._stage.named_tensors() if self.mesh.replica == 0 else {}
-        owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
-        scale = self._scale.factor
-        # The only thing in a step for which the host waits for the device.
-        loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
-        mine /= scale
-        # ** would raise where the square is too large.
-        whole_loss, total = self._sum(loss_share, mine * mine)
-        norm = total**0.5
-        parts = ((name, tensor, self._stage.gradient(tensor)) for name, tensor in owned.items())
-        why = partial(nonfinite.find, self.mesh, batch, loss_share, parts)
-        accepted, self._trouble = nonfinite.accept(self._scale, self._step, whole_loss, norm, why)
-        if accepted:
-            dtype = torch.promote_types(self._chain.dtype, torch.float32)
-            total_norm = torch.tensor(norm, dtype=dtype)
-            self._optimizer.step(
-                total_norm, self._optimizer_config.rate(self._step, self._steps), scale
-            )
-        else:
-            self._optimizer.skip()
-        return {"loss": whole_loss, "norm": norm}
-
-    def _sum(self, *values: float) -> list[float]:
-        found: list[float] = self.mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()
-        return found
+        return agreed_sum(self.mesh, mine)[0] or 1.0
 
 
 @dataclass(frozen=True)
@@ -446,3 +427,4 @@ class EngineConfigs:
     steps: int
     replicas: ReplicasConfig
     compile: bool
+    nonfinite_skips: int = 0

@@ -23,7 +23,7 @@ from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
 from parallax.runtime.collecting import collect
-from parallax.runtime.nonfinite import unfit
+from parallax.runtime.health.nonfinite import unfit
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.pending import PendingSaves, SaveInProgress

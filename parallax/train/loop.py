@@ -48,7 +48,8 @@ class TrainerConfig:
     a checkpoint; 0 sets no limit. ``grace_seconds``: within which a run that is asked to end must have its checkpoint,
     as whoever asked will not wait longer; after that it ends without; 0 sets no limit. ``max_restarts``: how often all
     ranks are started again from the last checkpoint when one has died, crashed or hung, or has failed in a way that may
-    pass; 0 is never. Under the user's own torchrun its ``--max-restarts`` counts instead.
+    pass; 0 is never. Under the user's own torchrun its ``--max-restarts`` counts instead. ``nonfinite``: what is done
+    about a step whose loss or gradients are NaN or infinite: stop, or skip it, at most ``nonfinite_limit`` in a row.
     """
 
     steps: int = 60
@@ -64,9 +65,11 @@ class TrainerConfig:
     phase_seconds: float = 3600.0
     grace_seconds: float = 60.0
     max_restarts: int = 3
+    nonfinite: str = "stop"
+    nonfinite_limit: int = 10
 
     def __post_init__(self) -> None:
-        for key in ("steps", "global_batch", "eval_batches"):
+        for key in ("steps", "global_batch", "eval_batches", "nonfinite_limit"):
             check_positive(f"trainer.{key}", getattr(self, key))
         for key in (
             "eval_every",
@@ -79,7 +82,13 @@ class TrainerConfig:
         ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
+        check_choice("trainer.nonfinite", self.nonfinite, ["stop", "skip"])
         check_count("trainer.microbatch", self.microbatch)
+
+    @property
+    def nonfinite_skips(self) -> int:
+        """Steps in a row that may be skipped because loss or gradients are not finite."""
+        return self.nonfinite_limit if self.nonfinite == "skip" else 0
 
 
 class OnDrift(StrEnum):
@@ -289,6 +298,7 @@ class _Run:
             offloaded_bytes=int(sum(out)) if swapping else None,
             overlap=overall.overlap,
             stall_seconds=max(stalls),
+            skipped=result.skipped_steps,
         )
         if result.trouble:
             voice.note(f"step {line.step} was skipped, {result.trouble}")

@@ -201,7 +201,8 @@ class StepLine:
 
     ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
     ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of all transfers' time that
-    nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most.
+    nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most. ``skipped``:
+    steps so far that were not taken.
     """
 
     step: int
@@ -213,6 +214,7 @@ class StepLine:
     offloaded_bytes: int | None = None
     overlap: float = 1.0
     stall_seconds: float = 0.0
+    skipped: int = 0
 
 
 class Progress:
@@ -260,6 +262,7 @@ class Progress:
                 f"{_short(line.rate)} {line.unit}/s",
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
                 *_swapped(line),
+                *([f"{line.skipped} skipped"] if line.skipped else []),
                 f"{_clock(self._seconds_left(line.step))} left",
             ]
         )

@@ -103,6 +103,7 @@ class RunRecord:
             "validation_loss": self.validation_loss,
             "restarts": restarts,
             "lost_steps": lost_steps,
+            "skipped_steps": self._last.skipped_steps if self._last else 0,
             "step_seconds_median": median,
             "predicted_step_seconds": plan.prediction.step_seconds,
             "bubble_predicted": plan.prediction.bubble,

@@ -175,6 +175,7 @@ class Case:
     optimizer: OptimizerConfig = OPTIMIZER
     together: ReplicasConfig = field(default_factory=ReplicasConfig)
     compile: bool = False
+    skips: int = 0
 
     def under(self, replicas: Sequence[int], directive: str = "keep", **options: Any) -> Case:
         chosen = {"replicas": tuple(replicas), "directive": directive, **options}
@@ -211,6 +212,7 @@ class Case:
             replicas=self.together,
             compile=self.compile,
             scratch=Path(folder) / "swap",
+            nonfinite_skips=self.skips,
         )
 
 

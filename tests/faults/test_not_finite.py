@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,33 @@ class Rows:
         pass
 
 
-def training(folder: Path, rows: Rows, steps: int = 5, lr: float = 1e-3, **precision: Any) -> None:
+def training(
+    folder: Path,
+    rows: Rows,
+    steps: int = 5,
+    lr: float = 1e-3,
+    nonfinite: str = "stop",
+    **precision: Any,
+) -> None:
     torch.manual_seed(1)
     chain = describe(build)
     plan = make_plan(chain, replicas=(1,), global_batch=80, microbatch=40)
     optimizer = OptimizerConfig(name="sgd", lr=lr, warmup_steps=0, clip_norm=0.0)
-    engine = Engine.build(
-        chain, plan, loss=loss, optimizer=optimizer, precision=PrecisionConfig(**precision)
-    )
     trainer = TrainerConfig(
-        steps=steps, global_batch=80, eval_every=0, eval_batches=2, checkpoint_every=1
+        steps=steps,
+        global_batch=80,
+        eval_every=0,
+        eval_batches=2,
+        checkpoint_every=1,
+        nonfinite=nonfinite,
+    )
+    engine = Engine.build(
+        chain,
+        plan,
+        loss=loss,
+        optimizer=optimizer,
+        precision=PrecisionConfig(**precision),
+        nonfinite_skips=trainer.nonfinite_skips,
     )
     try:
         train(engine, rows, trainer, LoggerConfig(tensorboard=False), folder, tokens_per_row=1)
@@ -75,9 +93,23 @@ def training(folder: Path, rows: Rows, steps: int = 5, lr: float = 1e-3, **preci
         engine.close()
 
 
+def test_a_policy_skips_shows_and_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a loss scale, and nothing that is no number is saved."""
+    training(tmp_path, Rows("targets", float("nan")), nonfinite="skip")
+    out = capsys.readouterr().out
+    assert f"step {BAD} was skipped, loss nan: row 70 of the batch's targets holds nan" in out
+    assert ["1 skipped" in line for line in out.splitlines() if line.startswith("step 5/")] == [
+        True
+    ]
+    assert len(list_checkpoints(tmp_path / "checkpoints")) == 2
+    assert json.loads((tmp_path / "summary.json").read_text())["skipped_steps"] == 1
+
+
 @pytest.mark.parametrize(("where", "value"), [("inputs", float("nan")), ("targets", float("inf"))])
 def test_rows_are_named_and_the_run_ends(tmp_path: Path, where: str, value: float) -> None:
-    expected = rf"nothing was updated: row 70 of the batch's {where} holds {value}, seen first by rank 0 \(stage 0, "
+    expected = rf"was updated: row 70 of the batch's {where} holds {value} \(micro-batch 1\), seen first by rank 0"
     with pytest.raises(NonFiniteError, match=expected):
         training(tmp_path, Rows(where, value))
     assert list_checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{BAD - 1:08d}"

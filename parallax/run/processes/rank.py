@@ -185,6 +185,7 @@ def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.devi
         replicas=config.replicas,
         compile=config.compile,
         scratch=run.directory / "swap",
+        nonfinite_skips=config.trainer.nonfinite_skips,
     )
 
 

@@ -36,12 +36,14 @@ PATIENCE = 16  # overflows in a row that a fixed factor may have: as many as lea
 
 class LossScale:
     """The factor of the loss under ``precision``: fixed at a number given, dynamic in fp16, otherwise one, with which
-    nothing is skipped: there every overflow is an error."""
+    every overflow is an error unless up to ``skips`` steps in a row may be skipped, whatever the factor."""
 
-    def __init__(self, precision: PrecisionConfig) -> None:
+    def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
         given = precision.loss_scale
         self._dynamic = given == "auto" and precision.compute == "fp16"
-        self._patience = 0 if given == "auto" else PATIENCE
+        self._limit = skips
+        self._patience = skips or (0 if given == "auto" else PATIENCE)
+        self.expects_overflows = self._dynamic or given != "auto"
         self.factor = FIRST_FACTOR if self._dynamic else 1.0 if isinstance(given, str) else given
         self.skipped = 0  # steps so far
         self._good = self._bad = 0  # steps in a row
@@ -62,8 +64,13 @@ class LossScale:
             )
         self._good, self._bad, self.skipped = 0, self._bad + 1, self.skipped + 1
         if self._dynamic:
-            self.factor /= 2
+            self.factor = max(SMALLEST_FACTOR, self.factor / 2)
         return False
+
+    @property
+    def skips(self) -> bool:
+        """Whether there are steps that it does not accept and does not end the run for."""
+        return self._dynamic or self._patience > 0
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON has it."""
@@ -77,17 +84,24 @@ class LossScale:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state`; a factor that is fixed stays what it is now."""
         self.skipped = int(state.get("skipped", 0))
+        if self._limit:
+            self._bad = int(state.get("bad_steps", 0))
         if self._dynamic and "factor" in state:
             self.factor = float(state["factor"])
             self._good, self._bad = int(state["good_steps"]), int(state["bad_steps"])
 
     def _is_last_chance(self) -> bool:
-        return self.factor / 2 < SMALLEST_FACTOR if self._dynamic else self._bad >= self._patience
+        if self._dynamic and self.factor / 2 >= SMALLEST_FACTOR:
+            return False
+        return self._bad >= self._patience
 
     def _history(self) -> str:
-        if not self._dynamic and not self._patience:
+        if not self._patience and not self._dynamic:
             return ""
-        return f" with the loss scaled by {self.factor:g}, after {self._bad} skipped steps in a row"
+        scaled = f" with the loss scaled by {self.factor:g}" if self.expects_overflows else ""
+        limit = f" (trainer.nonfinite_limit={self._limit})" if self._limit else ""
+        joined = ", after" if scaled or limit else " after"
+        return f"{scaled}{joined} {self._bad} skipped steps in a row{limit}"
 
 
 @dataclass(frozen=True)

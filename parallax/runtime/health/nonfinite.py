@@ -1,0 +1,171 @@
+"""Where a loss or a norm that is no number comes from.
+
+By the time it is noticed it is everywhere: what is not finite in one rank's rows or weights is in every rank's
+gradients a moment later. So the ranks look once, after the fact, and tell each other; the first in the order in which
+data goes through the model is the cause. No step pays for this before its loss, which every rank knows anyway, is not
+finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import NonFiniteError, printable
+from parallax.mesh import Mesh
+from parallax.model.block import has_gradient, tensors_in
+from parallax.model.ragged import opened
+from parallax.plan.plan import Plan
+from parallax.plan.rows import micro_batch_rows
+from parallax.runtime.batch import Rows
+from parallax.runtime.optim.scaling import LossScale
+
+_ROWS = 64  # of a batch that are looked at together
+_NAMED = 8  # rows that are named one by one
+_DATA = "mend the rows that data.* gives"
+_TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is made of a step: whether it is ``accepted``; where not, what is wrong, ``why``, and how the run ends,
+    ``refusal``, or nothing where it goes on. ``searches``: whether rows are to be looked for, as nothing says which."""
+
+    accepted: bool = True
+    what: str = ""
+    why: str = ""
+    refusal: str = ""
+    searches: bool = False
+
+    def told(self, step: int, rows: str) -> str:
+        """Why a step is skipped, with what was found of its ``rows``. Raises :class:`NonFiniteError` where it is the
+        last."""
+        why = f"{self.why}; {rows}" if rows else self.why
+        if self.refusal:
+            raise NonFiniteError(f"step {step}: {self.refusal}: {why}")
+        return f"{self.what}: {why}" if why else ""
+
+
+def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], Cause]) -> Judgement:
+    """Whether ``scale`` accepts a step with this loss and norm, which all ranks know. ``find`` says why not, where that
+    is to be said: a loss scale that is too large makes gradients overflow now and then."""
+    why = find() if not math.isfinite(loss) else None
+    try:
+        accepted, refusal = scale.accepts(loss, norm), ""
+    except NonFiniteError as error:
+        accepted, (refusal, _, _) = False, str(error).partition(": ")
+    if accepted:
+        return Judgement()
+    if refusal or not scale.expects_overflows:
+        why = why or find()
+    what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
+    if why is None:
+        return Judgement(accepted=False)
+    return Judgement(False, what, why.text, refusal, why.searches)
+
+
+class NamedValue(NamedTuple):
+    """A parameter or a buffer: its value, wherever that is, and its gradient."""
+
+    name: str
+    value: Tensor
+    gradient: Tensor | None
+    is_parameter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What is not finite and comes first, with what to do about it. ``searches``: it is not in the data or in the
+    weights, but comes up between them, so it may be some rows' fault."""
+
+    text: str
+    searches: bool
+
+
+def find(mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[NamedValue]) -> Cause:
+    """What is not finite and comes first; called by every rank. ``tensors``: those that this rank
+    answers for."""
+    answers = mesh.gather_objects(_look(mesh, batch, loss_share, tensors))
+    found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
+    if not found:
+        return Cause(f"the sum over all gradients overflows; {_TRAINING}", searches=False)
+    (order, _), rank, text = min(found)
+    stage, replica = mesh.plan.locate(rank)
+    who = f"rank {rank} (stage {stage}, replica {replica})"
+    remedy = _DATA if order == 0 else _TRAINING
+    return Cause(f"{text}, seen first by {who}; {remedy}", searches=order > 1)
+
+
+def _look(
+    mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[NamedValue]
+) -> list[tuple[tuple[int, int], str]]:
+    """What this rank finds, each with its place in the order of causes."""
+    found = []
+    if mesh.stage == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
+        found.append(((0, 0), text))
+    if mesh.is_last and (text := _rows(mesh, "targets", batch, batch.targets)):
+        found.append(((0, 1), text))
+    for name, value, gradient, is_parameter in tensors:
+        if is_parameter and (what := _kind(value)):
+            found.append(((1, mesh.stage), f"parameter {printable(name)} holds {what}"))
+        if gradient is not None and (what := _kind(gradient)):
+            found.append(((3, -mesh.stage), f"the gradient of {printable(name)} holds {what}"))
+    if not math.isfinite(loss_share):
+        found.append(((2, 0), f"the loss becomes {loss_share} on the last stage"))
+    return [min(found)] if found else []
+
+
+def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
+    """The rows that hold what is not finite, and the micro-batches that these are in."""
+    rows, kinds = set[int](), set[str]()
+    for start in range(0, len(batch), _ROWS):
+        stop = min(start + _ROWS, len(batch))
+        for tensor in tensors_in(opened(read(start, stop))):
+            if what := _kind(tensor):
+                if not tensor.dim() or len(tensor) != stop - start:
+                    return f"the batch's {name} hold {what}, in a tensor without rows"
+                bad = ~torch.isfinite(tensor.detach()).reshape(len(tensor), -1).all(1)
+                rows |= {start + row for row in bad.nonzero().flatten().tolist()}
+                kinds.add(what)
+    return _in_words(mesh.plan, name, len(batch), sorted(rows), "nan" if "nan" in kinds else "inf")
+
+
+def _in_words(plan: Plan, name: str, batch: int, rows: Sequence[int], what: str) -> str:
+    if not rows:
+        return ""
+    count = plan.micro_batches(batch)
+    micros = sorted({m for m in range(count) for row in rows if _holds(batch, count, m, row)})
+    places = f"micro-batch{'es' if len(micros) > 1 else ''} {_listed(micros)}"
+    if len(rows) == 1:
+        return f"row {rows[0]} of the batch's {name} holds {what} ({places})"
+    return f"rows {_listed(rows)} of the batch's {name} hold {what} ({places})"
+
+
+def _holds(batch: int, count: int, micro: int, row: int) -> bool:
+    low, high = micro_batch_rows(batch, count, micro)
+    return low <= row < high
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    more = len(numbers) - _NAMED
+    return ", ".join(map(str, numbers[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _kind(tensor: Tensor) -> str:
+    """NaN or infinity, where a tensor holds any."""
+    values = tensor.detach()
+    if not has_gradient(values) or bool(torch.isfinite(values).all()):
+        return ""
+    return "nan" if bool(torch.isnan(values).any()) else "inf"
+
+
+def unfit(name: str, tensor: Tensor, value: Tensor) -> str:
+    """Why a trained parameter must not be saved, or nothing."""
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad and (what := _kind(value)):
+        return f"parameter {printable(name)} holds {what}"
+    return ""

@@ -1,0 +1,119 @@
+"""The end of a step: all ranks agree on its loss and its gradient norm, and update their weights, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallax.machine.device import CopyEngine
+from parallax.mesh import Mesh
+from parallax.runtime.batch import Rows
+from parallax.runtime.health import nonfinite
+from parallax.runtime.health.nonfinite import Cause, Judgement, NamedValue
+from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
+from parallax.runtime.optim.tiers import Tiers
+from parallax.runtime.replicas.replicate import SharedStates
+from parallax.runtime.stage import Stage
+
+
+class Update:
+    """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
+    After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        stage: Stage,
+        optimizer: StageOptimizer,
+        scale: LossScale,
+        config: OptimizerConfig,
+        *,
+        later: Collection[str],
+        dtype: torch.dtype,
+        steps: int,
+    ) -> None:
+        self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
+        self._scale, self._config, self._steps = scale, config, steps
+        self._later, self._dtype = later, torch.promote_types(dtype, torch.float32)
+        self.loss = self.norm = 0.0
+        self.judgement = Judgement()
+
+    def measure(self, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """Agree on ``loss`` and ``norm``, of which this rank has a share; that share, and the tensors that this rank
+        answers for."""
+        tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
+        owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
+        # The only thing in a step for which the host waits for the device.
+        loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
+        mine /= self._scale.factor
+        # ** would raise where the square is too large.
+        self.loss, total = agreed_sum(self._mesh, loss_share, mine * mine)
+        self.norm = total**0.5
+        return loss_share, owned
+
+    def run(self, step: int, batch: Rows, loss: Tensor) -> None:
+        """Update after ``step``, or drop its gradients, as all ranks decide."""
+        self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
+        factor = self._scale.factor
+        share, owned = self.measure(loss)
+
+        def find() -> Cause:
+            parts = (
+                NamedValue(
+                    name, value, self._stage.gradient(tensor), isinstance(tensor, nn.Parameter)
+                )
+                for name, tensor, value in self._stage.values()
+                if name in owned
+            )
+            return nonfinite.find(self._mesh, batch, share, parts)
+
+        self.judgement = nonfinite.judge(self._scale, self.loss, self.norm, find)
+        if self.judgement.accepted:
+            norm = torch.tensor(self.norm, dtype=self._dtype)
+            self._optimizer.step(norm, self._config.rate(step, self._steps), factor)
+        else:
+            self._optimizer.skip()
+
+
+def agreed_sum(mesh: Mesh, *values: float) -> list[float]:
+    """The sum of each of ``values`` over all ranks."""
+    found: list[float] = mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()
+    return found
+
+
+def open_optimizer(
+    stage: Stage,
+    mesh: Mesh,
+    shared: Mapping[str, Sequence[int]],
+    config: OptimizerConfig,
+    below: Tiers,
+    copies: CopyEngine,
+) -> StageOptimizer:
+    """What steps ``stage`` as the plan says. ``shared``: names of parameters that positions share, and these."""
+    plans = mesh.plan.stages
+
+    def dealt(group: dist.ProcessGroup | None) -> Deal | None:
+        if group is None:
+            return None
+        return partial(SharedStates, group, mesh.replica, mesh.replica_count)
+
+    tensors = stage.named_tensors()
+    # Others that have them step them below the device.
+    elsewhere = [n for n, users in shared.items() if any(plans[u].optimizer_offload for u in users)]
+    return StageOptimizer(
+        stage.resident(),
+        config,
+        mesh.device,
+        below=max(plans[each].optimizer_offload for each in mesh.stages),
+        lowest={tensors[name] for name in elsewhere if name in tensors},
+        copies=copies,
+        open_store=below.open_states,
+        share=dealt(mesh.updates),
+        shard=dealt(mesh.replicas if plans[mesh.stage].shard_optimizer else None),
+        streamed=stage.streamed,
+    )

@@ -1,0 +1,214 @@
+"""A step whose loss or gradients are not finite: skipped as if it had not been, under any plan, and its rows named."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import NonFiniteError
+from parallax.model.describe import describe
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine, StepResult
+from parallax.runtime.health.search import culprits
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from tests.distributed.pool import Pool
+from tests.distributed.test_engine import (
+    OPTIMIZER,
+    POISON,
+    STEPS,
+    Case,
+    Weights,
+    gpt,
+    make_batch,
+    plain_blocks,
+    plain_loss,
+    poisoned,
+)
+from tests.plans import make_plan
+
+BAD = 1  # the step
+ROW = 5
+
+
+def batches() -> list[TensorRows]:
+    found = [make_batch(8, step) for step in range(4)]
+    found[BAD].targets(0, 8)[ROW, 3] = POISON
+    return found
+
+
+def plain_skipping(case: Case) -> Weights:
+    blocks, tensors = plain_blocks(case)
+    trained = [t for t in tensors.values() if t.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    for step, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = plain_loss(case, blocks, batch)
+        if not torch.isfinite(loss):
+            continue
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.rate(step, STEPS)
+        optimizer.step()
+    return tensors
+
+
+def skipping(case: Case, *, given: bool) -> tuple[Weights, list[StepResult], float]:
+    """Training in which one step's batch is bad, or is not ``given`` at all; the weights, what was said, and the loss
+    of an evaluation."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        results = []
+        for step, batch in enumerate(batches()):
+            if step != BAD or given:
+                results.append(engine.step(batch))
+            else:
+                engine._step += 1
+        weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+        held_out = engine.evaluate(make_batch(8, 9))
+        engine.close()
+    for result in results:
+        result.spans.clear()
+    return weights, results, held_out
+
+
+PLANS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((1, 2), {}),
+    ((2, 1), {"optimizer_offload": 1.0}),
+    ((1, 1), {"schedule": "zb-h1", "optimizer_offload": 0.5}),
+    ((1,), {"parameter_offload": 1.0, "optimizer_offload": 1.0}),
+    ((2,), {"shard": True, "directive": "offload"}),
+    ((1, 1), {"directive": "recompute", "schedule": "gpipe"}),
+]
+
+
+@pytest.mark.parametrize(("replicas", "options"), PLANS, ids=str)
+def test_a_skipped_step_is_as_if_it_had_not_been(
+    pool: Pool, replicas: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    case = replace(Case(gpt(tied=False), loss=poisoned), skips=2).under(replicas, **options)
+    found = pool.run(skipping_as, case.world, case, True)
+    without = pool.run(skipping_as, case.world, case, False)
+    expected = plain_skipping(case)
+    for (weights, results, held_out), (others, _, other) in zip(found, without):
+        assert held_out == other
+        assert [result.skipped_steps for result in results] == [0, 1, 1, 1]
+        assert [bool(result.trouble) for result in results] == [False, True, False, False]
+        said = f"row {ROW} of the batch (micro-batch 2) makes loss nan by itself"
+        assert said in results[BAD].trouble
+        for name, weight in weights.items():
+            assert torch.equal(weight, others[name])
+            assert torch.allclose(weight, expected[name], rtol=1e-8, atol=1e-12)
+
+
+def skipping_as(case: Case, given: bool) -> Any:
+    return skipping(case, given=given)
+
+
+# ---- one rank
+
+
+def rooted() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4, bias=False), Sqrt(), nn.Linear(4, 1))
+
+
+class Sqrt(nn.Module):
+    """Infinitely steep at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().sqrt()
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+
+
+def engine(build: Callable[[], nn.Module], skips: int) -> Engine:
+    chain = describe(build)
+    plan = make_plan(chain, global_batch=8, microbatch=4)
+    optimizer = OptimizerConfig(name="sgd", warmup_steps=0)
+    loss = nn.functional.mse_loss
+    return Engine.build(chain, plan, loss=loss, optimizer=optimizer, nonfinite_skips=skips)
+
+
+def rows(bad: Callable[[Tensor], object] = lambda inputs: None) -> TensorRows:
+    torch.manual_seed(1)
+    inputs = torch.randn(8, 3)
+    bad(inputs)
+    return TensorRows(inputs, torch.randn(8, 1))
+
+
+def zero(*which: int) -> Callable[[Tensor], object]:
+    return lambda inputs: [inputs[row].zero_() for row in which]
+
+
+def test_gradients_that_are_none_where_the_loss_is_one() -> None:
+    """Both rows are named, in their micro-batches; their inputs are as good as any."""
+    trained = engine(rooted, 1)
+    trouble = trained.step(rows(zero(2, 7))).trouble
+    trained.close()
+    assert trouble.startswith(
+        "gradient norm nan: the gradient of 0.weight holds nan, seen first by"
+    )
+    assert trouble.endswith(
+        "row 2 of the batch (micro-batch 0) makes gradients of norm nan by itself, and "
+        "row 7 of the batch (micro-batch 1) makes gradients of norm nan by itself"
+    )
+
+
+def test_inputs_that_are_none_are_said_and_statistics_stay() -> None:
+    """A NaN in running statistics would stay for ever."""
+    trained = engine(normed, 1)
+    before = {name: tensor.detach().clone() for name, tensor in trained.parameters.items()}
+    trouble = trained.step(rows(lambda inputs: inputs[5:7].fill_(float("nan")))).trouble
+    assert "rows 5, 6 of the batch's inputs hold nan (micro-batch 1)" in trouble
+    assert "by itself" not in trouble
+    after = trained.parameters
+    trained.close()
+    assert any("running_mean" in name for name in after)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+def test_too_many_in_a_row_end_the_run() -> None:
+    trained = engine(rooted, 2)
+    for each in (zero(0), zero(1), lambda inputs: None, zero(2), zero(3)):
+        trained.step(rows(each))
+    assert trained.completed_steps == 5
+    with pytest.raises(
+        NonFiniteError,
+        match=r"step 5: .* after 2 skipped steps in a row \(trainer.nonfinite_limit=2\); nothing was updated: .*"
+        r"row 4 of the batch \(micro-batch 1\) makes",
+    ):
+        trained.step(rows(zero(4)))
+    assert trained.completed_steps == 5
+    trained.close()
+
+
+@pytest.mark.parametrize(
+    ("together", "named"),
+    [
+        ({3}, ["row 3"]),
+        ({1, 2}, ["rows 0 to 3"]),
+        ({0, 3, 6}, ["rows 0 to 3", "row 6"]),
+        (set(), []),
+    ],
+)
+def test_rows_that_only_fail_together(together: set[int], named: list[str]) -> None:
+    """Rows that are too large only in their sum: the smallest half that holds them."""
+
+    def fails(micro: int, interval: tuple[int, int]) -> str:
+        mine = {row for row in together if row // 4 == micro}
+        return "loss inf" if mine and mine <= set(range(*interval)) else ""
+
+    found = culprits([(0, 4), (4, 8)], fails)
+    assert [str(each).partition(" of the batch")[0] for each in found] == named
