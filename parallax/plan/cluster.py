@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -128,6 +129,19 @@ class Cluster:
     def node_of(self) -> tuple[int, ...]:
         """The node index of each device."""
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
+
+    def slowed(self, factors: Mapping[int, float]) -> Cluster:
+        """The cluster, where some devices take ``factors`` times as long for the same work."""
+        devices = [
+            replace(device, speed=device.speed / factors.get(rank, 1.0))
+            for rank, device in enumerate(self.devices)
+        ]
+        nodes, start = [], 0
+        for node in self.nodes:
+            stop = start + len(node.devices)
+            nodes.append(replace(node, devices=tuple(devices[start:stop])))
+            start = stop
+        return replace(self, nodes=tuple(nodes))
 
     def while_all_swap(self, device: Device) -> Device:
         """The device as it is while all of its node's swap: a disk is shared, a way to the host's memory is not."""

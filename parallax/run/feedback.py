@@ -7,13 +7,14 @@ made with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.common.events import Span, read_events
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
+from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -30,11 +31,12 @@ RECENT_STEPS = 100  # steps of a run that are looked at: the last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedProfile:
-    """A corrected profile, where the next plan will find it, and seconds of a step: as measured, as the plan predicted
-    them, and as predicted with the corrected profile."""
+    """A corrected profile, where the next plan will find it, the cluster that it is for, and seconds of a step: as
+    measured, as the plan predicted them, and as predicted with the corrected profile."""
 
     profile: ModelProfile
     path: Path
+    cluster: Cluster
     measured_seconds: float
     first_seconds: float
     second_seconds: float
@@ -51,12 +53,18 @@ class CorrectedProfile:
 
 
 def correct(
-    directory: Path, config: RunConfig, plan: Plan, progress: Callable[[str], None]
+    directory: Path,
+    config: RunConfig,
+    plan: Plan,
+    progress: Callable[[str], None],
+    slow: Mapping[int, float] | None = None,
 ) -> CorrectedProfile:
-    """Correct the profile of the run in ``directory`` and write it. Raises :class:`ConfigError` where the run wrote
+    """Correct the profile of the run in ``directory`` and write it. ``slow``: ranks whose devices took so many times
+    as long as others, which is no fault of the blocks that they held. Raises :class:`ConfigError` where the run wrote
     down no steps, :class:`~parallax.errors.PlanError` where its files do not belong together."""
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
     inputs.check(plan)
+    cluster = inputs.cluster.slowed(slow or {})
     progress("reading what the run measured")
     measured = measured_spans(directory, plan.world_size)
     if not measured:
@@ -65,13 +73,14 @@ def correct(
         )
     check_spans(measured, directory, plan)
     progress("correcting the profile")
-    before = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
-    profile = calibrate(inputs.profile, before.spans, measured, plan, inputs.cluster)
-    after = predict(profile, inputs.cluster, Pipeline.of(plan))
+    before = predict(inputs.profile, cluster, Pipeline.of(plan))
+    profile = calibrate(inputs.profile, before.spans, measured, plan, cluster)
+    after = predict(profile, cluster, Pipeline.of(plan))
     (directory / CALIBRATED).write_text(profile.to_json() + "\n", encoding="utf-8")
     return CorrectedProfile(
         profile=profile,
         path=remember_run_profile(profile, config),
+        cluster=cluster,
         measured_seconds=step_seconds(measured),
         first_seconds=before.step_seconds,
         second_seconds=after.step_seconds,

@@ -225,6 +225,17 @@ class Engine:
         found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
+    def tier_bytes(self) -> dict[str, int]:
+        """What each tier counts of its own bytes on this rank, between steps."""
+        held = self._stage.held()
+        given = [p.grad for p in held if p.is_leaf and p.grad is not None]
+        stored = self._manager.stored_bytes + self._manager.resident_bytes if self._manager else 0
+        return {
+            "parameters and gradients": sum(t.nbytes for t in (*held, *given)),
+            "the optimizer's states": self._optimizer.state_bytes,
+            "offloaded activations (host arena, pinned or not)": stored,
+        }
+
     @property
     def completed_steps(self) -> int:
         """Optimizer updates so far."""

@@ -15,11 +15,13 @@ import torch
 
 from parallax.common.events import EventLog
 from parallax.errors import CheckpointError, check_choice, check_count, check_positive
+from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
 from parallax.runtime.engine import Engine, StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
+from parallax.train.health.checkup import Checkup
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
@@ -170,6 +172,7 @@ class _Run:
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
         self._onlooker, self._unfinished, self._recording = onlooker, False, recording
+        self._checkup = Checkup(engine)
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
@@ -206,9 +209,10 @@ class _Run:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             while self._engine.completed_steps < total and not self._stopping.now:
                 with phase("fetching rows"):
-                    batch = self._source.batch(self._trainer.global_batch)
+                    batch = self._checkup.fetch(self._fetch)
                 with self._recording.step(), self._saves.saved_before(voice):
                     result = self._nodes.told(self._engine.step(batch))
+                self._checkup.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
                 self._record.add(result)
@@ -222,6 +226,9 @@ class _Run:
             self._saves.finish(voice)
         with phase("writing the report"):
             return self._end()
+
+    def _fetch(self) -> Rows:
+        return self._source.batch(self._trainer.global_batch)
 
     def _end(self) -> dict[str, Any]:
         self._onlooker.served()
@@ -238,10 +245,13 @@ class _Run:
     def _reasons(self, on_drift: OnDrift) -> list[StopReason]:
         """Why this run may end early."""
 
-        def judge() -> str:
-            return drift(self._record.seconds, self._engine.plan.prediction.step_seconds)
-
         heeded, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
+
+        def judge() -> str:
+            slow = self._checkup.slow() if ends else ""  # otherwise it has been said
+            predicted = self._engine.plan.prediction.step_seconds
+            return slow or drift(self._record.seconds, predicted)
+
         return [Requested(self._onlooker), Drifted(judge, judges=heeded, ends=ends)]
 
     def _resume(self) -> Path | None:
@@ -276,13 +286,15 @@ class _Run:
             swap.limit_bytes,
             self._unwritten.has_news,
             *self._saves.numbers(),
+            *self._checkup.numbers(),
             *self._stopping.numbers(),
         )
         table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
         columns = [column.tolist() for column in self._mesh.sum(table).unbind(1)]
         peaks, stalls, transfers, out, back, limits, news, saved, waits, *numbers = columns
-        self._stopping.agree(numbers)
+        said = self._checkup.agree(numbers[: Checkup.columns])
+        self._stopping.agree(numbers[Checkup.columns :])
         if any(news):
             self._tell_unwritten(voice)
         swapping = sum(limits) + sum(out) + sum(back) > 0
@@ -299,6 +311,7 @@ class _Run:
             overlap=overall.overlap,
             stall_seconds=max(stalls),
             skipped=result.skipped_steps,
+            input_share=self._checkup.input_share,
         )
         if result.trouble:
             voice.note(f"step {line.step} was skipped, {result.trouble}")
@@ -308,7 +321,9 @@ class _Run:
             "swap_overlap": line.overlap if swapping else None,
             "checkpoint_seconds": max(waits),
         }
-        voice.step(line, _metrics(line, result) | moved)
+        voice.step(line, _metrics(line, result) | moved | self._checkup.metrics())
+        for words in said:
+            voice.note(f"step {line.step}: {words}")
         self._saves.advance(voice, saved)
 
     def _tell_unwritten(self, voice: Voice) -> None:
@@ -361,6 +376,7 @@ class _Run:
             "checkpoint_seconds": self._saves.seconds,
             **self._stopping.summary(complete=self._complete),
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
+            **self._checkup.summary(),
             **self._record.summary(self._trainer.global_batch * self._tokens),
         }
 

@@ -195,6 +195,9 @@ def _is_json(value: object) -> bool:
 # -------------------------------------------------------------------------------------------- progress
 
 
+_TOLD_SHARE = 0.005  # of a step: what would be shown as 0% is not
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
     """What people see of one step.
@@ -202,7 +205,7 @@ class StepLine:
     ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
     ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of all transfers' time that
     nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most. ``skipped``:
-    steps so far that were not taken.
+    steps so far that were not taken. ``input_share``: of the step, that the rank which waited most waited for rows.
     """
 
     step: int
@@ -215,6 +218,7 @@ class StepLine:
     overlap: float = 1.0
     stall_seconds: float = 0.0
     skipped: int = 0
+    input_share: float = 0.0
 
 
 class Progress:
@@ -262,6 +266,7 @@ class Progress:
                 f"{_short(line.rate)} {line.unit}/s",
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
                 *_swapped(line),
+                *([f"input {line.input_share:.0%}"] if line.input_share >= _TOLD_SHARE else []),
                 *([f"{line.skipped} skipped"] if line.skipped else []),
                 f"{_clock(self._seconds_left(line.step))} left",
             ]

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -25,6 +25,7 @@ from parallax.errors import ParallaxError
 from parallax.machine.accelerators import accelerator_named
 from parallax.machine.local import choose_devices
 from parallax.plan.config import AUTO
+from parallax.plan.plan import Plan
 from parallax.report import plan_table
 from parallax.run.feedback import correct
 from parallax.run.job import local_cluster, plan_run
@@ -54,22 +55,40 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
 
 def _drifted(directory: Path) -> str:
     """Why the run stopped early; empty where it did not."""
-    try:
-        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
+    summary = _summary(directory)
     return str(summary["drift"]) if summary.get("ended") == Drifted.name else ""
+
+
+def _slow_ranks(directory: Path) -> dict[int, float]:
+    """Ranks that were found to be slow, and how many times as long they took."""
+    found = _summary(directory).get("stragglers", [])
+    return {int(each["rank"]): float(each["factor"]) for each in found}
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    """What a run wrote at its end; nothing where it did not."""
+    try:
+        found = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
     """The run under the plan that is best by its own measurements; the old one where no other can be had."""
-    console.print(f"planning again: {reason}", highlight=False)
+    console.print(f"planning again: {reason}", highlight=False, soft_wrap=True)
+    slow = _slow_ranks(run.directory)
     try:
         with working(console, "planning again") as work:
             work.limit(run.config.trainer)
-            found = correct(run.directory, run.config, run.plan, work)
+            found = correct(run.directory, run.config, run.plan, work, slow)
             planned = plan_run(
-                run.config, run.directory / "swap", work, profile=found.profile, verified=True
+                run.config,
+                run.directory / "swap",
+                work,
+                profile=found.profile,
+                present=found.cluster if slow else None,
+                verified=True,
             )
     except ParallaxError as error:
         console.print(f"going on with the old plan: {error}", highlight=False, markup=False)
@@ -86,11 +105,26 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
         f"{second}, the new one {new}",
         highlight=False,
     )
+    for rank, factor in slow.items():
+        held = [_blocks_of(plan, rank) for plan in (run.plan, planned.plan)]
+        console.print(
+            f"rank {rank} counts as {factor:.1f} times slower: it had {held[0]}, and now has {held[1]}",
+            highlight=False,
+        )
     write_run(
         run.directory, load_stored(run.directory / STORED, read_stored(run.directory)), planned
     )
     console.print(plan_table(planned.plan, planned.profile))
     return PreparedRun(run.directory, run.config, planned.plan)
+
+
+def _blocks_of(plan: Plan, rank: int) -> str:
+    """What of the model a rank holds."""
+    if rank >= plan.world_size:
+        return "nothing"
+    stage = plan.stages[plan.locate(rank)[0]]
+    among = f" with {stage.replicas - 1} other(s)" if stage.replicas > 1 else ""
+    return f"blocks {stage.start}..{stage.stop - 1}{among}"
 
 
 def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:

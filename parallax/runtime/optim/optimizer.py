@@ -273,6 +273,11 @@ class StageOptimizer:
             return self._host.states(parameter)
         return self._on_device.states(parameter)
 
+    @property
+    def state_bytes(self) -> int:
+        """Of all states on this rank, in whatever tier."""
+        return self._on_device.state_bytes + self._host.state_bytes
+
     def alone_knows(self, parameter: Tensor) -> bool:
         """Whether replicas share the states of ``parameter``, and this one has them."""
         if parameter in self._sharded:

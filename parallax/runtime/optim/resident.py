@@ -109,6 +109,14 @@ class DeviceOptimizer:
             known = {key: _like(parameter, value) for key, value in states.items() if key != MASTER}
             self.optimizer.state[parameter] = known
 
+    @property
+    def state_bytes(self) -> int:
+        """Of all states."""
+        if self._buckets:
+            return sum(bucket.state_bytes for bucket in self._buckets)
+        states = (value for each in self.optimizer.state.values() for value in each.values())
+        return sum(value.nbytes for value in states if isinstance(value, Tensor))
+
     def reset(self) -> None:
         """Forget all states: everything is about to be set."""
         self.optimizer.state.clear()

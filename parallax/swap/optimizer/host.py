@@ -87,6 +87,7 @@ class NothingBelow:
     """No parameter is stepped below the device."""
 
     stall_seconds = 0.0
+    state_bytes = 0
 
     def set_rate(self, rate: float) -> None:
         """Nothing is stepped."""
@@ -182,6 +183,11 @@ class HostOptimizer:
         for bucket in self._buckets:
             for parameter in dict.fromkeys(segment.parameter for segment in bucket.segments):
                 self._of.setdefault(parameter, []).append(bucket)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that have been made, wherever they lie."""
+        return sum(bucket.state_bytes for bucket in self._buckets)
 
     def set_rate(self, rate: float) -> None:
         """The learning rate of the next step."""

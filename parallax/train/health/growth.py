@@ -1,0 +1,115 @@
+"""Whether a series of bytes keeps rising: a leak, and neither noise nor a cache that fills.
+
+Once a step somebody measures. A series rises where each of three windows in a row does, by Theil and Sen's slope, the
+median over the slopes of all pairs of points (Sen 1968), which jumps and outliers do not move, by more than it scatters
+about that line, and the last no slower than the first by much::
+
+    bytes ▲        ╱ rises                  ╭──────── a cache: the last window is flat
+          │     ╱╱                       ╭──╯
+          │  ╱╱                        ╭─╯
+          └──┴──┴──┴─▶ steps           └──┴──┴──┴─▶
+
+What would fill the memory soon is said at the second look, other things after as many steps that are new, and where it
+has slowed down meanwhile, after as many as it has risen for. Leaks too slow for that show in a second series, whose
+points are minima over 4, 8, 16, ... steps, the further the run comes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+WINDOW = 16  # points
+LEAST_BYTES = 2**20  # of a window's rise: less is nobody's concern
+SCATTER = 3.0  # times the median distance from the line that a window's rise must have
+STEADY = 0.6  # of the first window's slope that the last one's must have
+REPEATED = 0.8  # of the slope that was seen first that is to be seen again
+SOON_STEPS = 500
+_SLOW_STEPS = 4  # per point, from which on the second series counts
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A line through points: its ``slope`` in bytes per step, and their median distance from it, ``scatter``."""
+
+    slope: float
+    scatter: float
+
+
+def line(points: Sequence[tuple[int, float]]) -> Trend:
+    """Through ``points`` of step and bytes, by Theil and Sen."""
+    pairs = combinations(points, 2)
+    slope = statistics.median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
+    offset = statistics.median([value - slope * step for step, value in points])
+    scatter = statistics.median([abs(value - slope * step - offset) for step, value in points])
+    return Trend(slope, scatter)
+
+
+def rise(points: Sequence[tuple[int, float]]) -> float:
+    """Bytes per step by which ``points``, three windows, keep rising; 0 where they do not."""
+    parts = [points[start : start + WINDOW] for start in range(0, 3 * WINDOW, WINDOW)]
+    lines = [line(part) for part in parts]
+    for part, found in zip(parts, lines):
+        risen = found.slope * (part[-1][0] - part[0][0])
+        if risen < max(LEAST_BYTES, SCATTER * found.scatter):
+            return 0.0
+    whole = line(points).slope
+    levels = [statistics.median([value for _, value in part]) for part in parts]
+    # Otherwise what has risen within a window is gone in the next.
+    lasts = levels == sorted(levels) and whole >= STEADY * min(found.slope for found in lines)
+    return whole if lasts and lines[-1].slope >= STEADY * lines[0].slope else 0.0
+
+
+class GrowthJudge:
+    """Judges one series. ``suspects``: it has risen for a while, which may be a cache that fills."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=3 * WINDOW)
+        self._slow: list[tuple[int, float]] = []
+        self._point: list[tuple[int, float]] = []
+        self._stride = 1
+        # When it was seen to rise first, and from when on it has risen as fast as it did then.
+        self._begun, self._since = 0, 0
+        self._speed = 0.0
+
+    @property
+    def suspects(self) -> bool:
+        """Whether a second look is due."""
+        return self._begun > 0
+
+    def add(self, step: int, count: float, free_bytes: Callable[[], float]) -> float:
+        """Bytes per step by which the series rises, once that is sure; 0 otherwise. ``free_bytes`` says what is left
+        for it to take."""
+        self._recent.append((step, count))
+        slowly = self._add_slowly(step, count)
+        if len(self._recent) < 3 * WINDOW or step % WINDOW:
+            return slowly
+        slope = rise(list(self._recent))
+        if slope > 0 and self._begun and free_bytes() < SOON_STEPS * slope:
+            return slope
+        if slope <= 0:
+            self._begun = 0
+        elif not self._begun:
+            self._begun, self._since, self._speed = step, step, slope
+        elif slope < REPEATED * self._speed:  # it slows down: look as long again as it has risen
+            self._since, self._speed = step, slope
+        elif step - self._since >= max(3 * WINDOW, self._since - self._begun):
+            return slope
+        return slowly
+
+    def _add_slowly(self, step: int, count: float) -> float:
+        self._point.append((step, count))
+        if len(self._point) < self._stride:
+            return 0.0
+        self._slow.append((self._point[0][0], min(value for _, value in self._point)))
+        self._point = []
+        if len(self._slow) < 3 * WINDOW:
+            return 0.0
+        found = rise(self._slow) if self._stride >= _SLOW_STEPS else 0.0
+        pairs = zip(self._slow[::2], self._slow[1::2])
+        self._slow = [(first[0], min(first[1], second[1])) for first, second in pairs]
+        self._stride *= 2
+        return found

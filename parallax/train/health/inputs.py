@@ -1,0 +1,40 @@
+"""How long a step waits for its rows: those that a source makes before the step, and those that it makes on demand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from parallax.runtime.batch import Rows
+
+
+class TimedRows:
+    """A batch, and the ``seconds`` that it has taken to give its rows."""
+
+    def __init__(self, batch: Rows) -> None:
+        self._batch, self.seconds = batch, 0.0
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the batch says, such as ``longest``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batch, name)
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """Its inputs."""
+        return self._timed(self._batch.inputs, start, stop)
+
+    def targets(self, start: int, stop: int) -> Any:
+        """Its targets."""
+        return self._timed(self._batch.targets, start, stop)
+
+    def _timed(self, read: Callable[[int, int], Any], start: int, stop: int) -> Any:
+        begun = time.perf_counter()
+        try:
+            return read(start, stop)
+        finally:
+            self.seconds += time.perf_counter() - begun

@@ -1,0 +1,151 @@
+"""An alarm where a rank's memory keeps rising: how fast, until when, and whose it probably is.
+
+The process's resident bytes are read before and after rows are fetched and after the step. Where they keep rising
+(:mod:`parallax.train.health.growth`), what the tiers count for themselves is compared with it: parameters with their
+gradients, states of the optimizer, offloaded activations. What none of them has is somebody's who is called in the part
+of the step in which it comes: the data source, the model and its loss, or what happens between steps. Tensors of which
+there are ever more are told by their shape.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from parallax.common.units import format_bytes
+from parallax.machine.host import available_memory, data_bytes
+from parallax.train.health.growth import GrowthJudge
+
+WARM_UP = 3  # steps in which libraries and caches are filled
+ROWS, STEP, BETWEEN = "rows", "step", "between"
+WHOSE = {
+    ROWS: "rows that the data source keeps (data.*)",
+    STEP: "what the model or the loss keeps from step to step (activations with their graph, as in `losses += loss`)",
+    BETWEEN: "what is kept between steps: evaluation, checkpoints, logs",
+}
+_MOST_OF = 0.5  # of the rise that a tier, or a part of a step, must have to be named
+_SOME_OF = 0.25  # that tensors of one shape must have
+
+Shape = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """That memory keeps rising: ``what`` of it, by so many bytes per step, after how many steps it is full, and whose
+    the bytes probably are."""
+
+    what: str
+    bytes_per_step: float
+    steps_left: float
+    suspect: str
+
+    def __str__(self) -> str:
+        rate = format_bytes(int(self.bytes_per_step))
+        full = f"full in {self.steps_left:.0f} steps" if self.steps_left < 1e7 else "far from full"
+        return (
+            f"memory keeps rising: {self.what} by {rate} per step, {full}; probably {self.suspect}"
+        )
+
+
+class MemoryAlarm:
+    """Watches the memory of one rank, and says once that it rises. ``tiers`` counts bytes by tier; ``ranks`` on this
+    host share what is free."""
+
+    def __init__(
+        self,
+        tiers: Callable[[], Mapping[str, int]],
+        device: torch.device,
+        ranks: int,
+        *,
+        resident: Callable[[], int] = data_bytes,
+        free: Callable[[int], int] = available_memory,
+    ) -> None:
+        self._tiers, self._device, self._ranks = tiers, device, ranks
+        self._resident, self._free = resident, free
+        self._judge, self._device_judge = GrowthJudge(), GrowthJudge()
+        self._parts = dict.fromkeys((ROWS, STEP, BETWEEN), 0)
+        self._last, self._steps, self._said = 0, 0, False
+        self._before: _Account | None = None
+
+    def mark(self, part: str) -> None:
+        """A part of a step has ended."""
+        now = self._resident()
+        if self._last:
+            self._parts[part] += now - self._last
+        self._last = now
+
+    def look(self) -> Growth | None:
+        """After a step: that memory rises, the first time that it is sure."""
+        self._steps += 1
+        if self._said or self._steps <= WARM_UP:
+            return None
+        found = self._look_at_host() or self._look_at_device()
+        self._said = found is not None
+        return found
+
+    def _look_at_host(self) -> Growth | None:
+        slope = self._judge.add(self._steps, self._last, lambda: self._free(1))
+        if self._judge.suspects and self._before is None:
+            self._before = self._books()
+        elif not self._judge.suspects and not slope:
+            self._before = None
+        if not slope:
+            return None
+        now, left = self._books(), self._free(1) / slope / self._ranks
+        first = _Account(now.tiers, dict.fromkeys(self._parts, 0), now.tensors)
+        return Growth("resident memory of the host", slope, left, blame(self._before or first, now))
+
+    def _look_at_device(self) -> Growth | None:
+        if self._device.type == "cpu":
+            return None
+        held = torch.accelerator.memory_allocated(self._device)
+        free, _ = torch.accelerator.get_memory_info(self._device)
+        slope = self._device_judge.add(self._steps, held, lambda: free)
+        if not slope:
+            return None
+        return Growth(f"allocated memory of {self._device}", slope, free / slope, WHOSE[STEP])
+
+    def _books(self) -> _Account:
+        return _Account(dict(self._tiers()), dict(self._parts), _tensors())
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """Bytes by tier, bytes that came in each part of a step, and bytes of tensors by shape."""
+
+    tiers: Mapping[str, int]
+    parts: Mapping[str, int]
+    tensors: Counter[Shape]
+
+
+def blame(before: _Account, now: _Account) -> str:
+    """Whose the bytes are that came between two looks."""
+    came = {part: now.parts[part] - before.parts[part] for part in now.parts}
+    risen = max(1, sum(came.values()))
+    for tier, count in now.tiers.items():
+        grown = count - before.tiers.get(tier, count)
+        if grown > _MOST_OF * risen:
+            return f"{tier}, which grew by {format_bytes(grown)}"
+    part = max(came, key=lambda each: came[each])
+    whose = WHOSE[part] if came[part] > _MOST_OF * risen else "of several parts of the step"
+    more = now.tensors - before.tensors
+    if not more:
+        return whose
+    (shape, kind), count = more.most_common(1)[0]
+    if count < _SOME_OF * risen:
+        return whose
+    return f"{whose}: there are {format_bytes(count)} more of {kind} tensors of shape {shape}"
+
+
+def _tensors() -> Counter[Shape]:
+    """Bytes of the tensors that Python knows, by shape and type."""
+    found: Counter[Shape] = Counter()
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.layout is torch.strided and not thing.is_nested:
+            kind = str(thing.dtype).removeprefix("torch.")
+            found[tuple(thing.shape), kind] += thing.nbytes
+    return found

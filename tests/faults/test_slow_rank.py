@@ -1,0 +1,66 @@
+"""One rank that stays five times slower: named, and trained with; where plans may change, it is given less."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallax.plan.plan import Plan
+from tests.faults.commands import temporary
+
+# Each block takes 3 ms, and 15 ms on the second rank, as if its device were hot.
+MODEL = """
+import os, time, torch
+from torch import nn
+from parallax import TensorRows
+
+class Block(nn.Linear):
+    def forward(self, x):
+        end = time.monotonic() + 0.003 * (5 if os.environ.get("RANK") == "1" else 1)
+        while time.monotonic() < end:
+            pass
+        return super().forward(x)
+
+def build():
+    return nn.Sequential(*(Block(16, 16) for _ in range(12)))
+
+class Rows:
+    def batch(self, rows):
+        return TensorRows(torch.ones(rows, 16), torch.zeros(rows, dtype=torch.int64))
+    def validation(self, index, rows):
+        return self.batch(rows)
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, state):
+        pass
+"""
+OWN = ["model=custom", "model.target=slow:build", "+model.kwargs={}"]
+OWN += ["data=custom", "data.target=slow:Rows", "logger.tensorboard=false", "cluster.devices=2"]
+OWN += ["trainer.global_batch=4", "trainer.microbatch=1", "trainer.eval_every=0", "plan.stages=2"]
+OWN += ["plan.replicas=1", "trainer.eval_batches=1", "swap=off", "plan.schedule=gpipe"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("replan", ["off", "auto"])
+def test_a_slow_rank(here: Path, called: Callable[..., tuple[int, str, str]], replan: str) -> None:
+    Path("slow.py").write_text(MODEL)
+    steps = ["trainer.steps=30", "trainer.checkpoint_every=15", "name=run", f"plan.replan={replan}"]
+    code, out, err = called("train", *OWN, *steps)
+    assert (code, err) == (0, "")
+    assert out.count("times as long as predicted, beside the other ranks; training goes on") == 1
+    assert "rank 1 (stage 1, replica 0, on " in out
+    run = Path("runs/run")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["ended"]) == (30, "steps")
+    stages = Plan.load(run / "plan.yaml").stages
+    if replan == "off":
+        assert [found["rank"] for found in summary["stragglers"]] == [1]
+        return
+    assert "planning again: rank 1 (stage 1" in out
+    assert "times slower: it had blocks 6..11, and now has blocks " in out
+    assert stages[1].stop - stages[1].start <= 4
+    assert summary["stragglers"] == [], "as the new plan predicts"
+    assert temporary() == []
