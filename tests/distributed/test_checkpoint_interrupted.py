@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from safetensors.torch import save_file
 
 from parallax.errors import CheckpointError
 from parallax.runtime.checkpoint import (
+    ALL_STAY,
+    Retention,
     begin,
     checkpoint_name,
     list_checkpoints,
@@ -23,6 +26,7 @@ from parallax.runtime.checkpoint import (
     remove_partial,
     writing,
 )
+from parallax.runtime.engine import Engine
 from tests.alone import alone
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, STATE, loading, saved
@@ -33,12 +37,32 @@ from tests.distributed.test_engine import (
 # ---- killed while saving
 
 KILLS = [
-    (base, call, at, when)
+    (base, call, at, when, behind)
     for base, renames in [("next", 1), ("again", 2)]  # a new step; the same step once more
-    for call, count in [("write_file", 1), ("write_text", 1), ("fsync", 4), ("rename", renames)]
+    for call, count in [
+        ("write_file", 1),
+        ("_put", 3),
+        ("write_text", 1),
+        ("fsync", 4),
+        ("rename", renames),
+    ]
     for at in range(1, count + 1)
     for when in ("before", "after")
+    for behind in (False, True)
+    if not (behind and base == "again")
 ]
+"""Of ``_put``, the header's, the first tensor's and one in the middle of the file, the third, is enough."""
+REMOVALS = [
+    ("next", "rename", 2, "before", True),
+    ("next", "rename", 2, "after", False),
+    ("next", "rmtree", 2, "before", True),
+]
+"""Of the checkpoint before, once the new one is there."""
+ONE_STAYS = Retention(keep_last=1)
+
+
+def folder_of(root: Path, kill: tuple[Any, ...], kind: str = "saving") -> Path:
+    return root / "-".join(map(str, (kind, *kill)))
 
 
 def killed_saves(root: Path) -> None:
@@ -50,21 +74,40 @@ def killed_saves(root: Path) -> None:
     engine.step(CASE.batches()[2])
     shutil.copytree(root / "next", root / "again")
     engine.save(root / "again", STATE)
-    for base, call, at, when in KILLS:
-        folder = root / f"{base}-{call}-{at}-{when}"
-        shutil.copytree(root / base, folder)
-        child = os.fork()
-        if child == 0:
-            die_at(call, at, when)
-            engine.save(folder, STATE)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), folder
+    for kind, kills, retention in (
+        ("saving", KILLS, ALL_STAY),
+        ("removing", REMOVALS, ONE_STAYS),
+    ):
+        for base, call, at, when, behind in kills:
+            folder = folder_of(root, (base, call, at, when, behind), kind)
+            shutil.copytree(root / base, folder)
+            child = os.fork()
+            if child == 0:
+                die_at(call, at, when)
+                if behind:
+                    write_behind(engine, folder, retention)
+                else:
+                    engine.save(folder, STATE, retention=retention)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), folder
+
+
+def write_behind(engine: Engine, folder: Path, retention: Retention) -> None:
+    """As a loop does whose next step takes for ever."""
+    engine.saving.begin(folder, engine.completed_steps, {"state": STATE}, retention)
+    pending = engine.saving.pending
+    while pending.advance([pending.progress]) is None:
+        time.sleep(0.001)
+    pending.finish()
 
 
 def die_at(call: str, at: int, when: str) -> None:
     """From now on the process dies before or after the call number ``at`` of the function ``call``."""
-    owners: dict[str, Any] = {"write_file": writing, "write_text": Path, "rename": Path}
+    owners: dict[str, Any] = {
+        **{"write_file": writing, "_put": writing, "rmtree": shutil},
+        **{"write_text": Path, "rename": Path},
+    }
     owner, count = owners.get(call, os), itertools.count(1)
     plain = getattr(owner, call)
 
@@ -81,11 +124,13 @@ def die_at(call: str, at: int, when: str) -> None:
 
 
 def test_killed_while_saving(tmp_path: Path) -> None:
-    """What was saved before is whole, and the next save or resume cleans up."""
+    """What was saved before is whole, and the next save or resume cleans up; also where it is written behind the
+    steps."""
     alone(killed_saves, tmp_path)
     engine = CASE.under((1,)).engine(tmp_path)
-    for base, call, at, when in KILLS:
-        folder = tmp_path / f"{base}-{call}-{at}-{when}"
+    for kill in KILLS:
+        base, call, at, when, _ = kill
+        folder = folder_of(tmp_path, kill)
         remove_partial(folder)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
         left = list_checkpoints(folder)
@@ -98,6 +143,16 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         for path in left:
             assert engine.load(path) == STATE
             assert engine.completed_steps == int(path.name[5:])
+    for kill in REMOVALS:
+        folder = folder_of(tmp_path, kill, "removing")
+        whole = [checkpoint_name(3)] if kill[1:] != ("rename", 2, "before", True) else None
+        assert [p.name for p in list_checkpoints(folder)] == (
+            whole or [checkpoint_name(2), checkpoint_name(3)]
+        )
+        remove_partial(folder)
+        assert {path.name for path in folder.iterdir()} == {
+            path.name for path in list_checkpoints(folder)
+        }
     engine.close()
 
 
