@@ -21,6 +21,7 @@ from parallax.runtime.checkpoint import (
     checkpoint_name,
     list_checkpoints,
 )
+from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
@@ -35,6 +36,7 @@ from tests.distributed.test_engine import (
     same,
     with_unused,
 )
+from tests.results import read_metrics
 
 CASE = Case(gpt(), sizes=(8, 3, 7, 1, 2))
 STATE = {"source": {"position": 7}}
@@ -287,14 +289,27 @@ class CountingSource:
         self.step = state["step"]
 
 
-def looping(case: Case, folder: Path, options: dict[str, Any]) -> dict[str, torch.Tensor] | str:
+def looping(
+    case: Case,
+    folder: Path,
+    options: dict[str, Any],
+    checkpoint: CheckpointConfig | None = None,
+) -> dict[str, torch.Tensor] | str:
     engine = case.engine(folder)
     trainer = TrainerConfig(
         **{"global_batch": 4, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 1, **options}
     )
     logger = LoggerConfig(tensorboard=False, events=False)
     try:
-        train(engine, CountingSource(), trainer, logger, folder, tokens_per_row=16)
+        train(
+            engine,
+            CountingSource(),
+            trainer,
+            logger,
+            folder,
+            tokens_per_row=16,
+            checkpoint=checkpoint,
+        )
     except CheckpointError as error:
         return str(error)
     finally:
@@ -335,3 +350,54 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
         (path / "stage-00.safetensors").unlink()
     for message in pool.run(looping, 2, case, run, {"steps": 7}):
         assert "step-00000006 has no readable" in message
+
+
+def steps_left(run: Path) -> list[int]:
+    return [int(path.name[5:]) for path in list_checkpoints(run / "checkpoints")]
+
+
+def test_every_nth_and_the_best_stay_also_after_a_restart(pool: Pool, tmp_path: Path) -> None:
+    """By the validation loss, for which each checkpoint is judged."""
+    case = CASE.under((1, 1))
+    lowest = CheckpointConfig(keep_every=3, best=1)
+    highest = CheckpointConfig(best=1, direction="highest")
+    for name, config, best in (("lowest", lowest, min), ("highest", highest, max)):
+        run = tmp_path / name
+        run.mkdir()
+        for steps in (4, 7):
+            pool.run(looping, 2, case, run, {"steps": steps, "keep_checkpoints": 1}, config)
+            records = read_metrics(run / "metrics.jsonl")
+            losses = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+            assert len(losses) == steps
+            every = {step for step in losses if config.keep_every and step % 3 == 0}
+            assert set(steps_left(run)) == {steps, best(losses, key=losses.__getitem__), *every}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_loop_saves_alike_either_way(pool: Pool, tmp_path: Path, asynchronous: bool) -> None:
+    """And says for how long it waited."""
+    config = CheckpointConfig(asynchronous=asynchronous)
+    options = {"steps": 6, "keep_checkpoints": 0, "checkpoint_every": 2}
+    for folder, chosen in (("plain", CheckpointConfig(asynchronous=False)), ("run", config)):
+        (tmp_path / folder).mkdir()
+        pool.run(looping, 2, CASE.under((1, 1)), tmp_path / folder, options, chosen)
+        assert steps_left(tmp_path / folder) == [2, 4, 6]
+    for step in (2, 4, 6):
+        found, plain = (
+            json.loads(
+                (
+                    tmp_path / f / "checkpoints" / checkpoint_name(step) / "checkpoint.json"
+                ).read_text()
+            )
+            for f in ("run", "plain")
+        )
+        assert found["files"] == plain["files"]
+        assert found["metrics"]["loss"] == plain["metrics"]["loss"]
+    seconds = [
+        record["checkpoint_seconds"]
+        for record in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "loss" in record
+    ]
+    assert [each > 0 for each in seconds[:4]] == [False, False, True, asynchronous]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["checkpoint_seconds"] > sum(seconds) > 0
