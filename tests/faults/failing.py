@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import time
@@ -30,6 +31,10 @@ def raises() -> None:
     raise ValueError("boom\n\x1b[31m")
 
 
+def has_no_disk() -> None:
+    raise OSError(errno.EIO, "a disk that went away")
+
+
 def crashes() -> None:
     ctypes.string_at(0)
 
@@ -47,12 +52,12 @@ def is_stopped() -> None:
 
 
 HOW: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (raises, crashes, is_killed, sleeps, is_stopped)
+    each.__name__: each for each in (raises, has_no_disk, crashes, is_killed, sleeps, is_stopped)
 }
 SILENT = (crashes, is_killed, is_stopped)
 
 
-class _Passed(torch.autograd.Function):
+class Passed(torch.autograd.Function):
     """What comes, as it is; ``fault`` is called in the backward."""
 
     @staticmethod
@@ -81,7 +86,7 @@ class Fails(nn.Module):
         due = now == self.at and os.environ["RANK"] == str(self.rank)
         if due and self.action == "forward":
             self.fail()
-        return _Passed.apply(x, self.fail if due and self.action == "backward" else _nothing)
+        return Passed.apply(x, self.fail if due and self.action == "backward" else _nothing)
 
     def fail(self) -> None:
         if self.how in SILENT:

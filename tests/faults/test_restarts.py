@@ -1,0 +1,268 @@
+"""A rank that dies, hangs or fails: all ranks start again from the last checkpoint, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from parallax.common.events import read_events
+from parallax.train.repeats import last_step
+from tests.faults.commands import (
+    MODULE,
+    finish,
+    fork_server,
+    one_line,
+    prepared,
+    ranks,
+    running,
+    start,
+    started,
+    temporary,
+    wait_for,
+    weights,
+)
+from tests.faults.failing import fail_at
+from tests.faults.killing import kill_at
+from tests.faults.test_requests_to_end import stepping
+from tests.results import read_metrics
+
+Called = Callable[..., tuple[int, str, str]]
+STEPS = 9
+KILLS = (
+    (1, 0, "init"),
+    (0, 3, "forward"),
+    (1, 0, "load"),
+    (1, 5, "backward"),
+    (0, 5, "save"),
+    (1, 8, "update"),
+)
+"""Of steps from 0; a checkpoint follows every second."""
+AGAIN = [
+    ("init", "the beginning: there is no checkpoint yet"),
+    ("forward", "step-00000002"),
+    ("load", "step-00000002"),
+    ("backward", "step-00000004"),
+    ("save", "step-00000004"),
+    ("update", "step-00000008"),
+]
+
+
+def plain(called: Called, *settings: str) -> Path:
+    """The same run, undisturbed."""
+    run = prepared(*settings, f"trainer.steps={STEPS}", name="plain")
+    code, _, err = called("train", "--run-dir", str(run))
+    assert (code, err) == (0, "")
+    return run
+
+
+def check_as_if_nothing_had_been(run: Path, plain: Path) -> None:
+    """The same weights, and each step told once."""
+    ours, theirs = weights(run), weights(plain)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    mine, others = (
+        [(record["step"], record["loss"]) for record in records if "loss" in record]
+        for records in (read_metrics(each / "metrics.jsonl") for each in (run, plain))
+    )
+    assert mine == others
+    for rank in range(2):
+        steps = [span.step for span in read_events(run / f"events-rank{rank}.jsonl")]
+        assert sorted(set(steps)) == list(range(STEPS))
+        assert {steps.count(step) for step in range(STEPS)} == {steps.count(0)}
+
+
+def test_a_rank_is_killed_wherever_it_is(here: Path, called: Called) -> None:
+    """Whatever it was doing, the run goes on; one line each time says who died, where, and from where it goes on."""
+    settings = kill_at(*KILLS)
+    reference = plain(called, *kill_at())
+    run = prepared(
+        *settings, f"trainer.steps={STEPS}", f"trainer.max_restarts={len(KILLS)}", name="killed"
+    )
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 0, err
+    lines = err.splitlines()
+    for left, (line, kill, (action, where)) in enumerate(
+        zip(lines[::-1], KILLS[::-1], AGAIN[::-1], strict=True)
+    ):
+        assert line.startswith(f"parallax: rank {kill[0]}")
+        assert "was killed by SIGKILL" in line
+        assert line.endswith(f"; starting again from {where} ({left} of 6 restarts left)"), action
+    check_as_if_nothing_had_been(run, reference)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["ended"] == "steps"
+    assert summary["restarts"] == len(KILLS)
+    assert summary["lost_steps"] == sum((0, 1, 0, 1, 2, 0))
+    assert running(here) == []
+    assert temporary() == []
+
+
+LONG = ["trainer.steps=1000000", "trainer.max_restarts=2"]
+ALL_GONE_SECONDS = 5.0  # 2 s on a machine that has nothing else to do
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_and_the_run_goes_on(
+    here: Path, called: Called, rank: int
+) -> None:
+    """Stopped by somebody, it heeds nothing; the watch names it, its stage and its action."""
+    settings = ["trainer.max_restarts=1", "trainer.watchdog_seconds=3"]
+    reference = plain(called, *kill_at())
+    run = prepared(
+        *kill_at((rank, 3, "forward"), how="is_stopped"),
+        *settings,
+        f"trainer.steps={STEPS}",
+        name="stopped",
+    )
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 0, err
+    assert re.match(
+        rf"parallax: rank {rank} \(stage {rank}, replica 0\) has not answered for \d s \(stopped, or its host is gone\)"
+        r", last seen in forward of micro-batch 0, step 3 .*; the limit is 3 s .*; starting again from "
+        r"step-00000002 \(0 of 1 restarts left\)$",
+        one_line(err),
+    ), err
+    check_as_if_nothing_had_been(run, reference)
+    assert running(here) == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("how", "times", "last"),
+    [
+        ("raises", 1, r"failed in forward of micro-batch 0, step 2: ValueError: boom.*"),
+        (
+            "has_no_disk",
+            2,
+            r"failed in .*: OSError: .*; the same came 2 times at the same step, .*",
+        ),
+        ("crashes", 2, r"was killed by SIGSEGV, .*; the same came 2 times at the same step, .*"),
+        ("is_killed", 3, r"was killed by SIGKILL .*; the same came 3 times at the same step, .*"),
+    ],
+)
+def test_what_comes_again_is_not_tried_for_ever(
+    here: Path, called: Called, how: str, times: int, last: str
+) -> None:
+    """A mistake in a program is not even tried once more."""
+    run = prepared(
+        *fail_at(1, 2, "forward", how),
+        "trainer.steps=1000",
+        "trainer.max_restarts=9",
+        "trainer.eval_every=0",
+        "data.max_bytes=64KiB",
+    )
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 1
+    lines = [line for line in err.splitlines() if line.startswith("parallax: ")]
+    assert len(lines) == times
+    for left, line in zip((8, 7), lines[:-1]):
+        assert line.endswith(
+            f"; starting again from the beginning: there is no checkpoint yet ({left} of 9 restarts left)"
+        )
+    assert re.fullmatch(rf"parallax: rank 1 \(stage 1, replica 0\) {last}", lines[-1]), lines[-1]
+    assert running(here) == []
+    assert temporary() == []
+
+
+@pytest.mark.faults
+def test_no_restart_is_left(here: Path, called: Called) -> None:
+    run = prepared(
+        *kill_at((0, 3, "forward"), (1, 5, "forward")),
+        "trainer.steps=1000",
+        "trainer.max_restarts=1",
+    )
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 1
+    first, second = err.splitlines()
+    assert first.endswith("; starting again from step-00000002 (0 of 1 restarts left)")
+    assert second.endswith(
+        "; no restart is left (trainer.max_restarts=1); run again to continue from the last checkpoint"
+    )
+
+
+@pytest.mark.faults
+def test_wrong_input_is_not_tried_again(here: Path, called: Called) -> None:
+    run = prepared(*kill_at(), "trainer.steps=2", "trainer.max_restarts=3")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("killing:build", "killing:missing"))
+    code, _, err = called(
+        "train", "--run-dir", str(run), f"model.target={kill_at.__module__}:missing"
+    )
+    assert code == 2
+    assert "missing" in one_line(err)
+    assert "starting again" not in err
+
+
+@pytest.mark.faults
+def test_the_fork_server_is_killed(here: Path) -> None:
+    """The ranks go with it, another server is started, and the run goes on."""
+    run = prepared(*kill_at(), *LONG)
+    process = started(run)
+    server, before = fork_server(process), ranks(process)
+    server.kill()
+    wait_for(lambda: not any(map(lives, before)), "the end of the ranks")
+    seen = steps_taken(run)
+    wait_for(lambda: steps_taken(run) > seen, "new steps")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143
+    first, _ = err.splitlines()
+    assert re.fullmatch(
+        r"parallax: the process that starts the ranks was killed by SIGKILL \(no memory left\?\); starting again from "
+        r"step-\d+ \(1 of 2 restarts left\)",
+        first,
+    ), first
+    assert running(here) == []
+    assert temporary() == []
+
+
+@pytest.mark.faults
+def test_the_launcher_is_killed(here: Path) -> None:
+    """Nothing that it started is left: neither ranks nor what they are forked from. A stopped rank goes, too."""
+    run = prepared(*kill_at(), *LONG)
+    process = stepping(run)
+    everything = psutil.Process(process.pid).children(recursive=True)
+    assert len(everything) == 3
+    ranks(process)[0].suspend()
+    begun = time.monotonic()
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not running(here), "the end of all processes")
+    print(f"all processes gone after {time.monotonic() - begun:.2f} s")
+    assert time.monotonic() - begun < ALL_GONE_SECONDS
+    assert not any(map(lives, everything))
+
+
+@pytest.mark.faults
+def test_a_request_to_end_is_served_after_a_restart(here: Path) -> None:
+    run = prepared(*kill_at((1, 3, "forward")), *LONG)
+    process = start([*MODULE, "train", "--run-dir", str(run)])
+    wait_for(lambda: steps_taken(run) > 6 or process.poll() is not None, "steps")
+    assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143
+    first, last = err.splitlines()
+    assert "starting again from step-00000002" in first
+    assert "which is saved; `parallax train name=run` continues" in last
+    assert running(here) == []
+    assert temporary() == []
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def steps_taken(run: Path) -> int:
+    return last_step(run / "metrics.jsonl")
