@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from parallax.common.events import read_events
 from parallax.train.repeats import last_step
+from tests.distributed.pool import ROOT
 from tests.faults.commands import (
     MODULE,
     finish,
@@ -256,6 +258,38 @@ def test_a_request_to_end_is_served_after_a_restart(here: Path) -> None:
     assert "which is saved; `parallax train name=run` continues" in last
     assert running(here) == []
     assert temporary() == []
+
+
+LINES = {
+    "torchrun": [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+        *("--max-restarts=2", "--monitor-interval=0.1", "-m", "parallax"),
+    ],
+    "local.sh": [str(ROOT / "launch" / "local.sh")],
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("line", LINES)
+def test_under_torchrun_restarts_are_its_own(here: Path, called: Called, line: str) -> None:
+    """Whatever the settings say; they are counted all the same, and nothing is lost."""
+    reference = plain(called, *kill_at())
+    run = prepared(*kill_at((1, 3, "forward"), (0, 5, "update")), f"trainer.steps={STEPS}")
+    command = [*LINES[line], *(["train"] if line == "torchrun" else []), "--run-dir", str(run)]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if line == "torchrun" else {}
+    variables |= {"PYTHON": sys.executable, "PROCESSES": "2", "RESTARTS": "2"}
+    code, _, err = finish(start(command, **variables))
+    assert code == 0, err
+    said = [text for text in err.splitlines() if text.startswith("parallax: ")]
+    assert [re.match(r"parallax: rank (\d) .* ended without a word", text)[1] for text in said] == [
+        "1",
+        "0",
+    ]
+    check_as_if_nothing_had_been(run, reference)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["restarts"], summary["lost_steps"]) == (2, 2)
+    assert running(here) == []
+    assert not [path for path in temporary() if not path.name.startswith("torchelastic_")]
 
 
 def lives(process: psutil.Process) -> bool:
