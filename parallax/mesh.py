@@ -54,8 +54,7 @@ class Mesh:
     tags. Between ranks that have a GPU each, ``edges`` holds an NCCL group for each edge instead: NCCL
     matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
     activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
-    holds the lock that gloo's thread spins on to deliver the other's message. ``linked``: groups of replicas go from
-    device to device as well.
+    holds the lock that gloo's thread spins on to deliver the other's message.
     ``nodes``: where all ranks are.
     """
 
@@ -73,7 +72,6 @@ class Mesh:
     edges: dict[Edge, dist.ProcessGroup]
     statistics: dist.ProcessGroup | None = None
     streamed: dist.ProcessGroup | None = None
-    linked: bool = False
     nodes: Nodes = ALONE
 
     @classmethod
@@ -118,7 +116,6 @@ class Mesh:
             edges,
             statistics,
             streamed,
-            linked=bool(devices.direct(list(plan.ranks(stage)))),
             nodes=Nodes.gather(),
         )
 

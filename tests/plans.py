@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallax.model.describe import Chain
+from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.plan.schedule import SCHEDULES, named
 
@@ -35,6 +36,7 @@ def make_plan(
     interleave: int = 1,
     shard: bool = False,
     gather_loss: bool = False,
+    bucket_bytes: int = LEAST_BUCKET_BYTES,
 ) -> Plan:
     """Blocks spread evenly over stages, ``interleave`` for each of ``replicas`` (or cut at ``cuts``), one directive for
     all of them."""
@@ -56,6 +58,7 @@ def make_plan(
             optimizer_offload=optimizer_offload,
             parameter_offload=parameter_offload,
             shard_optimizer=shard,
+            bucket_bytes=bucket_bytes,
         )
         for low, high, r in zip(bounds, bounds[1:], counts)
     )

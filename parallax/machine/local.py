@@ -19,7 +19,7 @@ from parallax.machine.host import available_memory, node_name, usable_cores
 from parallax.machine.probes import Probes, measure_speeds
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
-from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
 
 RANKS_PER_GPU = 8
@@ -156,7 +156,7 @@ def build_cluster(
     concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
     node = Node(name=node_name(), devices=devices, concurrent=concurrent, speeds=speeds)
-    return Cluster(nodes=(node,), local=local, remote=local)
+    return with_buckets(Cluster(nodes=(node,), local=local, remote=local))
 
 
 def tier_below(choice: DeviceChoice, tier: str) -> Tier:

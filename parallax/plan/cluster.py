@@ -10,6 +10,11 @@ from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.plan.tier import Tier, tier_named
 
+# Bytes of gradients that replicas sum at one time. With fewer an all-reduce takes as long as its launch; with more, the
+# last one of a backward, which nothing hides, grows for nothing.
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 4 * 2**20, 64 * 2**20
+_LATENCIES = 16  # the latency of a link is to be so small a part of what a bucket takes on it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -33,7 +38,8 @@ class Device:
     between two blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
     ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a tier that the node shares: less than all
     where it has no core to copy as fast as the tier takes it. ``price_per_hour`` is in any currency.
-    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
+    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there. Gradients
+    of replicas are summed in buckets of ``bucket_bytes``, which follow from the links (:func:`with_buckets`).
     """
 
     kind: str
@@ -50,6 +56,7 @@ class Device:
     tier_share: float = 1.0
     price_per_hour: float = 0.0
     host_update_seconds: float = 0.0
+    bucket_bytes: int = LEAST_BUCKET_BYTES
 
     @property
     def swaps_to(self) -> Tier:
@@ -160,6 +167,19 @@ class Cluster:
         return self.local if nodes[a] == nodes[b] else self.remote
 
 
+def with_buckets(cluster: Cluster) -> Cluster:
+    """The same cluster, whose replicas sum gradients in buckets that suit the link between all of them: as large as
+    what it carries in some of its latencies, in whole MiB."""
+    link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
+    mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
+    size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))
+    nodes = [
+        replace(node, devices=tuple(replace(each, bucket_bytes=size) for each in node.devices))
+        for node in cluster.nodes
+    ]
+    return replace(cluster, nodes=tuple(nodes))
+
+
 def _check_device(name: str, device: Device) -> None:
     if not 0 < device.memory_bytes < float("inf") or not 0 <= device.tier_bytes < float("inf"):
         raise PlanError(
@@ -176,6 +196,10 @@ def _check_device(name: str, device: Device) -> None:
             raise PlanError(
                 f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1"
             )
+    if type(device.bucket_bytes) is not int or device.bucket_bytes < LEAST_BUCKET_BYTES:
+        raise PlanError(
+            f"{name}: bucket_bytes={device.bucket_bytes} must be whole and at least {LEAST_BUCKET_BYTES}"
+        )
     if not 0 < device.tier_share <= 1:
         raise PlanError(
             f"{name}: tier_share={device.tier_share} must be a share above 0 and at most 1"

@@ -15,6 +15,7 @@ import yaml
 from parallax.common.documents import check_flat
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
+from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import Schedule, named
 
@@ -25,8 +26,6 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # Of parameters that are stepped at one time where their states are below the device.
 STATE_BUCKET_BYTES = 2 * 2**20
-# Of gradients that replicas sum at one time, the fewest: an all-reduce of no more takes as long as its launch.
-LEAST_BUCKET_BYTES = 4 * 2**20
 
 
 class Directive(StrEnum):

@@ -31,7 +31,7 @@ from parallax.mesh import RankDevices
 from parallax.nodes.links import RemoteLink, probe_links
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
-from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.swap.config import SwapConfig
 
 Kind = tuple[str, ...]
@@ -103,12 +103,14 @@ def join_nodes(
     offers = [each for each in from_all(offer) if each is not None]
     kinds = tuple(each.kind for each in offers)
     between = _between(config, nodes)
-    cluster = Cluster(
-        nodes=tuple(_weakest(index, offers) for index in range(len(offers))),
-        local=_slowest([each.cluster.local for each in offers]),
-        remote=between.link,
-        local_over_host=any(each.cluster.local_over_host for each in offers),
-        remote_ways=between.ways,
+    cluster = with_buckets(
+        Cluster(
+            nodes=tuple(_weakest(index, offers) for index in range(len(offers))),
+            local=_slowest([each.cluster.local for each in offers]),
+            remote=between.link,
+            local_over_host=any(each.cluster.local_over_host for each in offers),
+            remote_ways=between.ways,
+        )
     )
     return Joined(cluster, kinds)
 

@@ -128,3 +128,12 @@ def test_a_gradient_that_only_some_rows_have(
     """Of one replica's rows, or one micro-batch's, there is a gradient, and of another's there is none."""
     case = Case(ignored_by_some_rows).under(replicas, schedule=schedule, microbatch=3)
     compare(pool.run(training, case.world, case), plain_training(case), 1e-9)
+
+
+@pytest.mark.parametrize("replicas", [(2,), (2, 3)], ids=str)
+def test_a_gradient_below_the_device_that_only_some_rows_have(
+    pool: Pool, replicas: tuple[int, ...]
+) -> None:
+    below = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+    case = Case(ignored_by_some_rows).under(replicas, microbatch=3, **below)
+    compare(pool.run(training, case.world, case), plain_training(case), 1e-9)

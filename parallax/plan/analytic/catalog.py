@@ -19,7 +19,7 @@ from parallax.plan.analytic.hardware import (
     device_kind,
     link_kind,
 )
-from parallax.plan.cluster import Cluster, Device, Link, Node
+from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.plan.tier import AUTO, DISK, ROOM_KEYS, check_tier, tier_named, usual_tier
 
 UPDATE_BYTES = 28
@@ -124,7 +124,7 @@ class CatalogClusterConfig:
                     Node(name=f"node{len(nodes)}", devices=(device,) * count, concurrent=count)
                 )
         links = [self._link("local", kind.device_link) for kind in kinds]
-        return Cluster(
+        found = Cluster(
             nodes=tuple(nodes),
             local=min(links, key=lambda link: link.bytes_per_second),
             remote=link_kind(self.remote).link(),
@@ -134,6 +134,7 @@ class CatalogClusterConfig:
                 for kind in kinds
             ),
         )
+        return with_buckets(found)
 
     def _counts(self) -> list[list[int]]:
         """Devices of every node, sort by sort."""

@@ -31,6 +31,10 @@ def with_room_below(
         sizes = Sizes.of(profile, stage.start, stage.stop)
         states = _state_bytes(profile, sizes, stage, shares[index % positions], forced[index])
         streamed = _streamed_bytes(profile, sizes, stage.parameter_offload)
+        if (
+            streamed and stage.replicas > 1
+        ):  # the sums are written before what was there is given up
+            streamed += 2 * stage.bucket_bytes
         found.append(replace(stage, state_bytes=states, streamed_bytes=streamed))
     return tuple(found)
 

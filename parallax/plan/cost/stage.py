@@ -10,6 +10,7 @@ Bytes are whole: what a line through two measurements gives is rounded up. Devic
   + work                        what the running block needs for itself, recomputed activations included; or what the
                                 loss of all rows needs
   + staging                     the blocks whose parameters visit the device at one time
+  + summing                     copies of gradients that replicas sum, where these do not lie in buckets
   + gaps                        what the allocator loses of all that comes and goes
 """
 
@@ -71,14 +72,16 @@ SHARDED = OffloadFractions(sharded=True)
 @dataclass(frozen=True, slots=True)
 class StateLoad:
     """Parameters and what training adds to them, on the device; ``host_bytes`` are in the tier below, ``staging_bytes``
-    hold the blocks that visit. Of each micro-batch ``read_bytes`` come up and ``written_bytes`` go down again, which
-    takes ``streaming_seconds`` of the way to the tier."""
+    hold the blocks that visit, ``summing_bytes`` copies of gradients while replicas sum them. Of each micro-batch
+    ``read_bytes`` come up and ``written_bytes`` go down again, which takes ``streaming_seconds`` of the way to the
+    tier."""
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
     staging_bytes: int
+    summing_bytes: int
     host_bytes: int
     read_bytes: int
     written_bytes: int
@@ -88,8 +91,13 @@ class StateLoad:
     @property
     def device_bytes(self) -> int:
         """All that is on the device."""
+        return self.lasting_bytes + self.staging_bytes + self.summing_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What is there for the whole run."""
         states = self.optimizer_bytes + self.master_bytes
-        return self.parameter_bytes + self.gradient_bytes + states + self.staging_bytes
+        return self.parameter_bytes + self.gradient_bytes + states
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,7 @@ class StageLoad:
             "optimizer": self.states.optimizer_bytes,
             "master": self.states.master_bytes,
             "staging": self.states.staging_bytes,
+            "summing": self.states.summing_bytes,
             "buffers": self.buffer_bytes,
             **passing,
             "allocator": math.ceil(self.gap_share * sum(passing.values())),
@@ -249,7 +258,7 @@ def load_stage(
     return StageLoad(
         parameter_bytes=sizes.parameters,
         trained_bytes=sizes.trained,
-        states=load_states(profile, sizes, device, below, replicas),
+        states=load_states(profile, sizes, device, below, replicas, split=split),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
@@ -317,8 +326,10 @@ def load_states(
     device: Device,
     below: OffloadFractions = ALL_ON_DEVICE,
     replicas: int = 1,
+    *,
+    split: bool = False,
 ) -> StateLoad:
-    """Parameters of these ``sizes`` in training, on one of ``replicas``.
+    """Parameters of these ``sizes`` in training, on one of ``replicas``; ``split`` says that backwards are.
 
     Optimizer states below are stepped there: their gradients go down and their parameters come up again. Where the tier
     is no place to step in they come up to be stepped, those of three buckets at a time. A share is rounded up to whole
@@ -342,6 +353,10 @@ def load_states(
     moving = max(0.0, stepped - sizes.least_trained(streamed))  # others are up and down anyway
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
     passing += max(visiting, _twice_bytes(profile, sizes, streamed))
+    bucket = device.bucket_bytes if replicas > 1 else 0
+    passing += (
+        2 * bucket if streamed else 0
+    )  # the sums are written before what was there is given up
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
     on_device = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
@@ -353,6 +368,7 @@ def load_states(
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
         staging_bytes=window,
+        summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
         host_bytes=mine + rounding + streamed + gone + pages + passing,
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
@@ -372,6 +388,17 @@ def _streaming(
     largest = sizes.block
     visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
     return streamed, gone, surely_gone, visiting
+
+
+def _summing_bytes(
+    profile: ModelProfile, sizes: Sizes, gone: int, bucket: int, *, split: bool
+) -> int:
+    """Two buckets on their way, of the gradients that stream, and where backwards are split of the others, of which
+    none is cut. Elsewhere gradients lie in buckets."""
+    whole = math.ceil(sizes.trained * profile.gradient_bytes)
+    going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
+    largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0
+    return 2 * min(bucket, going) + (2 * min(largest, whole) if split else 0)
 
 
 def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:

@@ -122,6 +122,7 @@ def judge_stage(
         optimizer_offload=below.optimizer,
         parameter_offload=below.parameters,
         shard_optimizer=below.sharded,
+        bucket_bytes=device.bucket_bytes,
     )
     leaving = leaving_bytes(moved, where.in_flight, room)
     copying = float(copying_seconds(device, leaving)) + load.states.streaming_seconds
@@ -336,6 +337,7 @@ class ExactStageFitter:
             device=self._device,
             below=below,
             replicas=where.replicas,
+            split=where.split,
         )
         return (
             load.static_bytes,

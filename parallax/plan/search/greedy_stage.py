@@ -272,7 +272,10 @@ class GreedyStages:
         return self._stated[sizes]
 
     def _load(self, sizes: Sizes, below: OffloadFractions) -> _States:
-        states = load_states(self._profile, sizes, self._device, below, self._kind.replicas)
+        kind = self._kind
+        states = load_states(
+            self._profile, sizes, self._device, below, kind.replicas, split=kind.split
+        )
         sent = (
             broadcast_seconds(sizes.trained, self._kind.replicas, self._kind.link)
             if below.sharded

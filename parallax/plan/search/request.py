@@ -436,9 +436,8 @@ class Request:
                 load_states(self.profile, sizes, largest, below, replicas)
                 for below in self.host_states
             ),
-            key=lambda states: states.device_bytes - states.staging_bytes,
+            key=lambda states: states.lasting_bytes,
         )
         return math.ceil(
-            (states.device_bytes - states.staging_bytes)
-            / max(1, largest.memory_bytes - largest.reserve_bytes)
+            states.lasting_bytes / max(1, largest.memory_bytes - largest.reserve_bytes)
         )

@@ -10,21 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-BUCKET_MEBIBYTES = 4
+from parallax.plan.cluster import LEAST_BUCKET_BYTES
+
 Reduced = Callable[[torch.Tensor], None]
 _FLYING = 2  # buckets that may be reduced at one time: each is a copy of its gradients
 
 
 class BucketSync:
     """Several replicas, without DDP: for backwards that are split, whose weight halves autograd does not see, and for
-    what no last backward announced. Buckets are reduced in one order, each when it and all before it are complete, in
-    the type ``short`` where there is one."""
+    what no last backward announced. Buckets of ``bucket_bytes``, or a parameter more, are reduced in one order, each
+    when it and all before it are complete, in the type ``short`` where there is one."""
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         group: dist.ProcessGroup,
         short: torch.dtype | None = None,
+        *,
+        bucket_bytes: int = LEAST_BUCKET_BYTES,
     ) -> None:
         self._group, self._short = group, short
         self._buckets: list[list[nn.Parameter]] = []
@@ -33,7 +36,7 @@ class BucketSync:
         for parameter in reversed(list(parameters)):
             if room <= 0:
                 self._buckets.append([])
-                room = BUCKET_MEBIBYTES * 2**20
+                room = bucket_bytes
             self._buckets[-1].append(parameter)
             room -= parameter.nbytes
         self._place = {

@@ -17,11 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallax.errors import ParallaxError
-from parallax.runtime.replicas.buckets import BUCKET_MEBIBYTES, BucketSync, Reduced
+from parallax.runtime.replicas.buckets import BucketSync, Reduced
 from parallax.runtime.replicas.compress import SHORT, Reduce, reduce_as, reduce_exactly
 from parallax.runtime.replicas.config import ReplicasConfig
-
-_LINKED_MEBIBYTES = 25  # DDP's own default
 
 
 def touch_reducer() -> None:
@@ -47,8 +45,8 @@ def _sum(books: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 class ReplicaSync:
     """Several replicas: DDP's reducer with a hook that sums, compressed as ``config`` says. Where nothing was
-    announced, PowerSGD is left out. ``linked``: the replicas' devices have links of their own, over which an all-reduce
-    of a few MiB takes no longer than its launch; its buckets are the gradients, so large ones take no more memory."""
+    announced, PowerSGD is left out. Its buckets, of ``bucket_bytes``, are the gradients: large ones take no more
+    memory."""
 
     def __init__(
         self,
@@ -56,8 +54,7 @@ class ReplicaSync:
         group: dist.ProcessGroup,
         device: torch.device,
         config: ReplicasConfig,
-        *,
-        linked: bool = False,
+        bucket_bytes: int,
     ) -> None:
         self._parameters = parameters
         self._books = _Books(reduce_exactly(group))
@@ -71,7 +68,7 @@ class ReplicaSync:
             nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
             device_ids=[device.index] if device.type != "cpu" else None,
             process_group=group,
-            bucket_cap_mb=_LINKED_MEBIBYTES if linked else BUCKET_MEBIBYTES,
+            bucket_cap_mb=bucket_bytes / 2**20,
             gradient_as_bucket_view=True,
             init_sync=False,
         )

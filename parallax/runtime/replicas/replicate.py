@@ -387,11 +387,12 @@ def _replicated(
     )
     syncs: dict[int, ReplicaSync | BucketSync] = {}
     for number, part in parts.items():
+        bucket_bytes = mesh.plan.stages[number].bucket_bytes
         if part:
             syncs[number] = (
-                BucketSync(part.values(), group, short)
+                BucketSync(part.values(), group, short, bucket_bytes=bucket_bytes)
                 if split
-                else ReplicaSync(part, group, mesh.device, config, linked=mesh.linked)
+                else ReplicaSync(part, group, mesh.device, config, bucket_bytes)
             )
     return PositionSync(
         syncs, late, {number: part.values() for number, part in parts.items()}, group

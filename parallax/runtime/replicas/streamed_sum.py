@@ -157,15 +157,19 @@ class StreamedSum:
                     "a parameter below the device had two gradients in one backward, and replicas sum the first: plan "
                     "with plan.replicas=1, or plan.parameters=device"
                 )
-            bucket.owed.remove(parameter)
             while self._open():
                 pass
             if bucket.flat is not None:
                 run.view(bucket.flat).copy_(flat[run.segments[0].start : run.segments[-1].stop])
                 bucket.given.update(run.segments)
                 taken.update(run.segments)
-        self._advance()
         return taken
+
+    def taken(self, parameter: nn.Parameter) -> None:
+        """Nothing of it is owed any more; what there was no buffer for can be read."""
+        for bucket, _ in self._of.get(parameter, ()):
+            bucket.owed.remove(parameter)
+        self._advance()
 
     def run(self) -> None:
         """Return with everything summed and below."""

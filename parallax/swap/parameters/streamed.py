@@ -55,6 +55,9 @@ class GradientSink(Protocol):
     def take(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
         """The segments of ``total``, this rank's sum, that it has copied; the others are written below, now."""
 
+    def taken(self, parameter: nn.Parameter) -> None:
+        """They are on their way."""
+
 
 class NoSink:
     """Nobody: all are written."""
@@ -63,6 +66,9 @@ class NoSink:
         """None."""
         del parameter, total
         return ()
+
+    def taken(self, parameter: nn.Parameter) -> None:
+        """Nobody waits for it."""
 
 
 NO_SINK = NoSink()
@@ -350,6 +356,7 @@ class StreamedParameters:
             if left:
                 part = total.view(-1)[left[0].start : left[-1].stop]
                 self._going.append(_Going(total, below.write(part, left)))
+            self.sink.taken(parameter)
             self._note()
             self._reap()
             self._look_ahead()

@@ -33,7 +33,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_stable_and_notices_every_field() -> None:
-    assert plan().hash() == plan().hash() == "c7cb1a0de3fb1ac0"
+    assert plan().hash() == plan().hash() == "af89c43d2f7d7e2b"
     changed = [
         plan(schedule="gpipe"),
         plan(global_batch=9),
@@ -46,6 +46,7 @@ def test_the_hash_is_stable_and_notices_every_field() -> None:
         plan(stages=tuple(stages([0, 2, 3], [1, 2], "keep"))),
         plan(stages=tuple(stages([0, 2, 3], [1, 2], "offload", limit=5))),
         plan(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan().stages)),
+        plan(stages=tuple(replace(stage, bucket_bytes=2**23) for stage in plan().stages)),
     ]
     assert len({p.hash() for p in [plan(), *changed]}) == len(changed) + 1
 
