@@ -153,6 +153,9 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),
+    "replicas below": trains(
+        (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
+    ),
 }
 
 

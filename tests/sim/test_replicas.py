@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+
+import pytest
 
 from tests.distributed.pool import Pool
 
@@ -32,6 +35,87 @@ def all_reduces(bucket_mebibytes: int) -> int:
     found = engine.all_reduces
     engine.close()
     return found
+
+
+def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int]:
+    """Some steps of a model of several buckets that streams, on a device of the planned bytes: what was noticed, the
+    losses, and the peak, predicted and measured."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+
+    from parallax.machine.accelerators import register_accelerator
+    from parallax.machine.device import keep_to
+    from parallax.model.describe import describe
+    from parallax.model.precision import PrecisionConfig
+    from parallax.model.profiling.measure import measure
+    from parallax.plan.simulation.predict import Pipeline, predict
+    from parallax.runtime.batch import TensorRows
+    from parallax.runtime.engine import Engine
+    from tests.plans import make_plan
+    from tests.sim import group
+    from tests.sim.device import SIM, TOTAL_BYTES
+    from tests.sim.engines import Apart, Shared
+    from tests.sim.races import judge
+    from tests.sim.timed import cache_in, cluster_of
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
+    chain = describe(lambda: nn.Sequential(*[nn.Linear(1100, 1100) for _ in range(5)]))
+    rows = torch.randn(8, 1100, generator=torch.Generator().manual_seed(0))
+    below = {"parameter_offload": 1.0, "optimizer_offload": 1.0, "tier_bytes": 2**20}
+    plan = make_plan(chain, replicas=(2,), tier="host", microbatch=microbatch, **below)
+    losses, peaks = list[float](), [0, 0]
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder, cache_in(folder):
+            profile = measure(
+                chain,
+                loss,
+                lambda n: ((rows[:n],), rows[:n]),
+                (2, 4),
+                device=SIM,
+                precision=PrecisionConfig(),
+                minimum_bytes=1024,
+            )
+            peaks[0] = predict(profile, cluster_of(2), Pipeline.of(plan)).ranks[0].peak_bytes
+            keep_to(SIM, peaks[0])
+            engine = Engine.build(chain, plan, loss=loss, device=SIM, scratch=Path(folder))
+            for _ in range(4):
+                result = engine.step(TensorRows(rows, rows))
+                losses.append(result.loss)
+            peaks[1] = result.peak_bytes
+            engine.close()
+
+    try:
+        verdict = judge(run, lateness=9)
+    finally:
+        keep_to(SIM, TOTAL_BYTES)
+    return tuple(verdict), losses, *peaks
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "direct"),
+    [
+        *((4, True), (8, False)),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((4, False), (8, True))),
+    ],
+)
+def test_streamed_gradients_fit_what_was_planned(
+    sim_pool: Pool, microbatch: int, direct: bool
+) -> None:
+    """In buckets, through memory that the plan counts, with several on their way at one time."""
+    for (error, races, _), losses, predicted, measured in sim_pool.run(
+        partial(streaming, direct, microbatch), 2
+    ):
+        assert not error
+        assert not races, races[0]
+        assert losses[-1] < losses[0]
+        assert 0.5 * predicted < measured <= predicted
 
 
 def test_buckets_are_as_large_as_the_plan_says(sim_pool: Pool) -> None:

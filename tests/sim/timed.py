@@ -70,7 +70,7 @@ def measured() -> tuple[Chain, ModelProfile]:
     """A decoder, and its profile in virtual time."""
     config = GPTConfig(layers=6, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
     chain, rows = describe(config.build), batch()
-    with tempfile.TemporaryDirectory() as folder, _cache_in(folder):
+    with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         C.speeds(**SPEEDS)
         profile = measure(
             chain,
@@ -85,7 +85,7 @@ def measured() -> tuple[Chain, ModelProfile]:
 
 
 @contextmanager
-def _cache_in(folder: str) -> Iterator[None]:
+def cache_in(folder: str) -> Iterator[None]:
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = folder
     try:
@@ -97,7 +97,8 @@ def _cache_in(folder: str) -> Iterator[None]:
             os.environ["XDG_CACHE_HOME"] = before
 
 
-def cluster() -> Cluster:
+def cluster_of(devices: int) -> Cluster:
+    """So many of them on one host."""
     link, quick = Link(bytes_per_second=LINK), Link(bytes_per_second=1e12)
     device = Device(
         kind="sim",
@@ -108,7 +109,7 @@ def cluster() -> Cluster:
         read=link,
         reserve_bytes=accelerator_of(SIM).reserve_bytes,
     )
-    node = Node(name="simulated", devices=(device,), concurrent=1.0)
+    node = Node(name="simulated", devices=(device,) * devices, concurrent=devices)
     return Cluster(nodes=(node,), local=quick, remote=quick)
 
 
@@ -126,7 +127,7 @@ def train(directive: str, share: float = 1.0, steps: int = 3, *, room: float = 1
         global_batch=ROWS,
         microbatch=4,
     )
-    forecast = predict(profile, cluster(), Pipeline.of(plan))
+    forecast = predict(profile, cluster_of(1), Pipeline.of(plan))
     planned = forecast.ranks[0].peak_bytes
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         held.callback(keep_to, SIM, TOTAL_BYTES)

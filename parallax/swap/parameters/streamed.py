@@ -423,7 +423,8 @@ class StreamedParameters:
 
     def _end(self) -> None:
         """Wait for the gradient that was taken first of those under way."""
-        self._going.popleft().written.end()
+        going = self._going.popleft()  # which holds the bytes
+        going.written.end()
 
     def _weights(self) -> int:
         return sum(flat.size for flat in self._flats if not flat.is_away)
