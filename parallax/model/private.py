@@ -45,6 +45,16 @@ without_operator_modes = torch._C._DisableTorchDispatch
 without_function_modes = torch._C.DisableTorchFunction
 """The context in which no mode and no class of tensors sees what Python calls."""
 
+add_to_each = torch._foreach_add_
+copy_to_each = torch._foreach_copy_
+lerp_each, lerp_each_in_place = torch._foreach_lerp, torch._foreach_lerp_
+multiply_each = torch._foreach_mul_
+norm_of_each = torch._foreach_norm
+sign_of_each = torch._foreach_sign_
+zero_each = torch._foreach_zero_
+"""One operator on each of many tensors, of one type and device, in few kernels: torch documents them under private
+names."""
+
 negated = torch._neg_view
 """The view of a tensor that negates it, such as the imaginary part of a conjugate is."""
 

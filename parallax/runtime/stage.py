@@ -19,6 +19,7 @@ from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import ChangingBuffers, Found
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
 from parallax.model.layers.norms import Norms
+from parallax.model.layers.row_noise import RowNoise
 from parallax.model.layers.sparse import make_gradients_dense
 from parallax.model.materialise import materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
@@ -97,7 +98,7 @@ class Stage(nn.Module):
         self._names = parameter_names(chain, self._indices)
         self._arrive: Callable[[Iterable[nn.Parameter]], None] = _are_there
         self.norms = norms or Norms()
-        self._generator = torch.Generator(device)
+        self._noise = RowNoise(device)
         self._compiled = compile
         self._seeded, self._seeds = -1, list[int]()  # a step, and its seed for each block
         self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
@@ -330,7 +331,7 @@ class Stage(nn.Module):
         with self._precision.autocast(self._device.type), splitting:
             if not self.training or not self._draws.get(place, True):
                 return as_tuple(block(*inputs))
-            draws = Draws(self._generator, self._seed, where.step, where.first, where.rows, index)
+            draws = Draws(self._noise, self._seed, where.step, where.first, where.rows, index)
             with RowDropout(draws) as dropout:
                 outputs = as_tuple(block(*inputs))
             # By calls, where no module says so.

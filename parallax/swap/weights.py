@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.machine.device import CopyEngine, DoneEvent, Event
+from parallax.model.private import copy_to_each, zero_each
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
@@ -151,7 +152,7 @@ class ResidentWeights:
         """Round new masters; other weights are where they belong."""
         masters = [master for master in self.kept if master is not None]
         if masters:
-            torch._foreach_copy_(self.shared(), masters)
+            copy_to_each(self.shared(), masters)
 
     def shared(self) -> list[Tensor]:
         """The parameters themselves."""
@@ -315,7 +316,7 @@ def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in full precision, that lie in memory as ``tensors`` do, which are of one type."""
     copies = [torch.empty_like(tensor, dtype=stepped_in(tensor.dtype)) for tensor in tensors]
     if copies:
-        torch._foreach_copy_(copies, list(tensors))
+        copy_to_each(copies, list(tensors))
     return copies
 
 
@@ -333,4 +334,4 @@ def _zero_gradients(segments: Sequence[ParameterSegment]) -> None:
     found = [_gradient(segment) for segment in segments]
     gradients = [gradient for gradient in found if gradient is not None]
     if gradients:
-        torch._foreach_zero_(gradients)
+        zero_each(gradients)

@@ -149,3 +149,34 @@ def events_made() -> tuple[int, int]:
         torch.Event = plain  # type: ignore[misc]
     assert not error, error
     return made, len(races)
+
+
+def masks() -> tuple[bool, int, int]:
+    """Whether dropout makes the same of 200 rows on the device and on the CPU, races, and waits of the host."""
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from parallax.model.layers.dropout import Draws, RowDropout
+    from parallax.model.layers.row_noise import RowNoise
+    from tests.sim.device import SIM
+    from tests.sim.races import host_waits, judge, note_waits
+
+    x = torch.randn(200, 3000)
+    found: list[Tensor] = []
+    waits = 0
+
+    def drop(device: torch.device) -> None:
+        nonlocal waits
+        there = x.to(device)
+        note_waits()
+        with RowDropout(Draws(RowNoise(device), 7, 0, 0, 200, 0)):
+            dropped = [F.dropout(there, 0.3), F.dropout(there, 0.3)]
+        waits = host_waits().total()
+        found.extend(each.cpu() for each in dropped)
+
+    error, races, _ = judge(lambda: drop(SIM))
+    assert not error, error
+    on_device = waits
+    drop(torch.device("cpu"))
+    return all(map(torch.equal, found[:2], found[2:])), len(races), on_device

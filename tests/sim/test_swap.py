@@ -65,3 +65,8 @@ def test_events_are_recorded_again(sim_pool: Pool) -> None:
     ((made, races),) = sim_pool.run(jobs.events_made, 1)
     assert made <= 4
     assert not races
+
+
+def test_dropout_is_the_same_on_every_device(sim_pool: Pool) -> None:
+    """Each device had a generator of its own kind, and drew other masks."""
+    assert sim_pool.run(jobs.masks, 1) == [(True, 0, 0)]

@@ -2,8 +2,9 @@
 
 A mask drawn for a micro-batch depends on where the micro-batch begins and how many rows of it are on this rank, so two
 plans would train two models. Here each row of the global batch has its own numbers: while a block runs forward, calls
-of torch.nn.functional.dropout and its relatives are replaced by ones whose masks are drawn row by row, from (seed,
-step, row, block, number of the call). A recomputed forward draws them again.
+of torch.nn.functional.dropout and its relatives are replaced by ones whose masks are made of (seed, step, row, block,
+number of the call), the same on every device (:mod:`parallax.model.layers.row_noise`). A recomputed forward makes them
+again.
 
 This holds where dimension 0 of what is dropped from is the micro-batch's rows, or a whole multiple of them: each row
 then has a run of its own; and of nested tensors. What else draws cannot follow: the data of a PackedSequence, whose
@@ -14,7 +15,8 @@ nn.MultiheadAttention, dropout inside nn.LSTM and nn.GRU, compiled blocks, a mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallax.common.seeds import block_seed
+from parallax.model.layers.row_noise import RowNoise
 
 Drop = Callable[["RowDropout", Tensor, float], Tensor | None]
 _MODULES = (
@@ -39,9 +41,9 @@ _ALPHA = 1.7580993408473766  # what SELU tends to far below zero: scale times al
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What one block's forward draws from: a generator to be seeded, and (seed, step, first row, rows, block)."""
+    """What one block's forward draws from: the noise of its device, and (seed, step, first row, rows, block)."""
 
-    generator: torch.Generator
+    noise: RowNoise
     seed: int
     step: int
     first: int
@@ -100,34 +102,29 @@ class RowDropout(TorchFunctionMode):
 
     def kept(self, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
         """A mask over rows: True where a number is kept, which has the probability 1 - p."""
-        noise = torch.empty(shape, device=self._draws.generator.device)
-        self._draw(noise.tensor_split(self._draws.rows))
-        return noise >= p
+        count = math.prod(shape) // self._draws.rows
+        return self._draws.noise.kept(self._rows(), count, p).view(shape)
 
     def kept_nested(self, x: Tensor, p: float) -> Tensor:
         """The same over the rows of a nested tensor, ragged as it is."""
         jagged: Any = x
         sizes = [jagged.size(d) for d in range(1, x.dim())]
-        noise = [
-            torch.empty(
-                [size if isinstance(size, int) else length for size in sizes],
-                device=self._draws.generator.device,
-            )
+        ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
+        shapes = [
+            [*sizes[:ragged], length, *sizes[ragged + 1 :]]
             for length in jagged.offsets().diff().tolist()
         ]
-        self._draw(noise)
-        ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
+        found = self._draws.noise.kept_ragged(self._rows(), [*map(math.prod, shapes)], p)
+        kept = torch.cat([row.view(shape) for row, shape in zip(found, shapes)], ragged)
         return torch.nested.nested_tensor_from_jagged(
-            (torch.cat(noise, ragged) >= p).to(x.dtype), jagged.offsets(), jagged_dim=ragged + 1
+            kept.to(x.dtype), jagged.offsets(), jagged_dim=ragged + 1
         )
 
-    def _draw(self, rows: Sequence[Tensor]) -> None:
-        """Fill the numbers of each row."""
+    def _rows(self) -> list[tuple[int, ...]]:
+        """What tells each row, in this call, from all others."""
         draws = self._draws
-        for place, part in enumerate(rows):
-            where = draws.step, draws.first + place, draws.block, self._calls
-            draws.generator.manual_seed(block_seed(draws.seed, *where))
-            part.uniform_(generator=draws.generator)
+        rows = range(draws.first, draws.first + draws.rows)
+        return [(draws.seed, draws.step, row, draws.block, self._calls) for row in rows]
 
 
 def _is_whole(nested: Any) -> bool:

@@ -12,6 +12,13 @@ from torch import Tensor, nn
 
 from parallax.errors import ConfigError, check_choice, check_positive
 from parallax.machine.device import CopyEngine
+from parallax.model.private import (
+    add_to_each,
+    lerp_each,
+    lerp_each_in_place,
+    multiply_each,
+    sign_of_each,
+)
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.resident import DeviceOptimizer
 from parallax.runtime.optim.scaling import GradientCorrection, by_kind
@@ -65,11 +72,11 @@ class Lion(Uncompiled):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
         weights: list[Tensor] = [*parameters]
-        directions = torch._foreach_lerp(gradients, averages, first)
-        torch._foreach_sign_(directions)
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, directions, alpha=-group["lr"])
-        torch._foreach_lerp_(averages, gradients, 1 - second)
+        directions = lerp_each(gradients, averages, first)
+        sign_of_each(directions)
+        multiply_each(weights, 1 - group["lr"] * group["weight_decay"])
+        add_to_each(weights, directions, alpha=-group["lr"])
+        lerp_each_in_place(averages, gradients, 1 - second)
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError
 from parallax.model.precision import PrecisionConfig
+from parallax.model.private import multiply_each, norm_of_each
 
 FIRST_FACTOR = 2.0**16
 GROWTH_STEPS = 2000  # good ones in a row, before the factor doubles
@@ -129,7 +130,7 @@ class GradientCorrection:
             torch.nn.utils.clip_grads_with_norm_(given, self.clip_norm, self.norm)
         elif coefficient is not None:
             for gradients in by_kind([p.grad for p in given if p.grad is not None]):
-                torch._foreach_mul_(gradients, coefficient)
+                multiply_each(gradients, coefficient)
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -140,7 +141,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     norms: list[Tensor] = []
     for alike in by_kind(gradients):
         wide = torch.promote_types(alike[0].dtype, torch.float32)
-        norms += torch._foreach_norm(alike, 2, dtype=wide)
+        norms += norm_of_each(alike, 2, dtype=wide)
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     return torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
+from parallax.model.private import multiply_each
 from parallax.swap.optimizer.clones import independent_clone
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
@@ -78,7 +79,7 @@ class Bucket:
             stepped.data, stepped.grad = weight, gradient
         gradients = [stepped.grad for stepped in self._stepped if stepped.grad is not None]
         if gradients and coefficient is not None:
-            torch._foreach_mul_(gradients, coefficient)
+            multiply_each(gradients, coefficient)
         self._kernel.step()
         for stepped, empty in zip(self._stepped, self._empty):
             stepped.data, stepped.grad = empty, None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
+from parallax.model.layers.row_noise import RUN, RowNoise
 
 Call = Callable[[Tensor], Tensor]
 CALLS: dict[str, tuple[Call, tuple[int, ...]]] = {
@@ -27,7 +31,7 @@ CALLS: dict[str, tuple[Call, tuple[int, ...]]] = {
 
 
 def drop(call: Call, x: Tensor, first: int, rows: int, step: int = 0, block: int = 0) -> Tensor:
-    with RowDropout(Draws(torch.Generator(), 7, step, first, rows, block)) as mode:
+    with RowDropout(Draws(RowNoise(torch.device("cpu")), 7, step, first, rows, block)) as mode:
         found = call(x.clone())
     assert mode.drew
     return found
@@ -74,7 +78,7 @@ def test_whole_channels() -> None:
 
 def test_calls_of_a_block_differ_and_gradients_follow() -> None:
     x = torch.ones(4, 50, dtype=torch.float64, requires_grad=True)
-    with RowDropout(Draws(torch.Generator(), 7, 0, 0, 4, 0)):
+    with RowDropout(Draws(RowNoise(torch.device("cpu")), 7, 0, 0, 4, 0)):
         first, second = F.dropout(x, 0.5), F.dropout(x, 0.5)
     assert not torch.equal(first, second)
     first.sum().backward()
@@ -84,7 +88,7 @@ def test_calls_of_a_block_differ_and_gradients_follow() -> None:
 
 def test_what_is_left_as_it_is() -> None:
     x = torch.ones(5, 8)
-    with RowDropout(Draws(torch.Generator(), 7, 0, 0, 4, 0)) as mode:
+    with RowDropout(Draws(RowNoise(torch.device("cpu")), 7, 0, 0, 4, 0)) as mode:
         assert torch.equal(F.dropout(x, 0.5, training=False), x)
         assert torch.equal(F.dropout(x, 0.0), x)
         assert not mode.drew
@@ -128,3 +132,84 @@ def test_rows_of_a_nested_tensor_are_dropped_from_alike(dimension: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(dropped(low, high), whole[low:high]))
     kept = torch.cat([row.flatten() for row in whole]) != 0
     assert 0.55 < float(kept.float().mean()) < 0.85
+
+
+def test_kernels_do_not_grow_with_rows() -> None:
+    """Each row had one of its own, and the seeding of a generator."""
+
+    def kernels(x: Tensor) -> int:
+        noise = RowNoise(torch.device("cpu"))
+        with RowDropout(Draws(noise, 7, 0, 0, 2, 0)):
+            F.dropout(x[:2], 0.3)  # fixed numbers are made
+        with Kernels() as counted, RowDropout(Draws(noise, 7, 0, 0, len(x), 0)):
+            F.dropout(x, 0.3)
+        return counted.count
+
+    few, many = kernels(torch.randn(2, 5000)), kernels(torch.randn(200, 5000))
+    assert few == many <= 12
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def choices(rows: int, count: int, p: float = 0.5, step: int = 0) -> Tensor:
+    keys = [(3, step, row, 0, 1) for row in range(rows)]
+    return RowNoise(torch.device("cpu")).kept(keys, count, p)
+
+
+def test_choices_have_no_pattern() -> None:
+    """Shares, pairs and triples: of neighbours, of rows, of runs, of steps, and of places over many runs."""
+    kept = choices(64, 32 * RUN)
+    assert abs(float(kept.float().mean()) - 0.5) < 0.001
+    signs = kept.float() * 2 - 1
+    for dimension in (0, 1):
+        of_each = float(signs.mean(dimension).std())
+        assert of_each == pytest.approx(signs.shape[dimension] ** -0.5, rel=0.3)
+    by_run = signs.view(64, 32, RUN)
+    pairs = [
+        signs[:, 1:] * signs[:, :-1],
+        signs[1:] * signs[:-1],
+        by_run[:, 1:] * by_run[:, :-1],
+        signs * (choices(64, 32 * RUN, step=1).float() * 2 - 1),
+    ]
+    triples = [
+        signs[:, 2:] * signs[:, 1:-1] * signs[:, :-2],
+        signs[2:] * signs[1:-1] * signs[:-2],
+        by_run[:, 2:] * by_run[:, 1:-1] * by_run[:, :-2],
+    ]
+    for products in (*pairs, *triples):
+        assert abs(float(products.mean())) < 5 * products.numel() ** -0.5
+    places = signs.view(-1, RUN)[:, :200]
+    correlations = (places.T @ places / len(places)).triu(1)
+    assert float(correlations.abs().max()) < 6 * len(places) ** -0.5
+
+
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.9])
+def test_bytes_of_choices_are_as_frequent_as_they_should_be(p: float) -> None:
+    kept = choices(50, 40_000, p).view(-1, 8)
+    ones = kept.sum(1)
+    for number in range(9):
+        share = math.comb(8, number) * (1 - p) ** number * p ** (8 - number)
+        expected = share * len(kept)
+        assert abs(int((ones == number).sum()) - expected) < 5 * max(1.0, expected) ** 0.5
+
+
+def test_choices_are_written_down() -> None:
+    """A checkpoint goes on with the masks that it would have had."""
+    found = choices(3, 2 * RUN + 5, 0.3)
+    assert found.sum(1).tolist() == WRITTEN
+    assert "".join("01"[kept] for kept in found[1, RUN : RUN + 40].tolist()) == PIECE
+
+
+WRITTEN, PIECE = [1449, 1413, 1411], "1110111110110111100101001011110011111110"
