@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from parallax.commands.options import (
     words_of,
     writing,
 )
+from parallax.common.reading import DOCUMENT_BYTES, read_json
 from parallax.errors import ConfigError, printable
 from parallax.plan.explained import explain
 from parallax.plan.plan import Plan
@@ -103,7 +103,7 @@ def _swapped(directory: Path) -> tuple[list[Any], str]:
     if not path.is_file():
         return [], f"there is no {path}, which a run writes at its end"
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path, DOCUMENT_BYTES)
         ranks = swapped_ranks(summary)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(path, error) from error

@@ -13,8 +13,9 @@ import yaml
 
 from parallax.errors import ConfigError, printable
 
-LARGEST = 2**20  # letters, and values, of a stored configuration: hundreds of times what one takes
+LARGEST = 2**17  # letters, and values, of a stored configuration: tens of times what one takes
 DEEPEST = 50  # levels of a file that is read by a loader written in C
+MOST_EVENTS = 2**19  # of such a file, which are a microsecond and a hundred bytes each
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,9 +52,13 @@ def plain_yaml(text: str) -> Any:
 
 def check_flat(text: str, loader: Any) -> None:
     """Raise :class:`yaml.YAMLError` where YAML is nested deeper than any file of ours, which loaders written in C do
-    not survive, or repeats itself by anchors, which none of ours does."""
+    not survive, has more values, or repeats itself by anchors, which none of ours does."""
     depth = 0
-    for event in yaml.parse(text, Loader=loader):
+    for count, event in enumerate(yaml.parse(text, Loader=loader)):
+        if count > MOST_EVENTS:
+            raise yaml.YAMLError(
+                f"it holds more than {MOST_EVENTS:,} values, the most that are read"
+            )
         if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"it repeats the anchor {event.anchor}")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from parallax.common.files import AppendedFile
+from parallax.common.reading import plain_json, read_lines
 from parallax.errors import ConfigError, printable
 
 
@@ -69,20 +70,18 @@ def read_events(path: Path) -> Iterator[Span]:
     is no span."""
     read = 0
     try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                read += 1
-                if line.endswith("\n"):
-                    yield _span(json.loads(line))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        for line in read_lines(path):
+            read += 1
+            yield span_of(plain_json(line))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{printable(str(path))}, line {read}: cannot be read as what a rank did "
             f"({printable(str(error))[:200]}); restore it, or move it away"
         ) from error
 
 
-def _span(data: Any) -> Span:
-    """One line of a file, whose numbers are numbers."""
+def span_of(data: Any) -> Span:
+    """What a file says of one action. Raises ValueError or TypeError unless its numbers are numbers."""
     span = Span(**data)
     whole, timed = (span.rank, span.step, span.stage, span.micro), (span.start, span.end, span.wait)
     good = all(type(value) is int for value in whole) and all(
@@ -94,7 +93,7 @@ def _span(data: Any) -> Span:
         or not all(map(math.isfinite, timed))
         or span.end < span.start
     ):
-        raise ValueError(f"{data} is no span")
+        raise ValueError(f"{data!r:.200} is no span")
     return span
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from parallax.common.documents import plain_yaml
 from parallax.common.files import cache_directory
+from parallax.common.reading import DOCUMENT_BYTES, read_bytes
 from parallax.errors import ConfigError, printable
 
 KEYS = ("model.target", "data.target", "plan.schedule")
@@ -75,8 +76,8 @@ def _file() -> Path:
 
 def _known() -> frozenset[str]:
     try:
-        return frozenset(_file().read_text(encoding="ascii").split())
-    except (OSError, UnicodeDecodeError):
+        return frozenset(read_bytes(_file(), DOCUMENT_BYTES).decode("ascii").split())
+    except (OSError, ValueError):
         return frozenset()
 
 

@@ -143,3 +143,42 @@ def refuse(subject: str, why: str) -> NoReturn:
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
     """Raise for a key that nobody knows."""
     refuse(subject, f"unknown key; {accepted}{hint}")
+
+
+def fitting(hint: Any, value: Any, where: str = "") -> Any:
+    """``value``, plain data that a file holds, as the annotation ``hint``, where it fits exactly: nothing is converted
+    but lists into tuples and mappings into dataclasses. Raises ValueError, saying where it does not."""
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if dataclasses.is_dataclass(origin) and isinstance(origin, type):
+        return origin(**_fitting_fields(origin, value, where))
+    if origin is tuple and isinstance(value, list | tuple):
+        hints = inner[:1] * len(value) if inner[-1] is ... else inner
+        if len(hints) == len(value):
+            pairs = enumerate(zip(hints, value))
+            return tuple(fitting(each, item, f"{where}[{index}]") for index, (each, item) in pairs)
+    elif type(value) in _FITTING.get(origin, ()):
+        return value
+    raise ValueError(
+        f"{where or 'it'}={f'{value!r:.40}'}: accepted is {_NAMES.get(origin, 'a list')}"
+    )
+
+
+def _fitting_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
+    hints, known = typing.get_type_hints(kind), {each.name for each in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        raise ValueError(f"{where or 'it'}={f'{value!r:.40}'}: accepted are keys and values")
+    if odd := [key for key in value if key not in known]:
+        raise ValueError(f"{where}.{odd[0]!s:.40}: unknown key{nearest(str(odd[0]), known)}")
+    required = known - defaults(kind).keys()
+    if missing := sorted(required - value.keys()):
+        raise ValueError(f"{where}.{missing[0]}: missing")
+    return {key: fitting(hints[key], item, f"{where}.{key}") for key, item in value.items()}
+
+
+_FITTING: dict[Any, tuple[type, ...]] = {
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    bool: (bool,),
+}
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from parallax.common.files import cache_directory, existing_parent, replacing
+from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.errors import ConfigError, check_positive
 from parallax.machine.accelerators import present_devices, present_kind
 from parallax.machine.host import cpu_model, return_freed_memory, usable_cores
@@ -217,7 +218,7 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
     )
     if not fresh:
         with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
-            return Probes(**json.loads(cache.read_text()) | {"directory": str(directory)})
+            return Probes(**read_json(cache, SMALL_BYTES) | {"directory": str(directory)})
     probes = _probe(directory)
     # A home that cannot be written costs a second.
     with contextlib.suppress(OSError), replacing(cache) as file:
@@ -250,7 +251,7 @@ def measure_speeds(
     )
     if not fresh:
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return tuple(float(speed) for speed in json.loads(cache.read_text()))
+            return tuple(float(speed) for speed in read_json(cache, SMALL_BYTES))
     found = shared_speeds(probe_together(count, threads, exact=exact), usable_cores() / threads)
     with contextlib.suppress(OSError), replacing(cache) as file:
         file.write(json.dumps(found).encode())

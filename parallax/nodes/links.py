@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parallax.common.files import cache_directory, replacing
+from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.cluster import Link
@@ -102,7 +103,7 @@ def _read(
     found = {}
     for pair in pairs:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            kept = json.loads(_path(nodes, pair, backend).read_text())
+            kept = read_json(_path(nodes, pair, backend), SMALL_BYTES)
             found[pair] = RemoteLink(Link(**kept["link"]), float(kept["ways"]))
     return found
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parallax.common.reading import DOCUMENT_BYTES, LARGEST, read_json
+from parallax.common.typed import fitting
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.plan import Plan
@@ -58,7 +61,7 @@ class Inputs:
     def load(cls, path: Path) -> Inputs:
         """Read a file of :meth:`save`; raises :class:`PlanError` for anything else."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path, DOCUMENT_BYTES, largest=LARGEST)
         except (OSError, ValueError, RecursionError) as error:
             raise PlanError(
                 f"cannot read {path}, which holds the profile and the cluster of the plan beside it: "
@@ -70,16 +73,8 @@ class Inputs:
             )
         try:
             cluster = _read_cluster(data["cluster"])
-            profile = ModelProfile.from_json(json.dumps(data["profile"]))
-        except (
-            TypeError,
-            KeyError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+            profile = ModelProfile.from_plain(data["profile"])
+        except (TypeError, KeyError, ValueError, IndexError) as error:
             raise PlanError(
                 f"{path} does not hold a cluster and a profile: {printable(repr(error))}; write it with `parallax plan`"
             ) from error
@@ -121,16 +116,16 @@ def _fields(node: Node) -> dict[str, Any]:
 
 def _read_cluster(data: dict[str, Any]) -> Cluster:
     fields = dict(data)
-    kinds = [_device(device) for device in fields.pop("devices")]
-    nodes = tuple(_node(node, kinds) for node in fields.pop("nodes"))
-    local, remote = Link(**fields.pop("local")), Link(**fields.pop("remote"))
-    return Cluster(nodes=nodes, local=local, remote=remote, **fields)
+    kinds = fitting(tuple[Device, ...], fields.pop("devices"), "devices")
+    nodes = [_node(node, kinds) for node in fields.pop("nodes")]
+    local, remote = (fitting(Link, fields.pop(name), name) for name in ("local", "remote"))
+    links = {"local_over_host": bool, "remote_ways": float}
+    rest = {name: fitting(links[name], value, name) for name, value in fields.items()}
+    return Cluster(nodes=tuple(nodes), local=local, remote=remote, **rest)
 
 
-def _node(data: dict[str, Any], kinds: list[Device]) -> Node:
-    devices = tuple(kinds[index] for index in data["devices"])
-    return Node(**{**data, "devices": devices, "speeds": tuple(data["speeds"])})
-
-
-def _device(data: dict[str, Any]) -> Device:
-    return Device(**{**data, "write": Link(**data["write"]), "read": Link(**data["read"])})
+def _node(data: dict[str, Any], kinds: Sequence[Device]) -> Node:
+    devices = [kinds[index] for index in fitting(tuple[int, ...], data["devices"], "devices")]
+    about = {key: value for key, value in data.items() if key != "devices"}
+    first = fitting(Node, {**about, "devices": []}, "nodes")
+    return dataclasses.replace(first, devices=tuple(devices))

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from parallax.common.documents import check_flat
+from parallax.common.reading import LARGEST, read_text
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
@@ -23,6 +24,9 @@ VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+MOST_MOVES = 2**22  # micro-batches through stages of one step: actions are listed one by one
+_MOST_BYTES = 8 * 2**20  # of a file: a plan of 40,000 ranks
 
 # Of parameters that are stepped at one time where their states are below the device.
 STATE_BUCKET_BYTES = 2 * 2**20
@@ -111,9 +115,10 @@ class StagePrediction:
     def __post_init__(self) -> None:
         for name, values in (("memory", self.memory), ("seconds", self.seconds)):
             for key, value in values.items():
-                if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                if not isinstance(value, int | float) or not 0 <= value <= LARGEST:
                     raise PlanError(
-                        f"plan: {name}.{printable(str(key))}={printable(str(value))}: numbers from 0"
+                        f"plan: {name}.{printable(f'{key!s:.40}')}={printable(f'{value!r:.40}')}: numbers from 0 to "
+                        f"{LARGEST:.0e}"
                     )
 
 
@@ -199,6 +204,12 @@ class Plan:
                 raise PlanError(
                     f"stage {index} has {stage.replicas} replicas, its position has another number"
                 )
+        moves = self.micro_batches(self.global_batch) * len(self.stages)
+        if moves > MOST_MOVES:
+            raise PlanError(
+                f"{self.micro_batches(self.global_batch)} micro-batches through {len(self.stages)} stages are {moves} "
+                f"moves, and {MOST_MOVES} are the most: use more rows per micro-batch (trainer.microbatch)"
+            )
         self._check_prediction()
 
     def _check_stages(self) -> None:
@@ -332,7 +343,7 @@ class Plan:
     def load(cls, path: Path) -> Plan:
         """Read a plan file."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, _MOST_BYTES)
             check_flat(text, _LOADER)
             data = yaml.load(text, Loader=_LOADER)
         except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
@@ -379,9 +390,10 @@ def _check_numbers(owner: object, kind: type, *names: str) -> None:
     accepted = (int,) if kind is int else (int, float)
     for name in names:
         value = getattr(owner, name)
-        if type(value) not in accepted or not 0 <= value < float("inf"):
+        if type(value) not in accepted or not 0 <= value <= LARGEST:
             wanted = "whole numbers" if kind is int else "numbers"
-            raise PlanError(f"plan: {name}={printable(str(value))}: accepted are {wanted} from 0")
+            shown = printable(f"{value!r:.40}")
+            raise PlanError(f"plan: {name}={shown}: accepted are {wanted} from 0 to {LARGEST:.0e}")
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

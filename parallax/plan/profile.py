@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from parallax.common.reading import DOCUMENT_BYTES, LARGEST, plain_json, read_text
+from parallax.common.typed import fitting
 from parallax.errors import PlanError, printable
 
 
@@ -212,27 +214,24 @@ class ModelProfile:
     def from_json(cls, text: str) -> ModelProfile:
         """The profile of :meth:`to_json`; raises :class:`PlanError` for anything else."""
         try:
-            data = json.loads(text)
-            blocks = tuple(_block(block) for block in data.pop("blocks"))
-            ties, frozen_ties = _ties(data.pop("ties")), _ties(data.pop("frozen_ties", ()))
-            return cls(blocks=blocks, ties=ties, frozen_ties=frozen_ties, **data)
-        except (
-            TypeError,
-            KeyError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+            return cls.from_plain(plain_json(text, largest=LARGEST))
+        except ValueError as error:
             raise PlanError(
                 f"not a model profile: {printable(str(error))}; measure it again"
             ) from error
 
     @classmethod
+    def from_plain(cls, data: Any) -> ModelProfile:
+        """The profile of plain data; raises ValueError for what is none, and PlanError for one that contradicts
+        itself."""
+        found: ModelProfile = fitting(cls, data, "profile")
+        return found
+
+    @classmethod
     def load(cls, path: Path) -> ModelProfile:
         """Read a profile file."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, DOCUMENT_BYTES)
         except (OSError, ValueError) as error:
             where = printable(str(path))
             raise PlanError(
@@ -248,14 +247,3 @@ def _repeated(ties: Sequence[tuple[int, tuple[int, ...]]], blocks: Sequence[int]
     """Bytes that ``blocks`` count more than once."""
     inside = set(blocks)
     return sum(size * max(0, len(inside.intersection(users)) - 1) for size, users in ties)
-
-
-def _ties(found: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple((int(size), tuple(int(user) for user in users)) for size, users in found)
-
-
-def _block(data: dict[str, Any]) -> BlockCost:
-    costs: dict[str, Any] = {
-        k: Affine(**value) if isinstance(value, dict) else value for k, value in data.items()
-    }
-    return BlockCost(**costs)

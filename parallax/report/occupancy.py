@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallax.common.events import Span
+from parallax.common.events import Span, span_of
+from parallax.common.reading import DOCUMENT_BYTES, read_json
 from parallax.common.units import format_bytes
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, printable
 from parallax.report.figure import new_figure, save_png
 from parallax.report.timeline import COLOURS
 
@@ -61,11 +62,11 @@ class Occupancy:
         """What ``rank`` wrote into the directory of its run."""
         path = occupancy_path(directory, rank)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path, DOCUMENT_BYTES)
             found["samples"] = tuple(
                 (float(s), int(device), int(tier)) for s, device, tier in found["samples"]
             )
-            found["spans"] = tuple(Span(**span) for span in found["spans"])
+            found["spans"] = tuple(map(span_of, found["spans"]))
             return cls(**found)
         except FileNotFoundError as error:
             raise ConfigError(
@@ -73,7 +74,7 @@ class Occupancy:
             ) from error
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"cannot read {path} ({error}): train again to write it anew"
+                f"cannot read {printable(str(path))} ({printable(str(error))[:200]}): train again to write it anew"
             ) from error
 
 

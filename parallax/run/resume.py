@@ -13,6 +13,7 @@ from pathlib import Path
 
 from parallax import config as configuration
 from parallax.common.documents import LARGEST
+from parallax.common.reading import read_text
 from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
@@ -62,13 +63,14 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 def read_stored(directory: Path) -> str:
     """The text of a run's settings."""
     try:
-        with (directory / STORED).open(encoding="utf-8") as file:
-            return file.read(LARGEST + 1)  # more is refused, whatever it is
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(
-            f"{printable(str(directory))} is no run directory: {reason} for {STORED}"
-        ) from error
+        return read_text(directory / STORED, 4 * LARGEST)  # bytes; letters are counted later
+    except OSError as error:
+        reason = f"{error.strerror} for {STORED}"
+    except UnicodeDecodeError:
+        reason = f"{STORED} is no text"
+    except ValueError as error:  # of a path, or of what is there
+        reason = f"{STORED}: {printable(str(error))}"
+    raise ConfigError(f"{printable(str(directory))} is no run directory: {reason}")
 
 
 def load_stored(file: Path, text: str) -> RunConfig:

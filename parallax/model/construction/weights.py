@@ -7,7 +7,6 @@ with names, shapes and shards is found from the files' headers, before anything 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from parallax.common.reading import MANIFEST_BYTES, read_json
 from parallax.errors import CheckpointError
 from parallax.model.files.tensors import Recipe, held_in
 
@@ -200,7 +200,7 @@ def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        held = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        held = read_json(index, MANIFEST_BYTES)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"weights {index}: it is no index of shards ({error}); download it again"

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from parallax.common.reading import SMALL_BYTES, read_text
 from parallax.errors import (
     ConfigError,
     check_choice,
@@ -183,7 +184,7 @@ class HuggingFaceConfig:
             return {}
         path = self._folder / "config.json"
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            return dict(json.loads(read_text(path, SMALL_BYTES)))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"model.pretrained={self.pretrained}: {path} does not name an architecture ({error}); give a folder "

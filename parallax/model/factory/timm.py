@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from parallax.common.reading import SMALL_BYTES, read_text
 from parallax.common.targets import call_target
 from parallax.errors import ConfigError, check_switch, nearest
 from parallax.model.pretrained import read_weights, say, unlike
@@ -111,7 +112,7 @@ class TimmConfig:
         if not path.is_file():
             return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path, SMALL_BYTES))
             return dict(found)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.files import cache_directory, replacing
+from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.model.describe import Chain
 from parallax.model.verification.rows import Verdict
 from parallax.model.verification.runs import Loss
@@ -39,7 +40,7 @@ def verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
 def recall(path: Path) -> Verdict | None:
     """What :func:`remember` wrote; None where there is nothing, or damage."""
     try:
-        found = Verdict(**json.loads(path.read_text(encoding="utf-8")))
+        found = Verdict(**read_json(path, SMALL_BYTES))
     except (OSError, ValueError, TypeError):
         return None
     return found if all(isinstance(text, str) for text in asdict(found).values()) else None

@@ -89,7 +89,7 @@ class Efficiency:
         """The numbers of :meth:`to_json`; those left out keep their defaults. Raises :class:`ConfigError`."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"not an efficiency file: {printable(str(error))}; write one with Efficiency.to_json"
             ) from error

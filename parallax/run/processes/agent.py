@@ -10,7 +10,6 @@ explained, and after a failure that may pass all of them started again.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from parallax.common.files import temporary_folder
+from parallax.common.reading import DOCUMENT_BYTES, read_json
 from parallax.common.signals import Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import printable
 from parallax.run.processes.forkserver import ForkServer, ServerLost
@@ -135,7 +135,7 @@ class Agent:
         try:
             return (
                 path.stat().st_mtime >= since
-                and json.loads(path.read_text(encoding="utf-8"))["ended"] == "steps"
+                and read_json(path, DOCUMENT_BYTES)["ended"] == "steps"
             )
         except (OSError, ValueError, KeyError):
             return False

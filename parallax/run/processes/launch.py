@@ -8,7 +8,6 @@ launcher lives as long as its ranks, which need that memory. So it goes on as a 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from parallax import config as configuration
+from parallax.common.reading import DOCUMENT_BYTES, read_json
 from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths
@@ -68,7 +68,7 @@ def _slow_ranks(directory: Path) -> dict[int, float]:
 def _summary(directory: Path) -> dict[str, Any]:
     """What a run wrote at its end; nothing where it did not."""
     try:
-        found = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        found = read_json(directory / "summary.json", DOCUMENT_BYTES)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

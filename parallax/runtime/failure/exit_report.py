@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable
@@ -112,7 +113,7 @@ def say(report: FailureReport) -> None:
 def read_exit_report(words: Path) -> FailureReport | None:
     """What the ranks told; None where none was able to."""
     try:
-        return FailureReport.from_dict(json.loads(words.read_text(encoding="utf-8")))
+        return FailureReport.from_dict(read_json(words, SMALL_BYTES))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
