@@ -58,15 +58,24 @@ def read_json(path: Path, most_bytes: int, *, largest: float = math.inf) -> Any:
 def plain_json(text: str, *, largest: float = math.inf) -> Any:
     """JSON as data, in which all numbers are finite, and none is above ``largest``. Raises ValueError for anything
     else."""
+    return _loaded(
+        text,
+        parse_float=partial(_finite, largest),
+        parse_int=partial(_whole, largest),
+        parse_constant=_refused,
+    )
+
+
+def any_json(text: str) -> Any:
+    """The same with NaN and infinity, which people's own states may hold."""
+    return _loaded(text, parse_int=partial(_whole, math.inf))
+
+
+def _loaded(text: str, **options: Any) -> Any:
     if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES:,} values, the most that are read")
     try:
-        return json.loads(
-            text,
-            parse_float=partial(_finite, largest),
-            parse_int=partial(_whole, largest),
-            parse_constant=_refused,
-        )
+        return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

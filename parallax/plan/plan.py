@@ -14,6 +14,7 @@ import yaml
 
 from parallax.common.documents import check_flat
 from parallax.common.reading import LARGEST, read_text
+from parallax.common.typed import fitting
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
@@ -187,8 +188,11 @@ class Plan:
             object.__setattr__(self, "schedule", named(self.schedule))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, float, "bound_seconds")
-        if not all(isinstance(text, str) for text in (self.model, self.fingerprint, self.tier)):
-            raise PlanError("a plan names its model, the model's fingerprint and the tier in words")
+        words = self.model, self.fingerprint, self.tier, self.schedule.name
+        if not all(isinstance(text, str) for text in words):
+            raise PlanError(
+                "a plan names its model, the model's fingerprint, the schedule and the tier in words"
+            )
         if not isinstance(self.gather_loss, bool):
             found = printable(str(self.gather_loss))
             raise PlanError(f"plan: gather_loss={found}: accepted are true and false")
@@ -314,7 +318,9 @@ class Plan:
             ranks = tuple(RankPrediction(**rank) for rank in found.pop("ranks"))
             terms = tuple(StagePrediction(**terms) for terms in found.pop("stages"))
             placement = tuple(int(rank) for rank in fields.pop("placement"))
-            alternatives = tuple(Alternative(**other) for other in fields.pop("alternatives"))
+            alternatives = fitting(
+                tuple[Alternative, ...], fields.pop("alternatives"), "alternatives"
+            )
             prediction = Prediction(ranks=ranks, stages=terms, **found)
             return cls(
                 stages=stages,

@@ -164,7 +164,7 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``, which has a ``step``; numbers that are not finite become null."""
-        plain = {key: value if _is_json(value) else None for key, value in record.items()}
+        plain = {key: value if is_finite(value) else None for key, value in record.items()}
         with self._unwritten.trying(self.path):
             self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
         # A writer that has failed once is of no use any more.
@@ -188,7 +188,8 @@ class MetricsLog:
         self.close()
 
 
-def _is_json(value: object) -> bool:
+def is_finite(value: object) -> bool:
+    """Whether JSON has it."""
     return not isinstance(value, float) or math.isfinite(value)
 
 

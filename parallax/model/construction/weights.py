@@ -200,7 +200,7 @@ def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        held = read_json(index, MANIFEST_BYTES)["weight_map"]
+        held = dict(read_json(index, MANIFEST_BYTES)["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"weights {index}: it is no index of shards ({error}); download it again"

@@ -6,6 +6,7 @@ import base64
 import html
 from collections.abc import Mapping
 
+from parallax.errors import printable
 from parallax.report.scaling.charts import Chart
 from parallax.report.scaling.points import SweepResults
 from parallax.report.scaling.table import TableCell, headings, rows
@@ -55,19 +56,18 @@ for (const head of document.querySelectorAll("th")) {
 
 def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[str, str]) -> str:
     """The page. ``charts`` are SVG texts; ``missing`` says of charts that are not drawn what they would need."""
-    name = html.escape(results.name)
+    name = _shown(results.name)
     done = sum(point.status == "done" for point in results.points)
     figures = "\n".join(_figure(chart, svg) for chart, svg in charts.items())
     lacking = "\n".join(
-        f"<li>{html.escape(title)}: it needs {html.escape(reason)}.</li>"
-        for title, reason in missing.items()
+        f"<li>{_shown(title)}: it needs {_shown(reason)}.</li>" for title, reason in missing.items()
     )
-    command = f"<p><code>{html.escape(results.command)}</code></p>" if results.command else ""
+    command = f"<p><code>{_shown(results.command)}</code></p>" if results.command else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{html.escape(_POLICY)}">
+<meta http-equiv="Content-Security-Policy" content="{_shown(_POLICY)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name} - Parallax</title>
 <style>{_STYLE}</style>
@@ -78,7 +78,7 @@ def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[st
 <p>{done} of {len(results.points)} point(s) done. Speed-up and efficiency are against the smallest of the same work;
 peaks are of each rank, measured / predicted. A click on a heading sorts.</p>
 <div class="table"><table>
-<thead><tr>{"".join(f'<th tabindex="0">{html.escape(each)}</th>' for each in [*headings(results), "why"])}</tr></thead>
+<thead><tr>{"".join(f'<th tabindex="0">{_shown(each)}</th>' for each in [*headings(results), "why"])}</tr></thead>
 <tbody>
 {_table(results)}
 </tbody>
@@ -94,16 +94,21 @@ peaks are of each rank, measured / predicted. A click on a heading sorts.</p>
 """
 
 
+def _shown(text: str) -> str:
+    """A text of whoever wrote it, as a text."""
+    return html.escape("\n".join(map(printable, text.split("\n"))))
+
+
 def _table(results: SweepResults) -> str:
     return "\n".join(
-        f'<tr class="{html.escape(point.status)}">{"".join(map(_cell, row))}'
-        f"<td>{html.escape(point.reason)}</td></tr>"
+        f'<tr class="{_shown(point.status)}">{"".join(map(_cell, row))}'
+        f"<td>{_shown(point.reason)}</td></tr>"
         for point, row in zip(results.points, rows(results))
     )
 
 
 def _cell(cell: TableCell) -> str:
-    text = html.escape(cell.text)
+    text = _shown(cell.text)
     if cell.number is None:
         return f"<td>{text}</td>"
     return f'<td class="number" data-number="{cell.number!r}">{text}</td>'
@@ -112,6 +117,6 @@ def _cell(cell: TableCell) -> str:
 def _figure(chart: Chart, svg: str) -> str:
     source = base64.b64encode(svg.encode()).decode()
     return (
-        f'<figure><img src="data:image/svg+xml;base64,{source}" alt="{html.escape(chart.title)}">'
-        f"<figcaption>{html.escape(chart.shows)}</figcaption></figure>"
+        f'<figure><img src="data:image/svg+xml;base64,{source}" alt="{_shown(chart.title)}">'
+        f"<figcaption>{_shown(chart.shows)}</figcaption></figure>"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from parallax.common.units import format_bytes, format_seconds
+from parallax.errors import printable
 from parallax.report.scaling.points import Gain, PointResult, SweepResults
 
 NONE = "-"
 WIDTH = 160  # columns that the table has where it is not on a terminal
+_FORMULAS = ("=", "+", "-", "@")
 MOST_RANKS = 4  # whose peaks a cell lists
 
 
@@ -86,7 +89,8 @@ def results_csv(results: SweepResults) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         [
-            *("point", "status", "reason", *keys, "devices", "layout", "rows_per_step"),
+            *("point", "status", "reason", *map(_plain, keys), "devices", "layout"),
+            "rows_per_step",
             *("step_seconds", "predicted_step_seconds", "per_second", "unit"),
             *("speedup", "efficiency", "weak_efficiency", "measured_peak_bytes"),
             *("predicted_peak_bytes", "validation_loss", "run_seconds"),
@@ -96,10 +100,10 @@ def results_csv(results: SweepResults) -> str:
         gain, weak_gain = strong.get(point.name), weak.get(point.name)
         writer.writerow(
             [
-                *(point.name, point.status, point.reason),
-                *(point.swept.get(key, "") for key in keys),
-                *(point.devices, point.layout, point.global_batch, point.step_seconds),
-                *(point.predicted_step_seconds, point.per_second, point.unit),
+                *map(_plain, (point.name, point.status, point.reason)),
+                *(_plain(point.swept.get(key, "")) for key in keys),
+                *(point.devices, _plain(point.layout), point.global_batch, point.step_seconds),
+                *(point.predicted_step_seconds, point.per_second, _plain(point.unit)),
                 *((gain.speedup, gain.efficiency) if gain else (None, None)),
                 weak_gain.efficiency if weak_gain else None,
                 " ".join(str(rank.measured) for rank in point.peaks),
@@ -108,6 +112,15 @@ def results_csv(results: SweepResults) -> str:
             ]
         )
     return out.getvalue()
+
+
+def _plain(text: str) -> str:
+    """A text that no spreadsheet takes for a formula, which could read files or call programs; a number stays one."""
+    text = printable(text)
+    with contextlib.suppress(ValueError):
+        float(text)
+        return text
+    return f"'{text}" if text.startswith(_FORMULAS) else text
 
 
 def _gains(results: SweepResults, *, weak: bool) -> dict[str, Gain]:

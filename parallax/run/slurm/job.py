@@ -66,6 +66,11 @@ class SlurmJob:
 
     def script(self, folder: Path, runs: Path) -> str:
         """The batch script, to be run in ``folder`` with run directories in ``runs`` below it."""
+        if not str(folder).isprintable():
+            raise ConfigError(
+                f"--slurm: the folder {printable(str(folder))} has control characters in its name, which end a line of "
+                "the script: start from another folder"
+            )
         head = ["#!/usr/bin/env bash", *(f"#SBATCH {line}" for line in self._asked(folder, runs))]
         return "\n".join([*head, "set -euo pipefail", "", *self._variables(), "", BODY.read_text()])
 

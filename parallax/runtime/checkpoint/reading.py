@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from parallax.common.reading import MANIFEST_BYTES, any_json, read_text
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import held_in
 from parallax.runtime.checkpoint.checksums import SEAL, checksum, seal, verify_file
@@ -32,11 +32,13 @@ class CheckpointReader:
             self._checksums: dict[str, int] = dict(index["checksums"])
             # Of each file; older ones have none.
             self._digests = {n: str(f["sha256"]) for n, f in index.get("files", {}).items()}
-            self._nodes: dict[str, str] = dict(index.get("nodes", {}))
+            self._nodes: dict[str, str] = {n: str(p) for n, p in dict(index.get("nodes", {})).items()}
             self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
         self._verified: set[Path] = set()
         self._where: dict[str, tuple[Path, Any]] = {}
         for path in sorted(directory.glob("*.safetensors")):
+            if not path.is_file():
+                continue  # a pipe, which to open could take for ever
             with _as_damage(path):
                 file = safe_open(path, framework="pt")
                 self._where |= dict.fromkeys(file.keys(), (path, file))
@@ -177,7 +179,7 @@ def read_metrics(directory: Path) -> dict[str, Any]:
 def _read_index(directory: Path) -> dict[str, Any]:
     path = directory / INDEX
     with _as_damage(path):
-        index = dict(json.loads(path.read_text(encoding="utf-8")))
+        index = dict(any_json(read_text(path, MANIFEST_BYTES)))
         if index["version"] != VERSION:
             raise CheckpointError(
                 f"{directory} has version {printable(str(index['version']))}; this Parallax reads {VERSION}"
@@ -199,10 +201,10 @@ def _as_damage(path: Path) -> Iterator[None]:
         KeyError,
         TypeError,
         AttributeError,
-        RecursionError,
+        OverflowError,
         SafetensorError,
     ) as error:
-        reason = f"{type(error).__name__}: {printable(str(error))}"
+        reason = f"{type(error).__name__}: {printable(str(error))[:300]}"
         raise CheckpointError(f"{path} is damaged ({reason}); use an earlier one") from error
 
 
