@@ -90,7 +90,7 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
             for number, letter in enumerate("ab", 1)
         )
         self._rate = rate
-        self._started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
         self._made = contextlib.ExitStack()
 
     @property
@@ -158,7 +158,7 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
             host.start(*command, str(processes), *settings, log=host.folder / "out.txt")
             for host in (self.hosts if on is None else on)
         ]
-        self._started += started
+        self.started += started
         return started
 
     def stop(self) -> None:
@@ -166,8 +166,8 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
         for host in self.hosts:
             host.kill()
             host.set_link(up=True)
-        while self._started:
-            self._started.pop().wait(_SECONDS)
+        while self.started:
+            self.started.pop().wait(_SECONDS)
 
 
 def check_possible() -> None:

@@ -27,6 +27,7 @@ from parallax.nodes.places import Sites
 from parallax.nodes.together import from_all, from_first
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
+from parallax.runtime.fence import Fence
 
 
 class SaveProgress(IntEnum):
@@ -42,12 +43,13 @@ class SaveProgress(IntEnum):
 
 @dataclass(kw_only=True)
 class SaveInProgress:
-    """One save. ``told``: what is known of it before it is written, the same on all ranks; ``part``: what this rank
-    writes, on its ``thread``, which ends soon after ``cancel``."""
+    """One save. ``fence``: whether this start may still save there; ``told``: what is known of it before it is written,
+    the same on all ranks; ``part``: what this rank writes, on its ``thread``, which ends soon after ``cancel``."""
 
     directory: Path
     step: int
     sites: Sites
+    fence: Fence
     told: dict[str, Any]
     retention: Retention
     thread: ThreadPoolExecutor
@@ -64,6 +66,11 @@ class SaveInProgress:
     def final(self) -> Path:
         """The folder that there will be."""
         return self.directory / checkpoint.checkpoint_name(self.step)
+
+    def give_name(self, index: dict[str, Any]) -> None:
+        """Make it a checkpoint, with that ``index``."""
+        self.fence.hold(self.directory)
+        checkpoint.finish(self.partial, index)
 
 
 class PendingSaves:
@@ -144,7 +151,7 @@ class PendingSaves:
         save, parts = self._save, self._parts(self._save)
         index = from_first(lambda: {**save.told, **self._contents(save, parts)})
         if save.sites.leads:
-            save.naming = save.thread.submit(checkpoint.finish, save.partial, index)
+            save.naming = save.thread.submit(save.give_name, index)
         else:
             save.naming = Future()
             save.naming.set_result(None)

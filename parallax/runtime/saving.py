@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallax.errors import CheckpointError, NonFiniteError, ParallaxError
+from parallax.errors import NonFiniteError, ParallaxError
 from parallax.machine.device import CopyEngine
 from parallax.machine.host import available_memory
 from parallax.mesh import Mesh
@@ -23,7 +23,9 @@ from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
 from parallax.runtime.collecting import collect
+from parallax.runtime.fence import Fence
 from parallax.runtime.health.nonfinite import unfit
+from parallax.runtime.held import whole_checkpoints
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.pending import PendingSaves, SaveInProgress
@@ -53,41 +55,28 @@ class Saving:
         self._scale = scale
         self._said = not chain.left_out or mesh.rank > 0
         self._sites: dict[Path, Sites] = {}
+        self._fences: dict[Path, Fence] = {}
         self._memory = SnapshotMemory(copies.arena, snapshot_room(plan, mesh))
         self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Whole checkpoints below ``directory`` that every node has, oldest first, and what is to be said of others;
-        what interrupted saves have left is removed. Raises :class:`CheckpointError` where some nodes have checkpoints
-        and no checkpoint is on all."""
+        """Checkpoints below ``directory`` of which the nodes have all parts, the best to go on from last, and what is
+        to be said of others; what interrupted saves have left is removed. Raises :class:`CheckpointError` where nodes
+        have checkpoints and none is whole."""
         sites = self._sites_of(directory)
         if sites.leads and directory.is_dir():
             checkpoint.remove_partial(directory)
         self._mesh.barrier()
-        found = from_all(
-            lambda: {
-                path.name: checkpoint.digest(path)
-                for path in checkpoint.list_checkpoints(directory)
-            }
-        )
-        everywhere = {
-            name for name, _ in set(found[0].items()).intersection(*map(dict.items, found))
-        }
-        lost: dict[str, set[str]] = {}
-        for rank, held in enumerate(found):
-            for name in set().union(*found) - everywhere:
-                if held.get(name) != found[0].get(name) or name not in held:
-                    lost.setdefault(name, set()).add(self._mesh.nodes.name(rank))
-        told = [
-            f"{directory / name} is not on {', '.join(sorted(lost[name]))}, or another one there"
-            for name in sorted(lost, reverse=True)
-        ]
-        if told and not everywhere:
-            raise CheckpointError(
-                f"{told[0]}: run on the nodes that have saved it, or copy the folder there; checkpoint.directory=FOLDER"
-                " names a place that all nodes share, and trainer.resume=never with another name starts anew"
-            )
-        return [directory / name for name in sorted(everywhere)], told
+        self._begin_in(directory, sites)
+        return whole_checkpoints(directory, sites, self._mesh.nodes)
+
+    def _begin_in(self, directory: Path, sites: Sites) -> Fence:
+        """This start's word in ``directory``, which is said once."""
+        if directory not in self._fences:
+            latest = max(from_all(lambda: Fence.new(directory)), key=lambda each: each.started)
+            self._fences[directory] = latest
+            from_all(lambda: latest.hold(directory) if sites.leads else None)
+        return self._fences[directory]
 
     def save(
         self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
@@ -108,7 +97,13 @@ class Saving:
         self.pending.finish()
         self._say_what_is_left_out()
         partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
-        from_all(lambda: checkpoint.begin(partial) if sites.leads else None)
+        fence = self._begin_in(directory, sites)
+
+        def begin() -> None:
+            fence.hold(directory)
+            checkpoint.begin(partial)
+
+        from_all(lambda: begin() if sites.leads else None)
         thread = ThreadPoolExecutor(1, "parallax-checkpoint")
         writer = self._writer(partial, step, thread)
         try:
@@ -126,6 +121,7 @@ class Saving:
             "plan": self._plan.hash(),
             "trained_by": self._optimizer.name,
             "scale": self._scale.state(),
+            "started": fence.started,
             **(
                 {
                     "base": self._chain.base,
@@ -141,6 +137,7 @@ class Saving:
                 directory=directory,
                 step=step,
                 sites=sites,
+                fence=fence,
                 told=known,
                 retention=retention,
                 thread=thread,
@@ -181,8 +178,7 @@ class Saving:
         found its part good."""
         left_out = self._chain.left_out
         names = {n: t for n, t in self._stage.named_tensors().items() if n not in left_out}
-        if any(from_all(lambda: checkpoint.CheckpointReader(directory).split)):
-            collect(directory, names, self._sites_of(directory.parent))
+        collect(directory, names, self._sites_of(directory.parent))
 
         def check() -> checkpoint.CheckpointReader:
             reader = checkpoint.CheckpointReader(directory)

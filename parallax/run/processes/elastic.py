@@ -1,7 +1,7 @@
 """A run that torchrun starts again on whatever devices are there: one run, under one name.
 
-Torchrun starts all ranks again when one has failed, when a node is lost and when one joins, and types the same words each
-time. What was decided for the devices of the start before must not bind this one::
+Torchrun starts all ranks again when one has failed, when a node is lost and when one joins, and types the same words
+each time. What was decided for the devices of the start before must not bind this one::
 
     torchrun --nnodes=1:4 ... train      4 devices: plan ── a node is lost ──> 3 devices: plan again, go on
                                          the same name, the settings that were typed, the last checkpoint

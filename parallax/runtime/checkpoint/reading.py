@@ -28,6 +28,8 @@ class CheckpointReader:
             self.step, self.state = int(index["step"]), dict(index["state"])
             self.scale, self.metrics = dict(index.get("scale", {})), dict(index.get("metrics", {}))
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
+            # When its run was started; older ones do not say.
+            self.started = float(index.get("started", 0.0))
             self._trained_by = str(index.get("trained_by", ""))  # older ones do not say
             self._checksums: dict[str, int] = dict(index["checksums"])
             # Of each file; older ones have none.
@@ -114,15 +116,14 @@ class CheckpointReader:
                 verify_file(path, expected, self._checksums)
             self._verified.add(path)
 
-    @property
-    def split(self) -> bool:
-        """Whether nodes that share no disk saved it, each a part."""
-        return bool(self._nodes)
+    def elsewhere(self) -> dict[str, str]:
+        """The tensors that are not here, and the node that saved each."""
+        return {name: node for name, node in self._nodes.items() if name not in self._where}
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """What it holds of the parameters ``names``, but not here."""
         wanted = [f"{kind}/{name}" for name in names for kind in ("model", *self._optimizer)]
-        return [each for each in wanted if each in self._nodes and each not in self._where]
+        return [each for each in wanted if each in self._checksums and each not in self._where]
 
     def files(self) -> dict[str, str]:
         """The file that each tensor is in, of those that are here."""

@@ -1,0 +1,148 @@
+"""Elastic runs over two hosts: one is lost, comes back, is cut off; the others go on, and no step is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import ROOT, Host, TwoHosts
+from tests.nodes.test_two_hosts import output, ranks, said, wait_for
+
+pytestmark = pytest.mark.nodes
+
+SETTINGS = (
+    "name=both",
+    "data=custom",
+    "data.target=tests.nodes.slow_rows:build",
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=2",
+    "model.sequence=32",
+    "cluster.device_memory=auto",
+    "trainer.steps=100000",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=5",
+    "optimizer.final_rate=1",
+    "logger.tensorboard=false",
+)
+STEP = "+data.kwargs.seconds=0.1"
+SOON = 60.0
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHON", sys.executable)
+
+
+@pytest.fixture
+def line(hosts: TwoHosts, tmp_path: Path) -> tuple[str, ...]:
+    """What is typed on each: checkpoints go where both see them."""
+    return (*SETTINGS, STEP, f"checkpoint.directory={tmp_path / 'shared'}")
+
+
+def begin(hosts: TwoHosts, line: tuple[str, ...]) -> None:
+    hosts.start(1, line, nodes="1:2")
+    reaches(hosts, 7)
+
+
+def reaches(hosts: TwoHosts, step: int) -> None:
+    wait_for(lambda: step in losses(hosts.a), hosts, SOON)
+
+
+def losses(host: Host) -> dict[int, float]:
+    """By step, in the order in which they were written."""
+    path = host.folder / "runs/both/metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {each["step"]: each["loss"] for each in found if "loss" in each}
+
+
+def restarts(host: Host) -> int:
+    return output(host).count("continuing after step")
+
+
+def stages(host: Host) -> list[int]:
+    """How many ranks each stage has."""
+    placed = json.loads((host.folder / "runs/both/placement.json").read_text())
+    return [len(stage["ranks"]) for stage in placed["stages"]]
+
+
+def ends_well(hosts: TwoHosts, folder: Path) -> None:
+    """Asked to end, all do. What was trained is what one process makes of the same, and no step is missing."""
+    os.kill(ranks(hosts.a)[0], signal.SIGUSR1)
+    wait_for(lambda: not ranks(hosts.a) and not ranks(hosts.b), hosts, SOON)
+    found = losses(hosts.a)
+    assert sorted(found) == list(range(1, max(found) + 1))
+    folder.mkdir()
+    settings = (*SETTINGS, f"trainer.steps={max(found)}", "trainer.checkpoint_every=0")
+    command = [sys.executable, "-m", "parallax", "train", *settings]
+    subprocess.run(
+        [*command, "cluster.devices=1", "plan=single"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        timeout=SOON,
+    )
+    text = (folder / "runs/both/metrics.jsonl").read_text().splitlines()
+    expected = {e["step"]: e["loss"] for e in map(json.loads, text) if "loss" in e}
+    assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-4)
+
+
+def test_a_lost_host_is_done_without_and_comes_back(
+    hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
+) -> None:
+    begin(hosts, line)
+    assert stages(hosts.a) == [1, 1]
+    hosts.b.kill()
+    wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
+    assert stages(hosts.a) == [1]
+    hosts.start(1, line, nodes="1:2", on=[hosts.b])
+    wait_for(lambda: restarts(hosts.a) == 2, hosts, SOON)
+    reaches(hosts, max(losses(hosts.a)) + 3)
+    assert sum(stages(hosts.a)) == 2
+    ends_well(hosts, tmp_path / "alone")
+
+
+def test_a_killed_rank_restarts_all(hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path) -> None:
+    begin(hosts, line)
+    os.kill(ranks(hosts.b)[0], signal.SIGKILL)
+    wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
+    assert stages(hosts.a) == [1, 1]
+    reaches(hosts, max(losses(hosts.a)) + 3)
+    ends_well(hosts, tmp_path / "alone")
+
+
+def test_of_two_halves_that_cannot_meet_one_goes_on(
+    hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
+) -> None:
+    begin(hosts, line)
+    stopped = ranks(hosts.b)[0]
+    os.kill(stopped, signal.SIGSTOP)  # the half that does not notice: it wakes up much later
+    hosts.a.set_link(up=False)
+    wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
+    os.kill(stopped, signal.SIGCONT)
+    wait_for(lambda: not ranks(hosts.b), hosts, 20.0)
+    assert "continuing after" not in output(hosts.b)
+    assert any("cannot be reached" in words for words in said(hosts.b)), output(hosts.b)
+    hosts.a.set_link(up=True)
+    wait_for(lambda: restarts(hosts.a) == 2, hosts, SOON)
+    reaches(hosts, max(losses(hosts.a)) + 3)
+    ends_well(hosts, tmp_path / "alone")
+
+
+def test_too_few_devices_end_the_run_with_what_is_missing(
+    hosts: TwoHosts, line: tuple[str, ...]
+) -> None:
+    hosts.start(1, (*line, "plan.stages=2"), nodes="1:2")
+    reaches(hosts, 7)
+    hosts.b.kill()
+    process = hosts.started[0]
+    assert process.wait(SOON) == 2
+    assert "plan.stages=2 with 1 device(s)" in said(hosts.a)[-1]
