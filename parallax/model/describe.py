@@ -87,6 +87,16 @@ class Chain:
         text += [*sorted(self.ties), *(f"{name} is frozen" for name in sorted(self.frozen))]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
+    def structure(self) -> str:
+        """A hash of what the model's weights are: its modules, their names and shapes, what is shared and what is not
+        trained. Equal for a model in several number formats, whose recorded forwards, and so their fingerprints, may
+        differ."""
+        model = self.model
+        text = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
+        text += [f"{n}{tuple(t.shape)}" for n, t in model.state_dict(keep_vars=True).items()]
+        text += [*sorted(self.ties), *(f"{name} is frozen" for name in sorted(self.frozen))]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
     def arguments(self, value: Any, longest: Sequence[int] = ()) -> tuple[Tensor, ...]:
         """A model's inputs as the first block takes them: a tensor, some in order, some by name, or a nest of them such
         as the chain was described with. What is ragged is opened, with rows that are at least ``longest`` for each of

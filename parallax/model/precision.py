@@ -73,6 +73,12 @@ class PrecisionConfig:
         return DTYPES[self.parameters]
 
     @property
+    def masters(self) -> str:
+        """What is stepped, and what a run may go on with in another number format: the parameters, or copies of
+        them."""
+        return "fp32" if self.parameters in _SHORT else self.parameters
+
+    @property
     def boundary_dtype(self) -> torch.dtype | None:
         """What floating tensors are sent in between stages; None is as they are."""
         return (

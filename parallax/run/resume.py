@@ -17,7 +17,8 @@ from parallax.common.reading import read_text
 from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
-from parallax.run.job import open_source
+from parallax.model.factory.registry import base_of
+from parallax.run.job import built_model, open_source
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 from parallax.train.data import TextDataConfig
 
@@ -102,9 +103,10 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
     """Differences that the checkpoint cannot follow: ``key: old -> new``."""
     for key, (old, new) in configuration.changes(stored, config).items():
         group = key.split(".")[0]
-        fixed = key in ("seed", "optimizer.name", "precision.parameters") or (
-            group == "model" and key != "model.verify"
-        )
+        fixed = key in ("seed", "optimizer.name") or (group == "model" and key != "model.verify")
+        if key == "precision.parameters":  # an adapter's base is known by its bytes
+            adapting = base_of(built_model(stored), stored.seed) != ""
+            fixed = adapting or stored.precision.masters != config.precision.masters
         if fixed or (group == "data" and not _same_rows(config, checkpoint)):
             yield f"{key}: {old} -> {new}"
 

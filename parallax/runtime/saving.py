@@ -22,6 +22,7 @@ from parallax.nodes.together import from_all, from_first
 from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
+from parallax.runtime.checkpoint.masters import HeldMasters
 from parallax.runtime.collecting import collect
 from parallax.runtime.fence import Fence
 from parallax.runtime.health.nonfinite import unfit
@@ -118,6 +119,8 @@ class Saving:
         known = {
             "step": step,
             "fingerprint": self._chain.fingerprint(),
+            "structure": self._chain.structure(),
+            "dtype": str(self._chain.dtype),
             "plan": self._plan.hash(),
             "trained_by": self._optimizer.name,
             "scale": self._scale.state(),
@@ -185,32 +188,35 @@ class Saving:
             reader.check_names(
                 set(parameter_names(self._chain, range(len(self._chain.blocks)))) - left_out,
                 self._chain.fingerprint(),
+                self._chain.structure(),
+                str(self._chain.dtype),
             )
             reader.check_optimizer(self._optimizer.name)
-            reader.check_base(self._chain.base, self._marks())
-            reader.check(names)
+            reader.check_base(self._chain.base, self._marks(), str(self._chain.dtype))
+            HeldMasters(reader).check(names)
             return reader
 
         found: list[checkpoint.CheckpointReader] = []
         from_all(lambda: found.append(check()))
         (reader,) = found
+        held = HeldMasters(reader)
         self._optimizer.reset()
         with torch.no_grad():
-            self._stage.assign(self._loaded(reader))
+            self._stage.assign(self._loaded(held))
             for name, tensor in names.items():
-                self._optimizer.restore(tensor, reader.states(name))
+                self._optimizer.restore(tensor, held.states(name, tensor))
         return reader
 
-    def _loaded(self, reader: checkpoint.CheckpointReader) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _loaded(self, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The new values of the stage. What the checkpoint leaves out stays as it is; blocks below the device are
         written whole."""
         if not self._chain.left_out:
             for name, tensor in self._stage.named_tensors().items():
-                yield name, tensor, reader.read(f"model/{name}")
+                yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
             return
         for name, tensor, value in self._stage.values():
             if name not in self._chain.left_out:
-                yield name, tensor, reader.read(f"model/{name}")
+                yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
             elif self._stage.streams(tensor):
                 yield name, tensor, value
 

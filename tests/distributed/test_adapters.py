@@ -121,6 +121,10 @@ def test_another_base_is_refused_before_anything_is_changed(pool: Pool, tmp_path
         )
         assert "\n" not in message
         assert not changed
+    narrow = OverBase(half_frozen, sizes=(8, 3, 7, 2), dtype=torch.float32).under((1, 1))
+    for message, changed, _ in pool.run(loading, 2, narrow, tmp_path / checkpoint_name(1)):
+        assert "over a base in torch.float64, of which it holds nothing, and here" in message
+        assert not changed
     same_base = pool.run(loading, 2, case, tmp_path / checkpoint_name(1))
     assert [message for message, _, _ in same_base] == ["", ""]
 

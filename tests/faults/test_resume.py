@@ -85,6 +85,10 @@ def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:
             ["swap.tier: auto -> none", "logger.events: true -> false"],
         ),
         (["precision=bf16"], ["precision.compute: fp32 -> bf16"]),
+        (
+            ["precision=mixed_bf16"],
+            ["precision.parameters: fp32 -> bf16", "precision.compute: fp32 -> bf16"],
+        ),
         (["optimizer.betas=[0.8,0.9]"], ["optimizer.betas: [0.9, 0.95] -> [0.8, 0.9]"]),
         (
             ["cluster.devices=2", "compile=true"],
@@ -104,7 +108,7 @@ def test_what_is_typed_is_applied_on_top(here: Path, typed: list[str], changed: 
         (["model.layers=3"], ["model.layers: 2 -> 3"]),
         (["model=mlp"], ["model.name: gpt -> mlp"]),
         (["optimizer=sgd"], ["optimizer.name: adamw -> sgd"]),
-        (["precision=mixed_bf16"], ["precision.parameters: fp32 -> bf16"]),
+        (["precision=fp64"], ["precision.parameters: fp32 -> fp64"]),
         (["seed=7", "model.hidden=32"], ["seed: 1 -> 7", "model.hidden: 64 -> 32"]),
         (["data.max_bytes=32KiB"], ["data.max_bytes: 64KiB -> 32KiB"]),
         (["data=custom", "data.target=a:b"], ["data.name: text -> custom"]),
@@ -175,9 +179,12 @@ def test_a_run_of_ones_own_model_goes_on_by_its_name(
     ]
     code, _, err = called("train", *model, *common, "name=a", "trainer.steps=2")
     assert (code, err.strip()) == (0, "")
-    code, out, err = called("train", "name=a", "trainer.steps=3")
+    other = ["precision=mixed_bf16", "plan.stages=1", "trainer.global_batch=6"]
+    code, out, err = called("train", "name=a", "trainer.steps=3", *other)
     assert (code, err.strip()) == (0, "")
-    assert "runs/a goes on with its own settings, but trainer.steps: 2 -> 3" in out
+    assert "runs/a goes on with its own settings, but " in out
+    for changed in ("trainer.steps: 2 -> 3", "global_batch: 4 -> 6", "parameters: fp32 -> bf16"):
+        assert changed in " ".join(out.split())
     assert "continuing after step 2" in out
     assert config.load(Path("runs/a/config.yaml").read_text()).model.kwargs == {"width": 16}  # type: ignore[union-attr]
     assert not Path("runs/a", LOCK).exists()

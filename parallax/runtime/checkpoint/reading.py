@@ -34,6 +34,8 @@ class CheckpointReader:
             self._checksums: dict[str, int] = dict(index["checksums"])
             # Of each file; older ones have none.
             self._digests = {n: str(f["sha256"]) for n, f in index.get("files", {}).items()}
+            self._structure = str(index.get("structure", ""))  # older ones have neither
+            self._dtype = str(index.get("dtype", ""))
             self._nodes: dict[str, str] = {n: str(p) for n, p in dict(index.get("nodes", {})).items()}
             self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
         self._verified: set[Path] = set()
@@ -45,21 +47,32 @@ class CheckpointReader:
                 file = safe_open(path, framework="pt")
                 self._where |= dict.fromkeys(file.keys(), (path, file))
 
-    def check_names(self, expected: Iterable[str], fingerprint: str) -> None:
-        """Refuse a checkpoint of another model, whose names ``expected`` are, before anything is changed."""
+    def check_names(
+        self, expected: Iterable[str], fingerprint: str, structure: str = "", dtype: str = ""
+    ) -> None:
+        """Refuse a checkpoint of another model, whose names ``expected`` are, before anything is changed. One in
+        another number format than ``dtype`` is the same model where its ``structure`` is."""
         wanted = set(expected)
         found = {
             name.removeprefix("model/") for name in self._checksums if name.startswith("model/")
         }
-        if self._fingerprint != fingerprint or wanted != found:
+        same = self._fingerprint == fingerprint
+        if self._dtype not in ("", dtype):
+            same = same or self._structure == structure
+        if not same or wanted != found:
             raise CheckpointError(
                 f"{self.directory} holds another model: missing {_listed(wanted - found)}, extra "
                 f"{_listed(found - wanted)}; fingerprint {printable(self._fingerprint)} where {fingerprint} is due"
             )
 
-    def check_base(self, base: str, marks: dict[str, int]) -> None:
+    def check_base(self, base: str, marks: dict[str, int], dtype: str = "") -> None:
         """Refuse a checkpoint that was trained beside other parameters than those it leaves out, whose ``marks`` are of
-        ``base`` here."""
+        ``base`` here. In another number format than ``dtype`` they were others."""
+        if marks and self._dtype not in ("", dtype):
+            raise CheckpointError(
+                f"{self.directory} was trained over a base in {printable(self._dtype)}, of which it holds nothing, and "
+                f"here the base is in {dtype}: go on with the precision.parameters that it was trained with"
+            )
         other = [name for name, found in marks.items() if self._marks.get(name) != found]
         if other:
             raise CheckpointError(

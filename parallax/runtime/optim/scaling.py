@@ -76,6 +76,7 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON has it."""
         return {
+            "dynamic": self._dynamic,
             "factor": self.factor,
             "good_steps": self._good,
             "bad_steps": self._bad,
@@ -83,11 +84,12 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state`; a factor that is fixed stays what it is now."""
+        """Continue from :meth:`state`; a factor that is fixed stays what it is now, and one that was fixed, in another
+        number format, is nothing to begin with."""
         self.skipped = int(state.get("skipped", 0))
         if self._limit:
             self._bad = int(state.get("bad_steps", 0))
-        if self._dynamic and "factor" in state:
+        if self._dynamic and state.get("dynamic", "factor" in state):
             self.factor = float(state["factor"])
             self._good, self._bad = int(state["good_steps"]), int(state["bad_steps"])
 

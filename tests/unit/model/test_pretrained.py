@@ -351,3 +351,20 @@ def test_gradient_checkpointing_is_left_to_the_plan(caplog: pytest.LogCaptureFix
         module.train()
     assert plain.model.gradient_checkpointing, "by itself it computes again"  # type: ignore[union-attr]
     check_same(entry, chain, blocks, plain, 3)
+
+
+def test_one_structure_in_every_number_format() -> None:
+    """Its forward looks at the format, so what is recorded of it does; the weights are the same."""
+    config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
+    wide, short = (
+        describe(config.build, sample=tokens, partial_weights=True, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert wide.fingerprint() != short.fingerprint()
+    assert wide.structure() == short.structure()
+    deeper = HuggingFaceConfig(
+        architecture="LlamaForCausalLM", config={**TEXT, "num_hidden_layers": 3}
+    )
+    assert (
+        describe(deeper.build, sample=tokens, partial_weights=True).structure() != wide.structure()
+    )

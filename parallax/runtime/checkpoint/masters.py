@@ -1,0 +1,86 @@
+"""What a checkpoint holds of a tensor, in the number format of the run that goes on.
+
+What an optimizer steps are weights in full precision: the weights themselves, or their masters where the weights have
+two bytes. A checkpoint has both under one meaning, so the same masters go on in any format that has them::
+
+    saved in     goes on in     weight                       master
+    fp32         bf16, fp16     the weight, rounded          the weight
+    bf16, fp16   fp32           the master                   (none: the weight is it)
+    bf16         fp16           the master, rounded          the master
+
+Weights that are not trained, and buffers, have no masters: they are rounded where they are narrowed, and stay as they
+were saved where they are widened.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import CheckpointError, printable
+from parallax.runtime.checkpoint.reading import CheckpointReader
+from parallax.swap.optimizer.buckets import MASTER
+from parallax.swap.weights import stepped_in
+
+
+class HeldMasters:
+    """The tensors of ``reader``, for those of a run by name."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def check(self, names: dict[str, Tensor]) -> None:
+        """Read everything that a rank with the tensors ``names`` needs, one by one, and keep nothing: what is refused
+        is refused before anything is changed."""
+        for name, mine in names.items():
+            found = self.weight(name, mine)
+            if found.shape != mine.shape:
+                was, due = list(found.shape), list(mine.shape)
+                raise CheckpointError(
+                    f"{self._reader.directory}: {printable(name)} has shape {was} where {due} is due"
+                )
+            self._check_range(name, found, mine)
+            self.states(name, mine)
+
+    def weight(self, name: str, tensor: Tensor) -> Tensor:
+        """The value that ``tensor`` is to have, in the format of its own or of its master."""
+        found = self._reader.read(f"model/{name}")
+        if found.dtype is tensor.dtype:
+            return found
+        if stepped_in(found.dtype) is not stepped_in(tensor.dtype):
+            raise CheckpointError(
+                f"{self._reader.directory}: {printable(name)} is {_word(found)}, and no master of {_word(tensor)}: go "
+                f"on with precision.parameters={_word(found)}, or start a new run"
+            )
+        return self._reader.states(name).get(MASTER, found)
+
+    def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What the optimizer is to know of ``tensor``, with its master where it is too short to be stepped."""
+        known = self._reader.states(name)
+        master = known.pop(MASTER, None)
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+            return known
+        if stepped_in(tensor.dtype) is tensor.dtype:
+            return known
+        if master is None:
+            saved = self._reader.read(f"model/{name}")
+            master = saved if saved.dtype is stepped_in(tensor.dtype) else None
+        return known if master is None else {**known, MASTER: master}
+
+    def _check_range(self, name: str, found: Tensor, tensor: Tensor) -> None:
+        """Refuse what ``tensor`` has no number for."""
+        if found.dtype is tensor.dtype or not tensor.is_floating_point():
+            return
+        lost = torch.isfinite(found) & ~torch.isfinite(found.to(tensor.dtype))
+        if bool(lost.any()):
+            value = found[lost][0].item()
+            raise CheckpointError(
+                f"{self._reader.directory}: {printable(name)} holds {value:g}, which is too large for {_word(tensor)}: "
+                f"go on with precision.parameters=bf16 or {_word(found)}"
+            )
+
+
+def _word(tensor: Tensor) -> str:
+    """Its number format, as settings name it."""
+    usual = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"}
+    return {**usual, torch.float16: "fp16"}.get(tensor.dtype, str(tensor.dtype))
