@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import keyword
 import logging
 import os
 import signal
@@ -32,9 +33,11 @@ COMMANDS = {
     "report": "a sweep's points, or a run: table, CSV, charts, and a page",
     "calibrate": "correct a profile by what a run measured; the next plan uses it",
     "export": "the weights of a run's last checkpoint, as others load them",
+    "import": "a run's first checkpoint, from weights that others have trained",
     "doctor": "devices, memory, bandwidths, and what will go wrong",
 }
-"""Commands and what they do; each is a module of :mod:`parallax.commands`."""
+"""Commands and what they do; each is a module of :mod:`parallax.commands`, with a ``_`` where it is a word of
+Python."""
 
 
 # In the output, or in any other file or pipe.
@@ -169,7 +172,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
-            module = importlib.import_module(f"parallax.commands.{name}")
+            module = importlib.import_module(
+                f"parallax.commands.{name}{'_' * keyword.iskeyword(name)}"
+            )
             command.epilog = module.EXAMPLES
             command.set_defaults(call=module.run)
             module.add_arguments(command)

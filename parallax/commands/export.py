@@ -16,12 +16,14 @@ from parallax.commands.options import (
 )
 from parallax.common.units import format_bytes
 from parallax.run.export import FORMS, export
-from parallax.run.prepare import PreparedRun
+from parallax.run.resume import StoredRun
 
+_SHOWN = 12  # files
 EXAMPLES = """examples:
   parallax export deeper --to huggingface               runs/deeper/huggingface/step-...: from_pretrained loads it
   parallax export deeper --to huggingface --out ~/model
   parallax export deeper --to safetensors --out ~/weights   the weights alone, under the model's own names
+  parallax export deeper --to dcp                       weights and optimizer states: torch.distributed.checkpoint.load
   parallax export tuned --to peft                       the adapters of a run with model.adapter
   parallax export theirs --to safetensors model.target=mymodel:build   a run that was begun elsewhere
 """
@@ -34,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         choices=FORMS,
-        help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone; peft: adapters",
+        help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone; dcp: weights and "
+        "optimizer states, for torch.distributed.checkpoint; peft: adapters",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="a new or empty folder; one of the run's by default"
@@ -48,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     out = parsed.out.expanduser() if parsed.out is not None else None
-    found = PreparedRun.read(directory, trusting(words_of(parsed)))
+    found = StoredRun.read(directory, trusting(words_of(parsed)))
     with console.status("exporting"):
         exported = export(found, FORMS[parsed.to], out)
     if parsed.json:
@@ -64,9 +67,10 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     for remark in exported.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    size, files = format_bytes(exported.weight_bytes), ", ".join(exported.files)
+    size, files = format_bytes(exported.weight_bytes), ", ".join(exported.files[:_SHOWN])
+    more = f" and {len(exported.files) - _SHOWN} more" if len(exported.files) > _SHOWN else ""
     console.print(
-        f"step {exported.step}, {size} of weights: {files}",
+        f"step {exported.step}, {size}: {files}{more}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -15,9 +15,10 @@ from parallax.config.multirun import wants_sweep
 from parallax.config.printed import CFG, settings_text
 from parallax.errors import ConfigError, printable
 from parallax.report.scaling import WIDTH
-from parallax.run.prepare import PreparedRun, Trusts, prepare
+from parallax.run.prepare import PreparedRun, prepare
 from parallax.run.processes.launch import launch
 from parallax.run.processes.rank import run_rank
+from parallax.run.resume import Trusts
 from parallax.run.sweep.sweep import sweep
 
 EXAMPLES = """examples:

@@ -27,14 +27,12 @@ from parallax.plan.plan import Plan
 from parallax.report import placement_table, plan_table
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.planning import Planned
-from parallax.run.resume import STORED, load_stored, read_stored, settings
+from parallax.run.resume import STORED, StoredRun, Trusts, settings
 from parallax.run.sweep.points import SWEEP
 from parallax.run.working import working
 from parallax.train.record import PREDICTED_EVENTS
 
 RUNS = Path("runs")
-# Given a file and the class paths in it, key by key.
-Trusts = Callable[[Path, Mapping[str, str]], None]
 _PREPARING = ".preparing-"
 
 
@@ -49,9 +47,8 @@ class PreparedRun:
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> PreparedRun:
         """Read what :func:`prepare` wrote. ``trusts`` raises where the class paths of the file must not be imported."""
-        text = read_stored(directory)
-        trusts(directory / STORED, class_paths(text))
-        config, plan = load_stored(directory / STORED, text), Plan.load(directory / "plan.yaml")
+        config = StoredRun.read(directory, trusts).config
+        plan = Plan.load(directory / "plan.yaml")
         return cls(directory, _counted(config, plan.world_size), plan)
 
     def fingerprints(self) -> tuple[str, str]:
@@ -76,7 +73,7 @@ def prepare(
         work.limit(config.trainer)
         local_cluster(config)
         name = config.name if config.name != "auto" else free_name()
-        _check_name(name)
+        check_name(name)
         config, directory = replace(config, name=name), RUNS / name
         saved = config.checkpoint.folder(directory, config.name)
         if config.trainer.resume == "never" and saved.exists():
@@ -99,7 +96,7 @@ def prepare(
     return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     """Raise :class:`ConfigError` where no run is made: in a sweep's own folder, below a folder that is no sweep's."""
     parent, _, point = name.rpartition("/")
     if parent and not (RUNS / parent / SWEEP).is_file():

@@ -7,7 +7,7 @@ by key, before anything is measured or written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,24 @@ from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 from parallax.train.data import TextDataConfig
 
 STORED = "config.yaml"
+# Given a file and the class paths in it, key by key.
+Trusts = Callable[[Path, Mapping[str, str]], None]
 _SHOWN = 6  # differences that a refusal lists
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run by its directory and the settings that it was begun with."""
+
+    directory: Path
+    config: RunConfig
+
+    @classmethod
+    def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> StoredRun:
+        """``trusts`` raises where the class paths of the file must not be imported."""
+        text = read_stored(directory)
+        trusts(directory / STORED, class_paths(text))
+        return cls(directory, load_stored(directory / STORED, text))
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from parallax.common.reading import MANIFEST_BYTES, read_json
 from parallax.errors import CheckpointError
-from parallax.model.files.tensors import Recipe, held_in
+from parallax.model.files.tensors import Recipe, TensorFiles, held_in
 
+_PICKLED = (b"PK\x03\x04", b"\x80")  # how files of torch.save begin: zip files now, pickles before
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5  # names in an error
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -75,12 +76,28 @@ class OwnLayout:
         return names[0]
 
 
-class CheckpointWeights:
-    """The tensors of the checkpoint at ``path``, of which ``layout`` knows what they are to the model."""
+class SafetensorFiles:
+    """The tensors of the safetensors file, or folder of them, at ``path``."""
 
-    def __init__(self, path: Path, layout: FileLayout) -> None:
+    def __init__(self, path: Path) -> None:
+        self._files, held = _contents(path)
+        self.held: Mapping[str, Tensor] = held
+
+    def read(self, name: str) -> Tensor:
+        """See :class:`~parallax.model.files.tensors.TensorFiles`."""
+        with _open(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+class CheckpointWeights:
+    """The tensors of the checkpoint at ``path``, of which ``layout`` knows what they are to the model. ``files`` hold
+    them where that are no safetensors files."""
+
+    def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
         self._path, self._layout = path, layout
-        self._files, self._held = _contents(path)
+        self._files = files or SafetensorFiles(path)
+        self._held = self._files.held
         self._recipes = layout.recipes(self._held)
 
     def check(
@@ -127,7 +144,7 @@ class CheckpointWeights:
         for name, others in aliases.items():
             first, *more = [each for each in (name, *others) if each in self._recipes] or [name]
             for other in more:
-                if not torch.equal(self._read(first), self._read(other)):
+                if not torch.equal(self.read(first), self.read(other)):
                     raise CheckpointError(
                         f"weights {self._path} have {first} and {other}, which differ, and in the model they are one "
                         "tensor: untie them, for transformers with +model.config.tie_word_embeddings=false"
@@ -142,7 +159,7 @@ class CheckpointWeights:
     def fill(self, tensor: Tensor, name: str) -> None:
         """Read ``name`` into ``tensor``."""
         with torch.no_grad():
-            tensor.copy_(self._read(name))
+            tensor.copy_(self.read(name))
 
     def _new(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
         """Of what is missing what may be: nothing like it is there under another number."""
@@ -161,16 +178,16 @@ class CheckpointWeights:
         """Of all tensors, by the model's names."""
         return {name: tuple(self._shape(name)) for name in self._recipes}
 
+    def without_values(self, name: str) -> Tensor:
+        """What :meth:`read` gives, without values."""
+        return self._recipes[name].make(self._held.__getitem__)[name]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, by the model's name, in the number format of the files."""
+        return self._recipes[name].make(self._files.read)[name]
+
     def _shape(self, name: str) -> list[int]:
-        return list(self._recipes[name].make(self._held.__getitem__)[name].shape)
-
-    def _read(self, name: str) -> Tensor:
-        return self._recipes[name].make(self._read_saved)[name]
-
-    def _read_saved(self, name: str) -> Tensor:
-        with _open(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        return list(self.without_values(name).shape)
 
 
 def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
@@ -218,9 +235,22 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
+        if _is_pickled(path):
+            raise CheckpointError(
+                f"weights {path}: it was written by torch.save, whose pickles are not read: where you trust it, load "
+                "it with torch.load(FILE, weights_only=True), and write it with safetensors.torch.save_file"
+            ) from error
         raise CheckpointError(
             f"weights {path}: it is no readable safetensors file ({error})"
         ) from error
+
+
+def _is_pickled(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith(_PICKLED)
+    except OSError:
+        return False
 
 
 def _said(text: str, names: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from parallax.errors import CheckpointError
 
 Read = Callable[[str], Tensor]
 """One tensor of the side that is read, by its name there."""
+
+
+class TensorFiles(Protocol):
+    """Files with tensors: ``held`` are these by name, without values."""
+
+    held: Mapping[str, Tensor]
+
+    def read(self, name: str) -> Tensor:
+        """One of them."""
+        ...
+
 
 NUMBER_FORMATS = {
     "F64": torch.float64,

@@ -29,8 +29,9 @@ from parallax.report import placement, save_placement, summary_table, ways_in_wo
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
 from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
-from parallax.run.prepare import PreparedRun, Trusts
+from parallax.run.prepare import PreparedRun
 from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
+from parallax.run.resume import Trusts
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import (
     EXIT_REPORT,

@@ -26,9 +26,9 @@ from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.run.job import local_cluster, profile_run
 from parallax.run.nodes import join_nodes
-from parallax.run.prepare import RUNS, PreparedRun, Trusts, prepare, run_files, write_files
+from parallax.run.prepare import RUNS, PreparedRun, prepare, run_files, write_files
 from parallax.run.processes.elastic import patience_seconds, present_settings
-from parallax.run.resume import settings
+from parallax.run.resume import Trusts, settings
 from parallax.train.data import Source
 
 _COMPARED_ROWS = 4  # of which the times on several kinds of devices are compared

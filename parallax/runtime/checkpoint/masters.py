@@ -30,28 +30,27 @@ class HeldMasters:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Read everything that a rank with the tensors ``names`` needs, one by one, and keep nothing: what is refused
-        is refused before anything is changed."""
+        """Look at everything that a rank with the tensors ``names`` needs, and keep nothing: what is refused is refused
+        before anything is changed."""
+        self._reader.check(names)
+        held = self._reader.model_tensors()
         for name, mine in names.items():
-            found = self.weight(name, mine)
-            if found.shape != mine.shape:
-                was, due = list(found.shape), list(mine.shape)
+            found = held[name]
+            if found.dtype is mine.dtype:
+                continue
+            if stepped_in(found.dtype) is not stepped_in(mine.dtype):
                 raise CheckpointError(
-                    f"{self._reader.directory}: {printable(name)} has shape {was} where {due} is due"
+                    f"{self._reader.directory}: {printable(name)} is {_word(found)}, and no master of {_word(mine)}: "
+                    f"go on with precision.parameters={_word(found)}, or start a new run"
                 )
-            self._check_range(name, found, mine)
-            self.states(name, mine)
+            if mine.dtype is torch.float16:
+                self._check_range(name, self.weight(name, mine), mine)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
         """The value that ``tensor`` is to have, in the format of its own or of its master."""
         found = self._reader.read(f"model/{name}")
         if found.dtype is tensor.dtype:
             return found
-        if stepped_in(found.dtype) is not stepped_in(tensor.dtype):
-            raise CheckpointError(
-                f"{self._reader.directory}: {printable(name)} is {_word(found)}, and no master of {_word(tensor)}: go "
-                f"on with precision.parameters={_word(found)}, or start a new run"
-            )
         return self._reader.states(name).get(MASTER, found)
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -69,8 +68,6 @@ class HeldMasters:
 
     def _check_range(self, name: str, found: Tensor, tensor: Tensor) -> None:
         """Refuse what ``tensor`` has no number for."""
-        if found.dtype is tensor.dtype or not tensor.is_floating_point():
-            return
         lost = torch.isfinite(found) & ~torch.isfinite(found.to(tensor.dtype))
         if bool(lost.any()):
             value = found[lost][0].item()

@@ -88,14 +88,18 @@ class CheckpointReader:
                 f"use optimizer={printable(self._trained_by)}, or start a new run"
             )
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """What it holds of the model, by the model's names, without values."""
+    def held(self) -> dict[str, Tensor]:
+        """All that it holds, under its own names, without values."""
         held: dict[str, Tensor] = {}
         for file in {id(file): file for _, file in self._where.values()}.values():
             held |= held_in(file)
+        return held
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What it holds of the model, by the model's names, without values."""
         return {
             name.removeprefix("model/"): tensor
-            for name, tensor in held.items()
+            for name, tensor in self.held().items()
             if name.startswith("model/")
         }
 

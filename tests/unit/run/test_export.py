@@ -25,8 +25,7 @@ from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.registry import CustomModelConfig
 from parallax.model.materialise import check_weights, materialise
 from parallax.model.mlp import MLPConfig
-from parallax.run import export as subject
-from parallax.run.export import FORMS, Exported, export
+from parallax.run.export import FORMS, Exported, export, exporting, shards
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from tests.unit.model.test_pretrained import CPU, MOE, TEXT, saved, tokens
@@ -175,13 +174,13 @@ def test_large_models_are_written_in_shards(
         tmp_path / "from", transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     )
     run = run_of(tmp_path / "run", HuggingFaceConfig(pretrained=str(tmp_path / "from")))
-    monkeypatch.setattr(subject, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 5000)
     exported = export(run, HF, None)
     assert exported.directory == tmp_path / "run" / "huggingface" / "step-00000002"
     index = json.loads((exported.directory / "model.safetensors.index.json").read_text())
-    shards = set(index["weight_map"].values())
-    assert len(shards) > 2
-    assert shards < set(exported.files)
+    named = set(index["weight_map"].values())
+    assert len(named) > 2
+    assert named < set(exported.files)
     assert index["metadata"]["total_size"] == exported.weight_bytes
     check_same(loaded(exported, transformers.LlamaForCausalLM), model.state_dict())
     again = HuggingFaceConfig(pretrained=str(exported.directory))
@@ -308,7 +307,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_
     run = run_of_llama(directory)
     if lacking == "room":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subject, "disk_free_bytes", lambda path: 1000)
+            patch.setattr(exporting, "disk_free_bytes", lambda path: 1000)
             with pytest.raises(CheckpointError, match=r"the weights are .*1000 B are free there"):
                 export(run, HF, out)
     elif lacking == "empty":
@@ -340,7 +339,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(subject, "write_tensors", fail)
+        patch.setattr(shards, "write_tensors", fail)
         with pytest.raises(CheckpointError, match=r"No space left on device, .* free; noth"):
             export(run, HF, out)
     assert list(out.iterdir()) == []

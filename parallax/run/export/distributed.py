@@ -1,0 +1,146 @@
+"""Weights and optimizer states in torch's distributed checkpoint format.
+
+The state_dict is that of ``torch.distributed.checkpoint.state_dict``: ``model`` by name, each tied weight under all of
+its names; and ``optimizer``, whose ``state`` is by parameter name, too, and whose ``param_groups`` are those of the
+``torch.optim`` optimizer of the run's settings. ``master`` is a weight in full precision, where its own is shorter. One
+tensor is in memory at a time; each is a file of its own.
+
+torch's own writer makes it. Its index, ``.metadata``, is a pickle of torch's classes: torch's readers execute what such
+a file says, so whoever is given one must trust its maker. ``parallax import`` does not execute it
+(:mod:`parallax.model.files.distributed`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from parallax.run.export.form import Contents, Trained
+from parallax.runtime.checkpoint import PART_BYTES
+
+_PLACE = torch.device("cpu")
+
+
+class DistributedForm:
+    """A folder that ``torch.distributed.checkpoint`` loads, or ``dcp_to_torch_save`` makes one file of."""
+
+    name, takes_adapters = "dcp", False
+
+    def contents(self, trained: Trained) -> Contents:
+        """See :class:`~parallax.run.export.form.ExportForm`."""
+        tensors = trained.tensors()
+        states = _states(trained, tensors)
+        sources = {other: names[0] for names in trained.names() for other in names}
+        weights = {name: tensors[source] for name, source in sources.items()}
+        tree = {
+            "model": weights,
+            "optimizer": {
+                "state": states,
+                "param_groups": list(_groups(trained)),
+            },
+        }
+
+        def read(name: str) -> Tensor:
+            kind, _, rest = name.partition(".")
+            if kind == "model":
+                return trained.read(sources[rest])
+            parameter, _, key = rest.removeprefix("state.").rpartition(".")
+            return trained.reader.read(f"{key}/{parameter}")
+
+        def write(folder: Path) -> list[str]:
+            writer = _Writer(folder, sync_files=False)  # all is, at the end
+            with warnings.catch_warnings():  # that this is one process
+                warnings.simplefilter("ignore", UserWarning)
+                save(tree, storage_writer=writer, planner=_Planner(read), no_dist=True)
+            return []
+
+        held = [*weights.values(), *(v for known in states.values() for v in known.values())]
+        return Contents(sum(tensor.nbytes for tensor in held), write)
+
+
+def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    """What is known of each parameter, without values; those that never had a gradient are not there."""
+    found: dict[str, dict[str, Tensor]] = {}
+    known = set(names)
+    for held, tensor in trained.reader.held().items():
+        key, _, name = held.partition("/")
+        if key != "model" and name in known:
+            found.setdefault(name, {})[key] = tensor
+    return found
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with tensors that have no values, and reads each when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The tensor with its values; what is no tensor as it is."""
+        found = super().lookup_object(index)
+        return self._read(index.fqn) if isinstance(found, Tensor) else found
+
+
+class _Writer(FileSystemWriter):
+    """Writes files of about :data:`PART_BYTES`, as torch's keeps what it puts into one; and nothing of where it was."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Torch would put this machine's path into it."""
+        return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """File after file."""
+        written: list[WriteResult] = []
+        for number, items in enumerate(_runs(plan.items)):
+            place = replace(plan.storage_data, prefix=f"__{number}_")
+            part = replace(plan, items=items, storage_data=place)
+            written += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+
+def _runs(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """In order, as many as have about :data:`PART_BYTES`."""
+    run, size = list[WriteItem](), 0
+    for item in items:
+        run.append(item)
+        if item.tensor_data is not None:
+            data = item.tensor_data
+            size += math.prod(data.size) * data.properties.dtype.itemsize
+        if size >= PART_BYTES:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
+
+
+def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
+    """The groups of the optimizer, with the names of their parameters."""
+    names = {names[0] for names in trained.names()}
+    parameters = {n: p for n, p in trained.model.named_parameters() if n in names}
+    stand_ins = {
+        nn.Parameter(torch.empty((0,) * p.dim(), device=_PLACE)): name
+        for name, p in parameters.items()
+        if p.requires_grad
+    }
+    settings = trained.settings
+    rate = settings.optimizer.rate(trained.reader.step, settings.trainer.steps)
+    for group in settings.optimizer.build(stand_ins, _PLACE).param_groups:
+        members = [stand_ins[p] for p in group["params"] if p in stand_ins]
+        yield {**group, "lr": rate, "params": members}

@@ -1,0 +1,83 @@
+"""The last checkpoint of a run as others load it.
+
+Tensors are read, made into what the files are to hold, and written one after the other, so no more than what is made
+together, such as the experts of one layer, is in memory. What the files will hold is known from the checkpoint's
+headers before anything is written.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from parallax.common.files import disk_free_bytes, making_folder
+from parallax.common.units import format_bytes
+from parallax.errors import CheckpointError, ConfigError, printable
+from parallax.model.construction.construct import construct
+from parallax.model.factory.registry import base_of, build_model
+from parallax.run.export.form import Exported, ExportForm, Trained
+from parallax.run.job import built_model
+from parallax.run.resume import StoredRun
+from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
+
+
+def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
+    """Write the last checkpoint of ``run`` in ``form`` to the folder ``out``, by default one of the run's directory
+    with the step's name. All of it is there afterwards, or nothing."""
+    checkpoint = _last(run)
+    out = out or run.directory / form.name / checkpoint.name
+    _check_free(out)
+    config = built_model(run.config)
+    model = construct(partial(build_model, config), run.config.seed).model
+    adapting = base_of(config, run.config.seed) != ""
+    if adapting and not form.takes_adapters:
+        raise ConfigError(
+            f"--to {form.name}: the run trains adapters, and its checkpoints do not hold their base; use --to peft"
+        )
+    reader = CheckpointReader(checkpoint)
+    reader.check_whole()
+    contents = form.contents(Trained(model, reader, run.config))
+    _check_room(out, contents.size)
+    try:
+        with making_folder(out) as folder:
+            remarks = contents.write(folder)
+            files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or printable(str(error))
+        raise CheckpointError(
+            f"--out {printable(str(out))}: cannot write {format_bytes(contents.size)} there: {reason}, "
+            f"{format_bytes(disk_free_bytes(out))} free; nothing is left of it"
+        ) from error
+    return Exported(out, reader.step, contents.size, tuple(files), tuple(remarks))
+
+
+def _last(run: StoredRun) -> Path:
+    found = list_checkpoints(run.config.checkpoint.folder(run.directory, run.config.name))
+    if not found:
+        raise ConfigError(
+            f"{printable(str(run.directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every "
+            "steps, at its end, and where SIGTERM or Ctrl-C ends it"
+        )
+    return found[-1]
+
+
+def _check_free(out: Path) -> None:
+    """No file is there and nothing in the folder, so that what an export makes is of one run alone."""
+    taken = "it is no folder" if out.exists() and not out.is_dir() else ""
+    if out.is_dir() and any(out.iterdir()):
+        taken = "it is not empty"
+    if taken:
+        raise ConfigError(
+            f"--out {printable(str(out))}: {taken}; name another folder, or move that away"
+        )
+
+
+def _check_room(out: Path, size: int) -> None:
+    free = disk_free_bytes(out)
+    if size > free:
+        raise CheckpointError(
+            f"--out {printable(str(out))}: the weights are {format_bytes(size)}, and {format_bytes(free)} are free "
+            "there; make room, or name a folder on another disk"
+        )

@@ -1,0 +1,25 @@
+"""The weights alone, as safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parallax.model.construction.weights import OwnLayout
+from parallax.run.export.form import Contents, Trained
+from parallax.run.export.shards import Shards
+
+
+class SafetensorsForm:
+    """The weights alone, under the model's own names: what ``model=custom model.weights=`` reads."""
+
+    name, takes_adapters = "safetensors", False
+
+    def contents(self, trained: Trained) -> Contents:
+        """See :class:`~parallax.run.export.form.ExportForm`."""
+        shards = Shards(trained, OwnLayout())
+
+        def write(folder: Path) -> list[str]:
+            shards.write(folder)
+            return []
+
+        return Contents(shards.size, write)

@@ -1,0 +1,76 @@
+"""Weights as safetensors files: a single one, or shards with their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from parallax.model.construction.weights import INDEX, SINGLE, FileLayout
+from parallax.model.files.tensors import Read, Recipe, write_tensors
+from parallax.run.export.form import Trained
+
+SHARD_BYTES = 5 * 10**9
+"""What one file holds at most, unless tensors that are made together are more."""
+
+
+class Shards:
+    """What ``trained`` becomes in files of ``layout``."""
+
+    def __init__(self, trained: Trained, layout: FileLayout) -> None:
+        tensors = trained.tensors()
+        self._trained = trained
+        self._sources = {layout.kept_name(names): names[0] for names in trained.names()}
+        self.held = {name: tensors[source] for name, source in self._sources.items()}
+        self._shards = cut(layout.saved(self.held), self.held)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(shard.size for shard in self._shards)
+
+    def write(self, folder: Path) -> None:
+        """Write all of them."""
+        write_shards(folder, self._shards, lambda name: self._trained.read(self._sources[name]))
+
+
+@dataclass
+class Shard:
+    """One file: what it holds, without values, how that is made, and its bytes."""
+
+    held: dict[str, Tensor] = field(default_factory=dict)
+    recipes: list[Recipe] = field(default_factory=list)
+    size: int = 0
+
+
+def cut(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
+    """What is made, in files of :data:`SHARD_BYTES`; large numbers before small ones, so that all lie at multiples of
+    their size."""
+    made = [(recipe, recipe.make(held.__getitem__)) for recipe in recipes]
+    made.sort(key=lambda pair: -max(tensor.itemsize for tensor in pair[1].values()))
+    shards = [Shard()]
+    for recipe, tensors in made:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if shards[-1].held and shards[-1].size + size > SHARD_BYTES:
+            shards.append(Shard())
+        shards[-1].held.update(tensors)
+        shards[-1].recipes.append(recipe)
+        shards[-1].size += size
+    return shards
+
+
+def write_shards(folder: Path, shards: Sequence[Shard], read: Read) -> None:
+    """Write them, with an index where they are several."""
+    count = len(shards)
+    stem = SINGLE.removesuffix(".safetensors")
+    names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for shard, name in zip(shards, names if count > 1 else [SINGLE], strict=True):
+        write_tensors(folder / name, shard.held, shard.recipes, read)
+    if count > 1:
+        total = sum(shard.size for shard in shards)
+        places = {held: name for shard, name in zip(shards, names) for held in shard.held}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

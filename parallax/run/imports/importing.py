@@ -1,0 +1,247 @@
+"""From a source to the directory of a run with one checkpoint, from which ``parallax train name=…`` goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax import config as configuration
+from parallax.common.files import disk_free_bytes, making_folder
+from parallax.common.trust import class_paths, remember
+from parallax.common.units import format_bytes
+from parallax.config import RunConfig
+from parallax.errors import CheckpointError, ConfigError, printable
+from parallax.model.describe import Chain
+from parallax.model.factory.registry import base_of
+from parallax.model.materialise import materialise
+from parallax.model.pretrained import tied_names
+from parallax.run.imports.sources import SOURCES, ImportSource
+from parallax.run.imports.states import check_states, state_as_kept
+from parallax.run.job import build_chain, built_model, open_source
+from parallax.run.prepare import RUNS, check_name, free_name
+from parallax.run.resume import STORED
+from parallax.runtime import checkpoint
+from parallax.swap.optimizer.buckets import MASTER
+from parallax.train.data import TextSource
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was made: the run's directory, the step of its checkpoint, bytes of weights and of an optimizer's states,
+    and ``remarks`` on what the source has not."""
+
+    directory: Path
+    step: int
+    weight_bytes: int
+    state_bytes: int
+    remarks: tuple[str, ...]
+
+
+def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfig:
+    """The settings of the run that is to be made. A folder of transformers says which model it is of, where nobody else
+    does."""
+    keys = ("model.pretrained", "model.architecture")
+    named = any(configuration.said(overrides, key) for key in keys)
+    words = list(overrides)
+    if form == "huggingface" and not named and configuration.said(overrides, "model") in ("", form):
+        text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+        words = ["model=huggingface", *overrides, f"model.pretrained='{text}'"]
+    config = configuration.compose(words)
+    return replace(config, name=config.name if config.name != "auto" else free_name())
+
+
+def import_run(
+    config: RunConfig,
+    path: Path,
+    form: str,
+    *,
+    step: int = 0,
+    weights_only: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Imported:
+    """Make the run of ``config``, with the checkpoint of ``step`` from the files at ``path``, which are of one of the
+    forms :data:`SOURCES`. ``weights_only``: without the states of an optimizer. Nothing is written where names or
+    shapes are not those of the model, or there is no room."""
+    directory = _free_directory(config)
+    if not 0 <= step < config.trainer.steps:
+        raise ConfigError(
+            f"--step {step}: accepted is 0 to {config.trainer.steps - 1}, as trainer.steps={config.trainer.steps}"
+        )
+    if base_of(built_model(config), config.seed):
+        raise ConfigError(
+            "model.adapter: checkpoints of adapters do not hold their base; let the run begin with it (model.weights, "
+            "model.pretrained)"
+        )
+    progress("building the model")
+    chain = build_chain(_in_masters(config))
+    progress("comparing")
+    found = _Import(config, chain, SOURCES[form](path, chain), states=not weights_only)
+    remarks = found.check()
+    _check_room(directory, found)
+    progress("importing")
+    state = {"source": _rows_from(config, step)}
+    with making_folder(directory) as made:
+        folder = config.checkpoint.folder(made, config.name)
+        found.write(folder, step, state)
+        (made / STORED).write_text(configuration.dump(config), encoding="utf-8")
+    remember(directory, class_paths(configuration.dump(config)))
+    return Imported(directory, step, found.weight_bytes, found.state_bytes, tuple(remarks))
+
+
+class _Import:
+    """What of ``source`` becomes a checkpoint of ``chain``, whose number format is that of the masters."""
+
+    def __init__(
+        self, config: RunConfig, chain: Chain, source: ImportSource, *, states: bool
+    ) -> None:
+        self._optimizer, self._chain = config.optimizer, chain
+        self._source = source if states else replace(source, states={})
+        self._aliases = tied_names(chain.model)
+        known = chain.model.state_dict(keep_vars=True)
+        self._wanted = {name: known[name] for names in chain.names for name in names.values()}
+        self._trained = {
+            name: tensor
+            for name, tensor in self._wanted.items()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        }
+
+    def check(self) -> list[str]:
+        """Raise :class:`CheckpointError` with the names of what is missing, too much, or of another shape or kind;
+        what is to be said of the rest."""
+        weights = self._source.weights
+        buffers = {name for name, _ in self._chain.model.named_buffers()}
+        shapes = {name: tensor.shape for name, tensor in self._wanted.items()}
+        remarks = weights.check(shapes, self._aliases, buffers)
+        weights.check_ties(self._aliases)
+        for name, tensor in self._wanted.items():
+            if (held := weights.find(name, self._aliases)) is not None:
+                dtype = weights.without_values(held).dtype
+                if _kind(dtype) != _kind(tensor.dtype):
+                    raise CheckpointError(
+                        f"{printable(held)} is in {dtype}, and in the model it is in {tensor.dtype}"
+                    )
+        return [*remarks, *check_states(self._source, self._trained, self._optimizer)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they are written."""
+        return sum(
+            tensor.numel() * self._dtype_of(tensor).itemsize for tensor in self._wanted.values()
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all states."""
+        wide = self._chain.dtype.itemsize
+        return wide * sum(
+            value.numel()
+            for name in self._source.states
+            for key, value in self._source.without_values(name).items()
+            if key != MASTER
+        )
+
+    def write(self, folder: Path, step: int, state: dict[str, Any]) -> None:
+        """Write the checkpoint of ``step`` below ``folder``."""
+        partial = checkpoint.partial_folder(folder, step)
+        checkpoint.begin(partial)
+        written = checkpoint.write_parts(partial, "stage-00", self._tensors())
+        keys = sorted({name.split("/")[0] for name in written.checksums} - {"model"})
+        index = {
+            "step": step,
+            "fingerprint": self._chain.fingerprint(),
+            "structure": self._chain.structure(),
+            "dtype": str(self._chain.dtype),
+            "trained_by": self._optimizer.name if keys else "",
+            "checksums": written.checksums,
+            "files": written.files,
+            "optimizer": keys,
+            "state": state,
+        }
+        checkpoint.finish(partial, index)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._wanted.items():
+            yield f"model/{name}", self._weight(name, tensor)
+            for key in self._source.states.get(name, {}):
+                if key != MASTER:
+                    value = self._source.read_state(name, key)
+                    yield f"{key}/{name}", state_as_kept(key, value, tensor, self._chain.dtype)
+
+    def _weight(self, name: str, tensor: Tensor) -> Tensor:
+        """The master, where the source has one; what files need not hold, as the model's constructor makes it."""
+        held = self._source.weights.find(name, self._aliases)
+        if MASTER in self._source.states.get(name, {}):
+            value = self._source.read_state(name, MASTER)
+        elif held is not None:
+            value = self._source.weights.read(held)
+        else:
+            value = self._constructed(name)
+        dtype = self._dtype_of(tensor)
+        if value.dtype is dtype:
+            return value
+        found = value.to(dtype)
+        if bool((torch.isfinite(value) & ~torch.isfinite(found)).any()):
+            raise CheckpointError(
+                f"{printable(name)} holds numbers that are too large for {dtype}: use precision=fp64"
+            )
+        return found
+
+    def _constructed(self, name: str) -> Tensor:
+        chain = replace(self._chain, weights=None)
+        for index, names in enumerate(chain.names):
+            for inner, known in names.items():
+                if known == name:
+                    (block,) = materialise(chain, index, index + 1, torch.device("cpu"))
+                    return block.state_dict()[inner]
+        raise AssertionError(name)
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """What it is kept in: what floats as the masters are."""
+        return self._chain.dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _free_directory(config: RunConfig) -> Path:
+    """Where the run will be: there is nothing yet."""
+    check_name(config.name)
+    directory = RUNS / config.name
+    saved = config.checkpoint.folder(directory, config.name)
+    for folder in (directory, saved):
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ConfigError(
+                f"name={config.name}: {printable(str(folder))} is there already; choose another name"
+            )
+    return directory
+
+
+def _in_masters(config: RunConfig) -> RunConfig:
+    """The same model in the number format of its masters, in which nothing is lost."""
+    masters = config.precision.masters
+    precision = replace(config.precision, parameters=masters, compute=masters, loss_scale="auto")
+    return replace(config, precision=precision)
+
+
+def _rows_from(config: RunConfig, step: int) -> dict[str, Any]:
+    """Where the rows go on: after those of ``step`` batches of text; others' sources begin."""
+    source = open_source(config)
+    state = source.state_dict()
+    if isinstance(source, TextSource):
+        return {**state, "position": step * config.trainer.global_batch}
+    return state
+
+
+def _check_room(directory: Path, found: _Import) -> None:
+    size, free = found.weight_bytes + found.state_bytes, disk_free_bytes(directory)
+    if size > free:
+        raise CheckpointError(
+            f"{printable(str(directory))}: the checkpoint is {format_bytes(size)}, and {format_bytes(free)} are free "
+            "there; make room, or name a folder on another disk (checkpoint.directory)"
+        )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"

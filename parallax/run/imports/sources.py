@@ -1,0 +1,109 @@
+"""What is imported: files with weights, and with an optimizer's states where their form has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from parallax.errors import CheckpointError, printable
+from parallax.model.construction.weights import (
+    CheckpointWeights,
+    FileLayout,
+    OwnLayout,
+    SafetensorFiles,
+)
+from parallax.model.describe import Chain
+from parallax.model.files.distributed import DistributedFiles
+from parallax.model.files.tensors import TensorFiles
+from parallax.model.pretrained import layout_of
+
+# How the parts of a state_dict are called: by torch.distributed.checkpoint.state_dict and torchtitan, and by others.
+_OF_MODEL = ("model.", "")
+_OF_OPTIMIZER = ("optimizer.state.", "optim.state.")
+
+
+@dataclass(frozen=True)
+class ImportSource:
+    """``weights`` by the model's names. ``states``: for each parameter's name, which of ``files`` is each of its
+    states."""
+
+    weights: CheckpointWeights
+    files: TensorFiles
+    states: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def without_values(self, name: str) -> dict[str, Tensor]:
+        """The states of a parameter, without values."""
+        return {key: self.files.held[held] for key, held in self.states.get(name, {}).items()}
+
+    def read_state(self, name: str, key: str) -> Tensor:
+        """One state of a parameter."""
+        return self.files.read(self.states[name][key])
+
+
+def _safetensors(path: Path, chain: Chain) -> ImportSource:
+    """The model's own names."""
+    del chain
+    return _of_files(path, OwnLayout())
+
+
+def _huggingface(path: Path, chain: Chain) -> ImportSource:
+    """As ``save_pretrained`` of transformers writes them."""
+    return _of_files(path, layout_of(chain.model))
+
+
+def _of_files(path: Path, layout: FileLayout) -> ImportSource:
+    files = SafetensorFiles(path)
+    return ImportSource(CheckpointWeights(path, layout, files), files)
+
+
+def _distributed(path: Path, chain: Chain) -> ImportSource:
+    """torch's distributed checkpoint format: the model's state_dict alone, or beside an optimizer's."""
+    files = DistributedFiles(path)
+    wanted = set(chain.model.state_dict(keep_vars=True))
+    prefix = max(_OF_MODEL, key=lambda each: len(wanted & _below(files.held, each).keys()))
+    states = _states(path, files.held)
+    used = {held for known in states.values() for held in known.values()}
+    named = {n: held for n, held in _below(files.held, prefix).items() if held not in used}
+    weights = CheckpointWeights(path, OwnLayout(), _Renamed(files, named))
+    return ImportSource(weights, files, states)
+
+
+SOURCES: dict[str, Callable[[Path, Chain], ImportSource]] = {
+    "safetensors": _safetensors,
+    "dcp": _distributed,
+    "huggingface": _huggingface,
+}
+
+
+class _Renamed:
+    """Some of ``files``, under other names."""
+
+    def __init__(self, files: TensorFiles, names: Mapping[str, str]) -> None:
+        self._files, self._names = files, names
+        self.held: Mapping[str, Tensor] = {name: files.held[old] for name, old in names.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See :class:`~parallax.model.files.tensors.TensorFiles`."""
+        return self._files.read(self._names[name])
+
+
+def _below(names: Collection[str], prefix: str) -> dict[str, str]:
+    """Names that begin with ``prefix``: without it → whole."""
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
+    """For each parameter, the names of its states."""
+    found: dict[str, dict[str, str]] = {}
+    for prefix in _OF_OPTIMIZER:
+        for rest, whole in _below(names, prefix).items():
+            name, _, key = rest.rpartition(".")
+            if key in found.setdefault(name, {}):
+                raise CheckpointError(
+                    f"{printable(str(path))} has {printable(rest)} twice: below {' and '.join(_OF_OPTIMIZER)}"
+                )
+            found[name][key] = whole
+    return found

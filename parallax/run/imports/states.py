@@ -1,0 +1,60 @@
+"""Whether states of an optimizer are of this run's, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from parallax.errors import CheckpointError, printable
+from parallax.run.imports.sources import ImportSource
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.swap.optimizer.buckets import MASTER
+
+_STEP = "step"
+_KEYS = {"adamw": {_STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "lion": {"exp_avg"}}
+
+
+def check_states(
+    source: ImportSource, trained: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
+) -> list[str]:
+    """Raise :class:`CheckpointError`, with names, where ``source`` has states that are not of ``optimizer`` over the
+    parameters ``trained``; what is to be said of states that are not there."""
+    unknown = sorted(set(source.states) - set(trained))
+    if unknown:
+        raise CheckpointError(
+            f"the source has optimizer states of {_listed(unknown)}, which this run does not train: {_WITHOUT}"
+        )
+    due = _KEYS[optimizer.name]
+    for name in source.states:
+        found = source.without_values(name)
+        if set(found) - {MASTER} != due:
+            raise CheckpointError(
+                f"the source has {printable(', '.join(sorted(found)))} of {printable(name)}, and optimizer="
+                f"{optimizer.name} keeps {', '.join(sorted(due))}: name the optimizer that it was trained by, or "
+                f"{_WITHOUT}"
+            )
+        for key, tensor in found.items():
+            wanted = [] if key == _STEP else list(trained[name].shape)
+            if list(tensor.shape) != wanted and tensor.numel() != 1:
+                raise CheckpointError(
+                    f"{key} of {printable(name)} is {list(tensor.shape)} and must be {wanted}"
+                )
+    fresh = sorted(set(trained) - set(source.states)) if source.states else []
+    return [f"optimizer states of {_listed(fresh)} begin anew"] if fresh else []
+
+
+def state_as_kept(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state as checkpoints have it: counters as torch's optimizers count, all else in ``dtype``."""
+    if key == _STEP:
+        return value.reshape(()).to(torch.float32)
+    return value.reshape(parameter.shape).to(dtype)
+
+
+_WITHOUT = "add --weights-only to leave its states out"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return printable(", ".join(names[:3])) + more
