@@ -35,6 +35,7 @@ def make_plan(
     parameter_offload: float = 0.0,
     interleave: int = 1,
     shard: bool = False,
+    inputs_ahead: bool = False,
     gather_loss: bool = False,
     bucket_bytes: int = LEAST_BUCKET_BYTES,
 ) -> Plan:
@@ -59,6 +60,7 @@ def make_plan(
             parameter_offload=parameter_offload,
             shard_optimizer=shard,
             bucket_bytes=bucket_bytes,
+            inputs_ahead=inputs_ahead and low == 0,
         )
         for low, high, r in zip(bounds, bounds[1:], counts)
     )

@@ -100,10 +100,10 @@ class StallBook:
 
 
 class StreamEvent:
-    """An event recorded on a stream. Waits of the compute stream are noted in ``stalls``."""
+    """An event recorded on a stream."""
 
-    def __init__(self, stream: torch.Stream, stalls: StallBook) -> None:
-        self._index, self._stalls = stream.device.index, stalls
+    def __init__(self, stream: torch.Stream) -> None:
+        self._index = stream.device.index
         self._event = torch.Event(stream.device)
         self._event.record(stream)
 
@@ -116,11 +116,9 @@ class StreamEvent:
         self._event.synchronize()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
-        """Order ``stream`` after it; that the compute stream waits is noted."""
-        if stream is not None:
-            stream.wait_event(self._event)
-        elif not self._event.query():
-            self._stalls.wait(torch.accelerator.current_stream(self._index), self._event)
+        """Order ``stream``, or the current one, after it."""
+        stream = stream or torch.accelerator.current_stream(self._index)
+        stream.wait_event(self._event)
 
     def seconds(self) -> float:
         """No copy ends here."""
@@ -158,11 +156,10 @@ class CopyEvent:
             self._give_back()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
-        """Order ``stream`` after it; that the compute stream waits is noted."""
-        if self._pairs and stream is not None:
-            stream.wait_event(self._end)
-        elif not self.done():
-            self._stalls.wait(torch.accelerator.current_stream(self._index), self._end)
+        """Order ``stream``, or the current one, after it; that it waits is noted in ``stalls``."""
+        if not self.done():
+            waiting = stream or torch.accelerator.current_stream(self._index)
+            self._stalls.wait(waiting, self._end)
 
     def seconds(self) -> float:
         """The device's own measure."""
@@ -369,7 +366,7 @@ class StreamCopies:
 
     def mark(self) -> Event:
         """An event on the compute stream."""
-        return StreamEvent(torch.accelerator.current_stream(self._index), self._stalls)
+        return StreamEvent(torch.accelerator.current_stream(self._index))
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
         """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""

@@ -159,10 +159,15 @@ def to_device(values: Any, device: torch.device) -> Any:
 
 
 def _on_device(part: Tensor, device: torch.device) -> Tensor:
-    plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
-    if device.type == "cpu" or not part.is_cpu or not plain:
+    if not comes_pinned(part, device):
         return part.to(device)
     return part.pin_memory().to(device, non_blocking=True)
+
+
+def comes_pinned(part: Tensor, device: torch.device) -> bool:
+    """Whether ``part`` is to come from the host to an accelerator, and can through pinned memory."""
+    plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
+    return device.type != "cpu" and part.is_cpu and plain
 
 
 def is_ragged(value: Any) -> bool:

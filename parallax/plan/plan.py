@@ -51,7 +51,8 @@ class StagePlan:
     ``parameter_offload`` the share of parameters and gradients that lives there, where these and their full-precision
     copies may hold ``streamed_bytes``, and visits the device block by block, for every forward and backward. With
     ``shard_optimizer`` each replica holds, and steps, its part of the states that are on the device. Replicas sum
-    gradients in buckets of ``bucket_bytes``.
+    gradients in buckets of ``bucket_bytes``. ``inputs_ahead`` brings the model's inputs to the device while the
+    micro-batch before computes; only the first stage has it.
     """
 
     start: int
@@ -66,17 +67,25 @@ class StagePlan:
     parameter_offload: float = 0.0
     shard_optimizer: bool = False
     bucket_bytes: int = LEAST_BUCKET_BYTES
+    inputs_ahead: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shard_optimizer, bool):
-            found = printable(str(self.shard_optimizer))
-            raise PlanError(f"plan: shard_optimizer={found}: accepted are true and false")
+        for name in ("shard_optimizer", "inputs_ahead"):
+            found = getattr(self, name)
+            if not isinstance(found, bool):
+                said = printable(str(found))
+                raise PlanError(f"plan: {name}={said}: accepted are true and false")
         _check_numbers(self, float, "optimizer_offload", "parameter_offload")
         _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes")
         _check_numbers(self, int, "tier_bytes", "state_bytes", "streamed_bytes", "bucket_bytes")
         if self.bucket_bytes < LEAST_BUCKET_BYTES:
             raise PlanError(
                 f"plan: bucket_bytes={self.bucket_bytes}: at least {LEAST_BUCKET_BYTES}, or leave it out"
+            )
+        if self.inputs_ahead and self.start > 0:
+            raise PlanError(
+                f"plan: inputs_ahead of the stage that begins with block {self.start}: only the first one takes the "
+                "model's inputs"
             )
 
     @property
@@ -301,6 +310,9 @@ class Plan:
         """Plain data, for YAML and JSON."""
         plain = {**asdict(self), "schedule": self.schedule.name}
         data: dict[str, Any] = json.loads(json.dumps(plain))
+        for stage in data["stages"]:
+            if not stage["inputs_ahead"]:  # plans of before, and their hashes, stay as they are
+                del stage["inputs_ahead"]
         return data
 
     @classmethod

@@ -35,6 +35,7 @@ from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
 from parallax.runtime.health.buffers import KeptBuffers, NothingKept
 from parallax.runtime.health.part_runs import PartRuns
+from parallax.runtime.inputs import open_inputs
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import device_memory
 from parallax.runtime.meters.spans import SpanClock, spans_of
@@ -148,6 +149,7 @@ class Engine:
             self._sync,
             self._channels,
             swap,
+            open_inputs(plans, mesh.device, copies),
             stall_seconds=self._stalls(),
             spans=spans,
         )

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from parallax.common.events import Span
 from parallax.machine.device import private_random_state
 from parallax.mesh import Mesh
-from parallax.model.block import apart, to_device
+from parallax.model.block import apart
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.ragged import longest_rows
@@ -33,6 +33,7 @@ from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.entry import GraphEntry
+from parallax.runtime.inputs import Inputs, Part
 from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.meters.spans import HostSpans, SpanClock
 from parallax.runtime.replicas.replicate import GradientSync
@@ -108,6 +109,7 @@ class Executor:
         sync: GradientSync,
         channels: Channels,
         swap: tuple[SwapManager, Selector] | None,
+        inputs: Inputs,
         stall_seconds: Callable[[], float],
         spans: SpanClock,
     ) -> None:
@@ -115,7 +117,7 @@ class Executor:
         self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
-        self._spans = spans
+        self._spans, self._inputs = spans, inputs
         self._crossings = StageIO(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
         self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
@@ -136,6 +138,7 @@ class Executor:
         self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
+            self._inputs.begin(step.batch, self._parts_of_model(step.program))
             for receive in step.program.first:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
@@ -169,6 +172,7 @@ class Executor:
         ):
             held.clear()
         self._loss.abandon()
+        self._inputs.abandon()
         self._sync.disarm()
 
     # ---- actions; each gives the seconds it only waited
@@ -222,7 +226,7 @@ class Executor:
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         if stage == 0:
             inputs = self._chain.arguments(
-                apart(to_device(step.batch.inputs(first, first + rows), self._device)),
+                apart(self._inputs.take((first, rows))),
                 longest_rows(step.batch),
             )
         else:
@@ -306,6 +310,12 @@ class Executor:
         return 0.0
 
     # ---- parts of actions
+
+    def _parts_of_model(self, program: RankProgram) -> list[Part]:
+        """The rows that the model's first stage computes on here, micro-batch by micro-batch."""
+        forwards = [a for a in program.actions if a.kind is Kind.FORWARD and a.stage == 0]
+        parts = [self._crossings.rows(action.micro) for action in forwards]
+        return [part for part in parts if part[1]]
 
     def _completes(self, action: Action, step: StepContext) -> bool:
         """Whether a stage's gradients are complete after ``action``, on all its replicas."""

@@ -34,7 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     *("parallax/machine/device.py", "parallax/swap"),
     *(f"parallax/runtime/{room}" for room in ("channels", "replicas", "optim", "meters")),
-    *(f"parallax/runtime/{file}.py" for file in ("engine", "executor", "stage", "saving")),
+    *(
+        f"parallax/runtime/{file}.py"
+        for file in ("engine", "executor", "inputs", "stage", "saving")
+    ),
 )
 WAITS = (
     *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
@@ -173,6 +176,7 @@ ENGINES = [
     _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk"),
     _Engine({**BELOW, "directive": "offload", "tier": "strict host"}, fails="rows"),
     _Engine({**HALF, "tier": "strict host"}),
+    _Engine({"inputs_ahead": True, "tier": "strict host"}, "rows"),
     _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk, gradients"),
     _Engine({**BELOW, "tier": "strict disk"}, fails="disk"),
     _Engine(

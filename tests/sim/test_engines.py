@@ -182,3 +182,19 @@ def test_streamed_weights_fit_however_late_transfers_end(sim_pool: Pool) -> None
         )
         assert ran["verdict"][0] == ""
         assert len(ran["losses"]) == 6
+
+
+@pytest.mark.parametrize("lateness", [2, pytest.param(9, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [((1,), {}), ((1, 2), {"directive": "offload"}), ((2, 1), {"schedule": "gpipe"})],
+    ids=str,
+)
+def test_inputs_come_while_the_micro_batch_before_computes(
+    sim_pool: Pool, replicas: tuple[int, ...], options: dict[str, Any], lateness: int
+) -> None:
+    ahead = {**options, "inputs_ahead": True}
+    for ran in check(sim_pool, replicas, ahead, direct=True, lateness=lateness):
+        (where, count), *more = ran["waits"].items()
+        assert "runtime/optim/scaling.py" in where
+        assert (count, more) == (1, [])

@@ -246,14 +246,16 @@ def load_stage(
     below: OffloadFractions = ALL_ON_DEVICE,
     replicas: int = 1,
     split: bool = False,
+    inputs_ahead: bool = False,
 ) -> StageLoad:
     """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
     ``device``, which is that of one of ``replicas``. ``below`` is where its states live; ``split`` says whether the
-    schedule runs weight halves apart."""
+    schedule runs weight halves apart, ``inputs_ahead`` whether the model's inputs come a micro-batch early."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     entering = costs[0].input.at(rows) if start > 0 else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
+    ahead = costs[0].input.at(rows) if inputs_ahead else 0.0
     sizes = Sizes.of(profile, start, stop)
     return StageLoad(
         parameter_bytes=sizes.parameters,
@@ -262,7 +264,7 @@ def load_stage(
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
-        boundary_bytes=math.ceil(2 * entering + 2 * leaving) + costs[-1].gathered_bytes,
+        boundary_bytes=math.ceil(2 * entering + 2 * leaving + ahead) + costs[-1].gathered_bytes,
         gap_share=device.gap_share,
         input_bytes=entering,
         output_bytes=leaving,
@@ -288,6 +290,7 @@ def load_planned(
         below=OffloadFractions.of(stage),
         replicas=stage.replicas,
         split=split,
+        inputs_ahead=stage.inputs_ahead,
     )
 
 

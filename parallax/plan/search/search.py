@@ -7,10 +7,12 @@ simulator where it can, and the prediction has the last word on time and on memo
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.below import with_room_below
@@ -29,6 +31,7 @@ PREDICTED = 8  # pipelines that are predicted in full, whether or not they can w
 EFFORT = 300_000  # passes of blocks that the event simulator runs through while one may win
 CANDIDATES = 20  # of the exact search
 NAMED = 4  # runners-up that the plan names
+CPU = "cpu"  # the kind of device whose memory inputs are in already
 TIE = 1e-6  # of the step: a gain that is none
 
 
@@ -79,9 +82,7 @@ def search(
     reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
     if not predicted:
         raise refusal(request, list(reasons.values()), _fits)
-    pipeline = predicted[0][0]
-    # With every action, which the others need not keep.
-    forecast = predict(profile, cluster, pipeline)
+    pipeline, forecast = _with_inputs_ahead(profile, cluster, predicted[0][0])
     refused = [
         Alternative(description=text, step_seconds=0.0, reason=reason)
         for text, reason in reasons.items()
@@ -160,6 +161,20 @@ def _predict(
         progress(f"predicting plans: {len(forecasts.known)}, the best takes {best:.4g} s")
         best = min(best, forecasts.seconds(other.pipeline))
     return sorted(forecasts.known.items(), key=lambda pair: pair[1].step_seconds)
+
+
+def _with_inputs_ahead(
+    profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
+) -> tuple[Pipeline, Forecast]:
+    """``pipeline`` with every action of its forecast, which those that it was compared with need not keep. On
+    accelerators the inputs of a second micro-batch are on the device, where they fit."""
+    ahead = replace(pipeline.stages[0], inputs_ahead=True)
+    accelerated = all(device.kind != CPU for device in cluster.devices)
+    if accelerated and pipeline.micro_batches > 1:
+        changed = replace(pipeline, stages=(ahead, *pipeline.stages[1:]))
+        with contextlib.suppress(InfeasiblePlan):
+            return changed, predict(profile, cluster, changed)
+    return pipeline, predict(profile, cluster, pipeline)
 
 
 def _fits(request: Request) -> bool:

@@ -36,7 +36,9 @@ class CheckpointReader:
             self._digests = {n: str(f["sha256"]) for n, f in index.get("files", {}).items()}
             self._structure = str(index.get("structure", ""))  # older ones have neither
             self._dtype = str(index.get("dtype", ""))
-            self._nodes: dict[str, str] = {n: str(p) for n, p in dict(index.get("nodes", {})).items()}
+            self._nodes: dict[str, str] = {
+                n: str(p) for n, p in dict(index.get("nodes", {})).items()
+            }
             self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
         self._verified: set[Path] = set()
         self._where: dict[str, tuple[Path, Any]] = {}

@@ -30,6 +30,8 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert Plan.load(path) == plan()
     assert path.read_text().startswith(f"# parallax plan {plan().hash()}\n")
     assert Plan.from_dict(plan().to_dict()) == plan()
+    ahead = plan(stages=(replace(plan().stages[0], inputs_ahead=True), *plan().stages[1:]))
+    assert Plan.from_dict(ahead.to_dict()) == ahead
 
 
 def test_the_hash_is_stable_and_notices_every_field() -> None:
@@ -47,6 +49,7 @@ def test_the_hash_is_stable_and_notices_every_field() -> None:
         plan(stages=tuple(stages([0, 2, 3], [1, 2], "offload", limit=5))),
         plan(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan().stages)),
         plan(stages=tuple(replace(stage, bucket_bytes=2**23) for stage in plan().stages)),
+        plan(stages=(replace(plan().stages[0], inputs_ahead=True), *plan().stages[1:])),
     ]
     assert len({p.hash() for p in [plan(), *changed]}) == len(changed) + 1
 

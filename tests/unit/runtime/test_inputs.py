@@ -1,0 +1,65 @@
+"""The model's inputs on their way to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallax.machine.device import CpuCopies
+from parallax.plan.plan import Directive, StagePlan
+from parallax.runtime.inputs import InputsAhead, InputsAtOnce, open_inputs
+
+CPU = torch.device("cpu")
+PARTS = [(0, 2), (2, 2), (4, 1)]
+
+
+class Asked:
+    """A batch that notes what is asked of it, and has a broken row."""
+
+    def __init__(self, broken: int = -1) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return 5
+
+    def inputs(self, start: int, stop: int) -> dict[str, Any]:
+        self.asked.append((start, stop))
+        if start <= self._broken < stop:
+            raise ArithmeticError(f"row {self._broken} is broken")
+        return {"x": torch.arange(start, stop), "name": "rows"}
+
+    def targets(self, start: int, stop: int) -> Tensor:
+        raise AssertionError("not asked for")
+
+
+def stage(**options: bool) -> StagePlan:
+    return StagePlan(start=0, stop=1, replicas=1, directives=(Directive.KEEP,), **options)
+
+
+def test_one_micro_batch_ahead_where_the_plan_says_so() -> None:
+    for options, asked in (({}, [1, 2, 3]), ({"inputs_ahead": True}, [2, 3, 3])):
+        inputs, batch = open_inputs({0: stage(**options)}, CPU, CpuCopies()), Asked()
+        for _ in range(2):
+            batch.asked.clear()
+            inputs.begin(batch, PARTS)
+            for part, count in zip(PARTS, asked):
+                found = inputs.take(part)
+                assert torch.equal(found["x"], torch.arange(part[0], sum(part)))
+                assert found["name"] == "rows"
+                assert len(batch.asked) == count
+
+
+@pytest.mark.parametrize("kind", [InputsAtOnce, InputsAhead])
+def test_a_failure_is_that_of_its_micro_batch(kind: Any) -> None:
+    inputs = InputsAhead(CPU, CpuCopies()) if kind is InputsAhead else InputsAtOnce(CPU)
+    inputs.begin(Asked(broken=3), PARTS)
+    inputs.take(PARTS[0])
+    with pytest.raises(ArithmeticError, match="row 3 is broken"):
+        inputs.take(PARTS[1])
+    inputs.abandon()
+    inputs.begin(Asked(), PARTS)
+    assert [len(inputs.take(part)["x"]) for part in PARTS] == [2, 2, 1]
