@@ -38,7 +38,7 @@ from parallax.runtime.health.part_runs import PartRuns
 from parallax.runtime.inputs import open_inputs
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import device_memory
-from parallax.runtime.meters.spans import SpanClock, spans_of
+from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.optim.tiers import Tiers
@@ -110,7 +110,7 @@ class Engine:
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
         self._update = self._open_update(configs)
         self._buffers = KeptBuffers(self._stage.modules()) if self._scale.skips else NothingKept()
-        self._executor = self._open_executor(loss, configs, swap, spans_of(mesh.device, copies))
+        self._executor = self._open_executor(loss, configs, swap, copies)
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step = 0
@@ -135,11 +135,12 @@ class Engine:
         loss: Loss,
         configs: EngineConfigs,
         swap: tuple[SwapManager, Selector] | None,
-        spans: SpanClock,
+        copies: CopyEngine,
     ) -> Executor:
         chain, mesh = self._chain, self.mesh
         evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
         gathers = self.plan.gather_loss
+        plans = [self.plan.stages[stage] for stage in mesh.stages]
         return Executor(
             chain,
             self._stage,
@@ -151,7 +152,7 @@ class Engine:
             swap,
             open_inputs(plans, mesh.device, copies),
             stall_seconds=self._stalls(),
-            spans=spans,
+            spans=spans_of(mesh.device, copies),
         )
 
     def _meter(self, precision: PrecisionConfig, plans: Iterable[StagePlan]) -> Callable[[], int]:

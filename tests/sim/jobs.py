@@ -62,6 +62,13 @@ def timed() -> Any:
     return figures()
 
 
+def wide_inputs() -> Any:
+    """Steps in virtual time of a model with many inputs."""
+    from tests.sim.wide_inputs import figures
+
+    return figures()
+
+
 def stalls() -> tuple[int, int]:
     """How many are known of three waits that nobody asked for, and of three others."""
     import torch

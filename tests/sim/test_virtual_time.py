@@ -55,3 +55,13 @@ def test_the_device_may_be_as_small_as_was_planned(figures: dict[str, Any], dire
 
 def test_what_was_not_planned_is_refused_as_torch_does(figures: dict[str, Any]) -> None:
     assert "out of memory" in figures["too small"]
+
+
+def test_inputs_come_beside_the_computing_where_the_plan_has_room(sim_pool: Pool) -> None:
+    """Their bytes are in the plan's peak, and a device without room for them gets them when they are needed."""
+    (found,) = sim_pool.run(jobs.wide_inputs, 1)
+    (ahead, peak, planned), (at_once, less, least) = found["ahead"], found["at once"]
+    assert found["chosen"] == (True, False)
+    assert ahead < 0.7 * at_once
+    assert peak - less == planned - least == found["inputs"]
+    assert (peak <= planned, less <= least) == (True, True)

@@ -86,6 +86,7 @@ def measured() -> tuple[Chain, ModelProfile]:
 
 @contextmanager
 def cache_in(folder: str) -> Iterator[None]:
+    """Profiles are kept in ``folder``."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = folder
     try:
@@ -97,12 +98,12 @@ def cache_in(folder: str) -> Iterator[None]:
             os.environ["XDG_CACHE_HOME"] = before
 
 
-def cluster_of(devices: int) -> Cluster:
+def cluster_of(devices: int, memory_bytes: int = 2**32) -> Cluster:
     """So many of them on one host."""
     link, quick = Link(bytes_per_second=LINK), Link(bytes_per_second=1e12)
     device = Device(
         kind="sim",
-        memory_bytes=2**32,
+        memory_bytes=memory_bytes,
         tier="host",
         tier_bytes=2**32,
         write=link,
