@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallax.common.events import Span
-from parallax.machine.device import copies_for
+from parallax.machine.device import CopyEngine, copies_for
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms

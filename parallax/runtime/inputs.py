@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -118,8 +118,8 @@ class InputsAhead:
         return target
 
 
-def open_inputs(plans: Mapping[int, StagePlan], device: torch.device, copies: CopyEngine) -> Inputs:
+def open_inputs(plans: Iterable[StagePlan], device: torch.device, copies: CopyEngine) -> Inputs:
     """What brings the inputs to a rank with the stages ``plans``; only the model's first one asks for them."""
-    if any(plan.inputs_ahead for plan in plans.values()):
+    if any(plan.inputs_ahead for plan in plans):
         return InputsAhead(device, copies.beside())
     return InputsAtOnce(device)

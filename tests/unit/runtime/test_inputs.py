@@ -42,7 +42,7 @@ def stage(**options: bool) -> StagePlan:
 
 def test_one_micro_batch_ahead_where_the_plan_says_so() -> None:
     for options, asked in (({}, [1, 2, 3]), ({"inputs_ahead": True}, [2, 3, 3])):
-        inputs, batch = open_inputs({0: stage(**options)}, CPU, CpuCopies()), Asked()
+        inputs, batch = open_inputs([stage(**options)], CPU, CpuCopies()), Asked()
         for _ in range(2):
             batch.asked.clear()
             inputs.begin(batch, PARTS)
