@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallax.errors import CheckpointError
+from parallax.runtime.checkpoint import checkpoint_name, writing
+
 SEEN_SECONDS = 0.5  # of a process that ends without a word is known what it was seen doing
 MICRO_BATCHES = 2  # of a step, in every run here
 SIZES = ["trainer.global_batch=4", "trainer.microbatch=2"]
@@ -24,6 +27,14 @@ def fail_at(rank: int, step: int, action: str, how: str) -> list[str]:
     (forward, backward). ``how`` is a function below. The file ``fault`` tells when."""
     fault = f"{{rank:{rank},step:{step},action:{action},how:{how}}}"
     target = f"model.target={__name__}:build"
+    return ["model=custom", target, f"+model.kwargs={fault}", *SIZES]
+
+
+def fail_in_save(rank: int, step: int, how: str) -> list[str]:
+    """Settings of a run that fails on ``rank`` while the checkpoint of ``step`` is written, beside the steps after
+    it."""
+    fault = f"{{rank:{rank},step:{step},how:{how}}}"
+    target = f"model.target={__name__}:build_with_saves"
     return ["model=custom", target, f"+model.kwargs={fault}", *SIZES]
 
 
@@ -47,12 +58,17 @@ def sleeps() -> None:
     time.sleep(600)
 
 
+def finds_no_room() -> None:
+    raise CheckpointError("cannot write 7 KiB to its place: No space left on device, 0 B free")
+
+
 def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 HOW: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (raises, has_no_disk, crashes, is_killed, sleeps, is_stopped)
+    each.__name__: each
+    for each in (raises, has_no_disk, finds_no_room, crashes, is_killed, sleeps, is_stopped)
 }
 SILENT = (crashes, is_killed, is_stopped)
 
@@ -102,3 +118,19 @@ def _nothing() -> None:
 def build(**fault: Any) -> nn.Module:
     """Two blocks for each of two ranks."""
     return nn.Sequential(nn.Embedding(256, 8), Fails(**fault), nn.Linear(8, 256), Fails(**fault))
+
+
+def build_with_saves(rank: int, step: int, how: str) -> nn.Module:
+    """The same, without a fault of its own."""
+    if os.environ.get("RANK") == str(rank) and not Path("fault").exists():
+        plain = writing.write_file
+
+        def failing(path: Path, *args: Any) -> Any:
+            if path.parent.name.endswith(checkpoint_name(step)):
+                time.sleep(SEEN_SECONDS)  # steps go on meanwhile
+                Path("fault").touch()
+                HOW[how]()
+            return plain(path, *args)
+
+        writing.write_file = failing
+    return build(rank=-1, step=-1, action="", how=how)
