@@ -32,13 +32,14 @@ from parallax.runtime.failure.report import FailureKind, FailureReport
 @dataclass(frozen=True)
 class Agent:
     """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, at most ``max_restarts`` times again from
-    the newest checkpoint in ``checkpoints``."""
+    the newest checkpoint in ``checkpoints``. They find ``libraries`` imported."""
 
     name: str
     directory: Path
     ranks: int
     max_restarts: int
     checkpoints: Path
+    libraries: tuple[str, ...] = ()
 
     def start(self, told: Mapping[str, str]) -> int:
         """Start them, with ``told`` in their environment, and wait for their end; the exit code.
@@ -68,7 +69,7 @@ class Agent:
     ) -> int | None:
         """Attempts with one fork server, until one ends well or for good: the exit code. None where the server was
         lost, and another one may go on."""
-        with ForkServer(self.directory, environment) as server, relay.to(server):
+        with ForkServer(self.directory, environment, self.libraries) as server, relay.to(server):
             while not server.lost:
                 words = folder / f"attempt-{restarts.counted}" / "last-words"
                 words.parent.mkdir()

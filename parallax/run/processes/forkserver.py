@@ -56,13 +56,17 @@ class ServerLost(Exception):
 
 
 class ForkServer:
-    """The launcher's side. ``environment`` is that of all ranks, ``directory`` the run's."""
+    """The launcher's side. ``environment`` is that of all ranks, ``directory`` the run's; ``libraries`` are imported
+    beside Parallax's own."""
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, environment: Mapping[str, str], libraries: Sequence[str] = ()
+    ) -> None:
         self._channel, theirs = socket.socketpair()
         self._lines, self.lost = _Lines(self._channel), False
         self._living, self._pids, self._codes = set[int](), dict[int, int](), dict[int, int]()
         command = ["-m", __name__, str(theirs.fileno()), str(os.getpid()), str(directory)]
+        command += libraries
         with theirs, _blocked():
             self._process = subprocess.Popen(
                 [sys.executable, *command],
@@ -269,10 +273,14 @@ def show_as(text: str) -> None:
             )
 
 
-def _import() -> None:
-    """All that a rank imports before it has read its run; for what is garbage then nobody needs to look again."""
+def warm_up(libraries: Sequence[str] = ()) -> None:
+    """Import what a rank imports, which is not looked through for garbage again. What of ``libraries`` cannot be
+    imported the ranks say."""
     gc.disable()
     importlib.import_module("parallax.commands.train")
+    for name in libraries:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -280,10 +288,10 @@ def _import() -> None:
 
 def main() -> None:
     """The server, and each of the ranks that come out of it: from then on one is ``python -m parallax train``."""
-    channel, parent, directory = sys.argv[1:]
+    channel, parent, directory, *libraries = sys.argv[1:]
     die_with(int(parent))
     server = _Server(socket.socket(fileno=int(channel)), directory)
-    _import()
+    warm_up(libraries)
     show_as(f"parallax fork server: {directory}")
     server.serve()
     runpy.run_module("parallax", run_name="__main__", alter_sys=True)

@@ -21,9 +21,12 @@ from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths
 from parallax.common.units import format_seconds
+from parallax.config import RunConfig
 from parallax.errors import ParallaxError
 from parallax.machine.accelerators import accelerator_named
 from parallax.machine.local import choose_devices
+from parallax.model.factory.huggingface import HuggingFaceConfig
+from parallax.model.factory.timm import TimmConfig
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
 from parallax.report import plan_table
@@ -140,8 +143,17 @@ def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
         run.plan.world_size,
         config.trainer.max_restarts,
         config.checkpoint.folder(directory, config.name),
+        _libraries(config) if kind == "cpu" else (),
     )
     return agent.start(told)
+
+
+def _libraries(config: RunConfig) -> tuple[str, ...]:
+    """What ranks import late, and may as well find imported. Not for accelerators: who knows whether a library asks for
+    devices when it is imported? Its process could not be forked any more."""
+    curves = ("tensorboard.summary",) if config.logger.tensorboard else ()
+    models = {HuggingFaceConfig: ("transformers.modeling_utils",), TimmConfig: ("timm",)}
+    return curves + models.get(type(config.model), ())
 
 
 def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
