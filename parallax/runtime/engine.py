@@ -332,10 +332,10 @@ class Engine:
         finally:
             self._stage.train(was_training)
 
-    def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """What :meth:`load` can continue from below ``directory``, oldest first, and what is to be said of checkpoints
-        that not every node has. What interrupted saves have left is removed."""
-        return self.saving.usable(directory)
+    def checkpoints(self, *directories: Path) -> tuple[list[Path], list[str]]:
+        """What :meth:`load` can continue from below ``directories``, the best last, and what is to be said of others
+        that are there. What interrupted saves have left is removed."""
+        return self.saving.usable(*directories)
 
     def save(
         self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY

@@ -27,7 +27,8 @@ from parallax.nodes.places import Sites
 from parallax.nodes.together import from_all, from_first
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
-from parallax.runtime.fence import Fence
+from parallax.runtime.parts.fence import Fence
+from parallax.runtime.parts.spreading import spread
 
 
 class SaveProgress(IntEnum):
@@ -44,7 +45,9 @@ class SaveProgress(IntEnum):
 @dataclass(kw_only=True)
 class SaveInProgress:
     """One save. ``fence``: whether this start may still save there; ``told``: what is known of it before it is written,
-    the same on all ranks; ``part``: what this rank writes, on its ``thread``, which ends soon after ``cancel``."""
+    the same on all ranks; ``part``: what this rank writes, on its ``thread``, which ends soon after ``cancel``.
+    ``spreads``: each site gets the part of the one before it, too.
+    """
 
     directory: Path
     step: int
@@ -55,6 +58,7 @@ class SaveInProgress:
     thread: ThreadPoolExecutor
     part: Future[WrittenParts]
     cancel: Callable[[], None]
+    spreads: bool = False
     naming: Future[None] | None = field(default=None)
 
     @property
@@ -149,6 +153,8 @@ class PendingSaves:
         """All parts are written, or are waited for: begin to write the index."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
+        if save.spreads:
+            self._or_nothing(lambda: spread(save.partial, save.sites))
         index = from_first(lambda: {**save.told, **self._contents(save, parts)})
         if save.sites.leads:
             save.naming = save.thread.submit(save.give_name, index)
@@ -207,8 +213,13 @@ class PendingSaves:
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
         """The result of ``call`` on all ranks; where one has an error, nothing is left of the save and all have it."""
+        found: list[Any] = self._or_nothing(lambda: from_all(call))
+        return found
+
+    def _or_nothing(self, call: Callable[[], Any]) -> Any:
+        """What ``call`` gives, which all ranks call; where it has an error, on all, nothing is left of the save."""
         try:
-            return from_all(call)
+            return call()
         except ParallaxError:
             assert self._save is not None
             save, self._save = self._save, None

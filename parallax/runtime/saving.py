@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallax.errors import NonFiniteError, ParallaxError
+from parallax.errors import CheckpointError, NonFiniteError, ParallaxError
 from parallax.machine.device import CopyEngine
 from parallax.machine.host import available_memory
 from parallax.mesh import Mesh
@@ -23,12 +23,12 @@ from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
 from parallax.runtime.checkpoint.masters import HeldMasters
-from parallax.runtime.collecting import collect
-from parallax.runtime.fence import Fence
 from parallax.runtime.health.nonfinite import unfit
-from parallax.runtime.held import whole_checkpoints
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
+from parallax.runtime.parts.collecting import collect
+from parallax.runtime.parts.fence import Fence
+from parallax.runtime.parts.held import whole_checkpoints
 from parallax.runtime.pending import PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
 
@@ -56,28 +56,59 @@ class Saving:
         self._scale = scale
         self._said = not chain.left_out or mesh.rank > 0
         self._sites: dict[Path, Sites] = {}
-        self._fences: dict[Path, Fence] = {}
+        self._apart: set[Path] = set()
+        self._fence: Fence | None = None
         self._memory = SnapshotMemory(copies.arena, snapshot_room(plan, mesh))
-        self.pending = PendingSaves(mesh)
+        self.pending, self._copies = PendingSaves(mesh), PendingSaves(mesh)
 
-    def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Checkpoints below ``directory`` of which the nodes have all parts, the best to go on from last, and what is
-        to be said of others; what interrupted saves have left is removed. Raises :class:`CheckpointError` where nodes
-        have checkpoints and none is whole."""
-        sites = self._sites_of(directory)
-        if sites.leads and directory.is_dir():
-            checkpoint.remove_partial(directory)
-        self._mesh.barrier()
-        self._begin_in(directory, sites)
-        return whole_checkpoints(directory, sites, self._mesh.nodes)
+    def usable(self, *directories: Path) -> tuple[list[Path], list[str]]:
+        """Checkpoints below ``directories`` of which the nodes have all parts, the best to go on from last, and what is
+        to be said of others; what interrupted saves have left is removed. Of two starts of a run the later one counts.
+        Raises :class:`CheckpointError` where nodes have checkpoints and none is whole."""
+        fence = self._fence_of(directories)
+        found: list[tuple[float, str, Path]] = []
+        told: list[str] = []
+        for directory in directories:
+            sites = self._sites_of(directory)
 
-    def _begin_in(self, directory: Path, sites: Sites) -> Fence:
-        """This start's word in ``directory``, which is said once."""
-        if directory not in self._fences:
-            latest = max(from_all(lambda: Fence.new(directory)), key=lambda each: each.started)
-            self._fences[directory] = latest
-            from_all(lambda: latest.hold(directory) if sites.leads else None)
-        return self._fences[directory]
+            def clean(directory: Path = directory) -> None:
+                fence.hold(directory)
+                if directory.is_dir():
+                    checkpoint.remove_partial(directory)
+
+            from_all(clean if sites.leads else lambda: None)
+            whole, lost = whole_checkpoints(directory, sites, self._mesh.nodes)
+            found += [(each.started, each.name, directory / each.name) for each in whole]
+            told += lost
+        if told and not found:
+            raise CheckpointError(told[-1])
+        return [path for _, _, path in sorted(found, key=lambda each: each[:2])], told
+
+    def _fence_of(self, directories: Sequence[Path]) -> Fence:
+        """This start's, which is made once."""
+        if self._fence is None:
+            made = from_all(lambda: Fence.new(directories))
+            self._fence = max(made, key=lambda each: each.started)
+        return self._fence
+
+    def keep_apart(self, directory: Path) -> None:
+        """``directory``, which ranks of other hosts may call otherwise, is in the memory of this rank's host: what is
+        saved there is sent to the next host, too."""
+        hosts = self._mesh.nodes.hosts
+        self._sites[directory] = Sites(self._mesh.rank, tuple(map(hosts.index, hosts)))
+        self._apart.add(directory)
+
+    @property
+    def part_bytes(self) -> int:
+        """What this rank saves, about."""
+        mine = {n: t for n, t in self._stage.named_tensors().items() if n not in self._later}
+        return self._expected_bytes(mine.values()) if self._mesh.replica == 0 else 0
+
+    def copy(self, directory: Path, step: int, told: dict[str, Any]) -> None:
+        """A checkpoint that is waited for, in place of all others below ``directory``, whatever else is being
+        written."""
+        self._begin(self._copies, directory, step, told, Retention(keep_last=1))
+        self._copies.finish()
 
     def save(
         self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
@@ -96,9 +127,19 @@ class Saving:
         """As :meth:`save`, but only what is copied is waited for: :attr:`pending` goes on with it. A save that is under
         way is finished first."""
         self.pending.finish()
+        self._begin(self.pending, directory, step, told, retention)
+
+    def _begin(
+        self,
+        pending: PendingSaves,
+        directory: Path,
+        step: int,
+        told: dict[str, Any],
+        retention: Retention,
+    ) -> None:
         self._say_what_is_left_out()
         partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
-        fence = self._begin_in(directory, sites)
+        fence = self._fence_of((directory,))
 
         def begin() -> None:
             fence.hold(directory)
@@ -135,12 +176,13 @@ class Saving:
             ),
             **json.loads(json.dumps(told)),  # as it is now
         }
-        self.pending.begin(
+        pending.begin(
             SaveInProgress(
                 directory=directory,
                 step=step,
                 sites=sites,
                 fence=fence,
+                spreads=directory in self._apart,
                 told=known,
                 retention=retention,
                 thread=thread,
@@ -152,6 +194,7 @@ class Saving:
     def close(self) -> None:
         """Let go of memory. A save that nobody finished is left as an interrupted one."""
         self.pending.abandon()
+        self._copies.abandon()
         self._memory.close()
 
     def _sites_of(self, directory: Path) -> Sites:

@@ -22,6 +22,7 @@ from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.health.checkup import Checkup
+from parallax.train.memory_copies import Copies, NoCopies, open_copies
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
@@ -180,6 +181,7 @@ class _Run:
         keep = trainer.keep_checkpoints
         self._saves = Saves(engine, checkpoints, checkpoint, keep, onlooker)
         self._refused: list[str] = []
+        self._copies: Copies = NoCopies()
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
         self._nodes = NodeRecords(engine.mesh, directory)
@@ -188,6 +190,10 @@ class _Run:
         """The whole training."""
         phase = self._onlooker.phase
         with phase("loading a checkpoint"):
+            resumes = self._trainer.resume == "auto"
+            self._copies = open_copies(
+                self._engine, self._directory, self._checkpoint, resumes=resumes
+            )
             resumed = self._resume()
         self._record.begin(self._engine.completed_steps)
         total = self._trainer.steps
@@ -232,6 +238,7 @@ class _Run:
 
     def _end(self) -> dict[str, Any]:
         self._onlooker.served()
+        self._copies.close()
         # Before the ranks meet: where there is a summary, there is this.
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)
@@ -258,7 +265,8 @@ class _Run:
         """Load the last good checkpoint of the run directory; the one loaded."""
         if self._trainer.resume != "auto":
             return None
-        found, self._refused = self._engine.checkpoints(self._checkpoints)
+        folders = (self._checkpoints, *self._copies.folders)
+        found, self._refused = self._engine.checkpoints(*folders)
         first: CheckpointError | None = None
         for path in reversed(found):
             try:
@@ -334,6 +342,8 @@ class _Run:
     def _evaluate_and_save(self, voice: Voice, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
+        with self._onlooker.phase("copying the state in memory"):
+            self._copies.keep(voice, {"source": self._source.state_dict()})
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):

@@ -44,24 +44,23 @@ class Together:
     holders: tuple[int, ...]
 
 
-def whole_checkpoints(directory: Path, sites: Sites, nodes: Nodes) -> tuple[list[Path], list[str]]:
-    """The checkpoints below ``directory`` of which the nodes have all parts, the best to go on from last, with their
-    index on every node; and what is to be said of others. Called by every rank of torch's world. Raises
-    :class:`CheckpointError` where there are checkpoints and none is whole."""
+def whole_checkpoints(
+    directory: Path, sites: Sites, nodes: Nodes
+) -> tuple[list[Together], list[str]]:
+    """The checkpoints below ``directory`` of which the nodes have all parts, with their index on every node; and what
+    is to be said of others. Called by every rank of torch's world."""
     told = from_all(lambda: _held(directory, nodes) if sites.leads else ({}, []))
     damaged = [line for _, lines in told for line in lines]
     whole, lost = _sorted_out([held for held, _ in told])
-    lost = [f"{directory}: {words}" for words in lost]
-    if not whole and lost:
-        raise CheckpointError(
-            f"{lost[0]}: start the nodes that have saved it, or copy its folder here; checkpoint.directory=FOLDER names"
-            " a place that all nodes share, and trainer.resume=never with another name starts anew"
-        )
-    if not whole and damaged:
-        raise CheckpointError(damaged[-1])
+    lost = [
+        f"{directory}: {words}: start the nodes that have saved it, or copy its folder here; "
+        "checkpoint.directory=FOLDER names a place that all nodes share, and trainer.resume=never with another name "
+        "starts anew"
+        for words in lost
+    ]
     for each in whole:
         _make_known(directory, each, sites)
-    return [directory / each.name for each in whole], damaged + lost
+    return whole, damaged + lost
 
 
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, Held], list[str]]:
@@ -78,7 +77,7 @@ def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, Held], list[str]]:
 
 
 def _sorted_out(found: Sequence[Mapping[str, Held]]) -> tuple[list[Together], list[str]]:
-    """Those that are whole, by start and by step, and why others are not, the last first."""
+    """Those that are whole, and why others are not, the last first."""
     whole, lost = dict[str, Together](), list[str]()
     every = {(name, each.digest) for held in found for name, each in held.items()}
     for name, mark in sorted(every, reverse=True):
@@ -98,7 +97,7 @@ def _sorted_out(found: Sequence[Mapping[str, Held]]) -> tuple[list[Together], li
         better = Together(name, mark, first.started, tuple(having))
         if name not in whole or whole[name].started < better.started:
             whole[name] = better
-    return sorted(whole.values(), key=lambda each: (each.started, each.name)), lost
+    return list(whole.values()), lost
 
 
 def _make_known(directory: Path, wanted: Together, sites: Sites) -> None:
