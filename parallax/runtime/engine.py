@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -249,6 +250,11 @@ class Engine:
         """The action that this rank is in, its step, and since when by time.perf_counter; None between steps. For a
         thread that watches."""
         return self._executor.current
+
+    @property
+    def beside(self) -> dict[str, threading.Thread]:
+        """What this rank does beside its steps, and the thread that does it. For a thread that watches."""
+        return self.saving.pending.threads
 
     @property
     def all_reduces(self) -> int:

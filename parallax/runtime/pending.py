@@ -14,6 +14,7 @@ anyway, and where all are, they go on together. Who cannot wait for steps (the e
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
 from parallax.runtime.parts.fence import Fence
 from parallax.runtime.parts.spreading import spread
+
+WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
 
 
 class SaveProgress(IntEnum):
@@ -98,6 +101,17 @@ class PendingSaves:
         if due.exception() is not None:
             return SaveProgress.FAILED
         return SaveProgress.WRITTEN if self._save.naming is None else SaveProgress.NAMED
+
+    @property
+    def threads(self) -> dict[str, threading.Thread]:
+        """What is being done beside the steps, and the thread that does it."""
+        busy = self.progress in (SaveProgress.WRITING, SaveProgress.NAMING)
+        removing = self._removing is not None and not self._removing.done()
+        if not busy and not removing:
+            return {}
+        what = "writing a checkpoint" if busy else "removing old checkpoints"
+        found = [each for each in threading.enumerate() if each.name.startswith(WRITER)]
+        return {what: found[-1]} if found else {}
 
     def begin(self, save: SaveInProgress) -> None:
         """Its part has been copied, and is being written."""

@@ -29,7 +29,7 @@ from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.parts.collecting import collect
 from parallax.runtime.parts.fence import Fence
 from parallax.runtime.parts.held import whole_checkpoints
-from parallax.runtime.pending import PendingSaves, SaveInProgress
+from parallax.runtime.pending import WRITER, PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
 
 logger = logging.getLogger("parallax")
@@ -146,7 +146,7 @@ class Saving:
             checkpoint.begin(partial)
 
         from_all(lambda: begin() if sites.leads else None)
-        thread = ThreadPoolExecutor(1, "parallax-checkpoint")
+        thread = ThreadPoolExecutor(1, WRITER)
         writer = self._writer(partial, step, thread)
         try:
             marks = from_all(lambda: self._copy(writer))

@@ -321,8 +321,6 @@ class _Run:
             skipped=result.skipped_steps,
             input_share=self._checkup.input_share,
         )
-        if result.trouble:
-            voice.note(f"step {line.step} was skipped, {result.trouble}")
         moved = {
             "offloaded_bytes": sum(out),
             "fetched_bytes": sum(back),
@@ -330,8 +328,8 @@ class _Run:
             "checkpoint_seconds": max(waits),
         }
         voice.step(line, _metrics(line, result) | moved | self._checkup.metrics())
-        for words in said:
-            voice.note(f"step {line.step}: {words}")
+        for words in (*_trouble(result), *said):
+            voice.note(f"step {line.step}{words}")
         self._saves.advance(voice, saved)
 
     def _tell_unwritten(self, voice: Voice) -> None:
@@ -349,10 +347,12 @@ class _Run:
             with self._onlooker.phase("evaluating"):
                 found = self._evaluate(voice, step)
         if saves or self._stopping.at_once:
+            with self._onlooker.phase("saving a checkpoint"):
+                state = {"source": self._source.state_dict()}
             self._saves.save(
                 voice,
-                {"source": self._source.state_dict()},
-                {"loss": result.loss, "validation_loss": found},
+                state,
+                {"loss": _number(result.loss), "validation_loss": _number(found)},
                 last=last or self._stopping.at_once,
             )
             self._stopping.ask()
@@ -406,6 +406,14 @@ def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
         "peak_bytes": line.peak_bytes,
         "stall_seconds": line.stall_seconds,
     }
+
+
+def _trouble(result: StepResult) -> list[str]:
+    return [f" was skipped, {result.trouble}"] if result.trouble else []
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _due(every: int, step: int) -> bool:

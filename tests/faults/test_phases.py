@@ -37,12 +37,18 @@ def how(hangs):
         sum(range(10000))
     pathlib.Path("done").touch()
 
+class Some(TensorRows):
+    def __len__(self):  # asked in no phase, and in no action
+        if "RANK" in os.environ and Rows.trains:
+            stuck_in("between steps")
+        return super().__len__()
+
 class Rows:
-    fetched = False
+    fetched = trains = False
     def __init__(self):
         stuck_in("loading data")
     def batch(self, rows):
-        self.fetched = True
+        self.fetched = Rows.trains = True
         stuck_in("fetching rows")
         return self.some(rows)
     def validation(self, index, rows):
@@ -50,7 +56,7 @@ class Rows:
             stuck_in("evaluating")
         return self.some(rows)
     def some(self, rows):
-        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+        return Some(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     def state_dict(self):
         stuck_in("saving a checkpoint")
         return {}
@@ -93,8 +99,10 @@ Stuck = Callable[..., tuple[Path, int, str]]
 def stuck(called: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> Stuck:
     """A run that is stuck in a phase, as in ``"loading data=sleeps"``."""
 
-    def run(where: str, *overrides: str, replicas: tuple[int, ...] = (1, 1)) -> Any:
-        Path("stuck.py").write_text(MODEL)
+    def run(
+        where: str, *overrides: str, replicas: tuple[int, ...] = (1, 1), code: str = MODEL
+    ) -> Any:
+        Path("stuck.py").write_text(code)
         folder = prepared(*OWN, *overrides, replicas=replicas)
         monkeypatch.setenv("STUCK", where)
         code, _, err = called("train", "--run-dir", str(folder))
@@ -108,6 +116,8 @@ def stuck(called: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Monke
     [
         pytest.param("building the model", marks=pytest.mark.thorough),
         pytest.param("loading data", marks=pytest.mark.thorough),
+        pytest.param("fetching rows", marks=pytest.mark.thorough),
+        pytest.param("between steps", marks=pytest.mark.thorough),
         pytest.param("building the engine", marks=pytest.mark.thorough),
         pytest.param("evaluating", marks=pytest.mark.thorough),
         "saving a checkpoint",
@@ -122,13 +132,43 @@ def test_a_hang_is_named_wherever_it_is(here: Path, stuck: Stuck, phase: str) ->
     line, after = one_line(err), ", after step 2" if phase in AFTER_STEPS else ""
     assert re.fullmatch(
         rf"parallax: rank 1( \(stage 1, replica 0\))? has been {phase}{after}, for \d+ s, without a sign "
-        r"of life( while rank 0 waits, .*)?; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how "
+        r"of life( while rank 0 waits,? .*)?; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how "
         rf"\(\S*stuck.py:\d+\); its stacks: runs/run/stacks-rank1.txt",
         line,
     ), line
     assert "in stuck_in" in (run / "stacks-rank1.txt").read_text()
     assert running(here) == []
     assert temporary() == []
+
+
+WRITING = """
+import parallax.runtime.checkpoint.writing as writing
+wrote = writing.write_file
+def write(*arguments):
+    stuck_in("writing")
+    return wrote(*arguments)
+writing.write_file = write
+fetched = Rows.batch
+def fetch(self, rows):
+    time.sleep(0.4)  # so that the next checkpoint is not due for a while
+    return fetched(self, rows)
+Rows.batch = fetch
+"""
+
+
+@pytest.mark.faults
+def test_a_hang_beside_the_steps_is_named(here: Path, stuck: Stuck) -> None:
+    """A checkpoint is written in the background, and training does not wait for it."""
+    every = ["trainer.steps=100", "trainer.checkpoint_every=15", "trainer.eval_every=0"]
+    run, code, err = stuck("writing=sleeps", *every, code=MODEL + WRITING)
+    assert code == 1
+    assert re.fullmatch(
+        r"parallax: rank 1 \(stage 1, replica 0\) has been writing a checkpoint beside its steps, \d s without a sign of "
+        r"life; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how \(\S*stuck.py:\d+\); its "
+        r"stacks: runs/run/stacks-rank1.txt",
+        one_line(err),
+    ), err
+    assert running(here) == []
 
 
 @pytest.mark.thorough  # as before the hang after steps, but to the end of the run

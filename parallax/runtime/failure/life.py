@@ -75,6 +75,26 @@ class Life:
         return False
 
 
+class ThreadLife:
+    """Signs of life of one thread of this process, asked by another."""
+
+    def __init__(self, native_id: int) -> None:
+        self._folder = Path(f"/proc/self/task/{native_id}")
+        self._before = ""
+
+    def shows(self) -> bool:
+        """Whether there was any since the last call; also where the system does not tell."""
+        try:
+            status = (self._folder / "status").read_text()
+            ran = (self._folder / "schedstat").read_text()
+        except OSError:
+            return True
+        switches = [line for line in status.splitlines() if "ctxt_switches" in line]
+        now = " ".join([ran, *switches])
+        before, self._before = self._before, now
+        return now != before
+
+
 def _seconds_below() -> float:
     total = 0.0
     for child in psutil.Process().children(recursive=True):
@@ -113,9 +133,10 @@ def _reads_terminal() -> bool:
     )
 
 
-def where() -> str:
-    """The line that the main thread is in: the innermost of the user's own code, where it is in such."""
-    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+def where(thread: threading.Thread | None = None) -> str:
+    """The line that a thread, the main one, is in: the innermost of the user's own code, where it is in such."""
+    asked = thread or threading.main_thread()
+    frame = innermost = sys._current_frames().get(asked.ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
     frame = frame if frame is not None else innermost

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
-from parallax.runtime.failure.life import Life, waits_for_others
+from parallax.runtime.failure.life import Life, ThreadLife, waits_for_others
 from parallax.runtime.failure.report import RankStatus
 
 _EXAMINE_SECONDS = 1.0  # between two looks for signs of life
@@ -26,6 +28,20 @@ class Watched(Protocol):
     def completed_steps(self) -> int:
         """Of the run."""
 
+    @property
+    def beside(self) -> Mapping[str, threading.Thread]:
+        """What it does beside its steps, and the thread that does it."""
+
+
+@dataclass(slots=True)
+class BesideSteps:
+    """``what`` a ``thread`` does beside the steps, and for how many seconds it has shown no sign of ``life``."""
+
+    what: str
+    thread: threading.Thread
+    life: ThreadLife
+    idle_seconds: float = 0.0
+
 
 class OwnStatus:
     """What the main thread executes, or, outside of steps, which phase it is in and whether it shows signs of life.
@@ -38,6 +54,8 @@ class OwnStatus:
         self._life = Life()
         self._examined = time.monotonic()
         self._doing: object = None
+        self.beside: BesideSteps | None = None
+        self._looked_beside = time.monotonic()
 
     def attend(self, engine: Watched, plan: Plan) -> None:
         """Look at ``engine`` from now on."""
@@ -75,8 +93,30 @@ class OwnStatus:
         # Steps that take less than a look are seen by nobody.
         done = self._attended[0].completed_steps if self._attended else 0
         return RankStatus(
-            None, done or -1, seconds, phase=self._phase[0], idle_seconds=idle, waits=waits
+            None, done or -1, seconds, phase=self._named_phase, idle_seconds=idle, waits=waits
         )
+
+    def look_beside(self, now: float) -> None:
+        """At what is done beside the steps, once in a while."""
+        seconds = now - self._looked_beside
+        if seconds < _EXAMINE_SECONDS or self._attended is None:
+            return
+        self._looked_beside = now
+        what, thread = next(iter(self._attended[0].beside.items()), ("", None))
+        if thread is None or thread.native_id is None:
+            self.beside = None
+        elif self.beside is None or (self.beside.what, self.beside.thread) != (what, thread):
+            self.beside = BesideSteps(what, thread, ThreadLife(thread.native_id))
+        elif self.beside.life.shows():
+            self.beside.idle_seconds = 0.0
+        else:
+            # Less where this process itself was stopped.
+            self.beside.idle_seconds += min(seconds, 2 * _EXAMINE_SECONDS)
+
+    @property
+    def _named_phase(self) -> str:
+        """What the main thread does outside of steps: nothing is without a name, or it could hang unseen."""
+        return self._phase[0] or ("between steps" if self._attended else "starting")
 
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
         """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""

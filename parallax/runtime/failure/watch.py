@@ -46,6 +46,7 @@ from parallax.runtime.failure.report import (
     RankStatus,
     complaint,
     name,
+    remedy,
     root_cause,
     speaker,
     speaks,
@@ -97,6 +98,7 @@ class Watch:
         self._heard = [self._looked] * size
         self._requests = Requests()
         self._serving = self._served = False
+        self._hanging: threading.Thread | None = None  # the main one
         self._leaving = float("inf")
         self._claim: FailureReport | None = None
         self._report: FailureReport | None = None
@@ -269,10 +271,22 @@ class Watch:
                 link.send({"seen": seen.to_list()})
         if self._late():
             self.claim(self._overdue())
+        self._look_beside(now)
         if now > self._leaving and self._claim is not None:
             os._exit(self._claim.code)
         if self._limits.seconds and self._report is None:
             self._judge(now)
+
+    def _look_beside(self, now: float) -> None:
+        """At what this rank does beside its steps, which no action shows: it hangs as a phase does."""
+        self._own.look_beside(now)
+        beside, limit = self._own.beside, self._limits.seconds
+        if beside is None or not 0 < limit < beside.idle_seconds:
+            return
+        self._hanging = beside.thread
+        what = f"has been {beside.what} beside its steps, {beside.idle_seconds:.0f} s without a sign of life"
+        who, why = self._name(self.rank, None), f"; {remedy(limit, 0.0)}"
+        self.claim(FailureReport(self.rank, FailureKind.HANGS, who, what, why))
 
     def _late(self) -> bool:
         """Whether this rank was asked to end, and has not saved within the time that there is for it."""
@@ -344,7 +358,7 @@ class Watch:
 
     def _with_stacks(self, report: FailureReport) -> FailureReport:
         """Say where this rank hangs, and leave the stacks of its threads."""
-        report = replace(report, remark=f"{report.remark}; it is in {where()}")
+        report = replace(report, remark=f"{report.remark}; it is in {where(self._hanging)}")
         if self._limits.directory is None:
             return report
         path = self._limits.directory / f"stacks-rank{self.rank}.txt"

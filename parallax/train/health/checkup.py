@@ -58,7 +58,7 @@ class Checkup:
         return self._input_seconds, self._busy, float(self._growth is not None)
 
     def agree(self, columns: Sequence[Sequence[float]]) -> list[str]:
-        """What is to be said after this step, given the numbers of all ranks, column by column; all ranks call it."""
+        """What is to be said after "step n", given the numbers of all ranks, column by column; all ranks call it."""
         waited, busy, grows = columns
         step = self._seconds + self._fetching
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
@@ -70,7 +70,7 @@ class Checkup:
         self.stragglers += found
         growths = self._tell_growth() if any(grows) else []
         self._growths += growths
-        return [*(f"{each}; training goes on" for each in found), *growths]
+        return [f": {each}" for each in (*(f"{one}; training goes on" for one in found), *growths)]
 
     def metrics(self) -> dict[str, Any]:
         """Of this step."""
