@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             parsed = _parse(typed)
             parsed.own_process = arguments is None
-    except ConfigError as error:
+    except UserError as error:
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
     logging.basicConfig(format="%(message)s")
@@ -157,6 +157,8 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser with the options of the ``chosen`` command, the only one whose module is imported."""
+    from parallax.machine.preflight.start import check_process
+
     parser = _Parser(
         prog="parallax",
         description="Train PyTorch models that are too large for their devices.",
@@ -172,6 +174,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
+            check_process()
             module = importlib.import_module(
                 f"parallax.commands.{name}{'_' * keyword.iskeyword(name)}"
             )

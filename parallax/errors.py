@@ -8,6 +8,7 @@
     │   ├── DescribeError             a model that cannot be cut into blocks
     │   ├── PlanError                 a plan, profile or cluster that contradicts itself
     │   │   └── InfeasiblePlan        nothing fits the budgets; carries the smallest fix
+    │   ├── PreflightError            this host has less than the run takes
     │   ├── DataError                 no rows, unreadable folder, too little text
     │   └── CheckpointError           missing, damaged, or of another model
     ├── BudgetExceeded                the swap manager has nothing left to move
@@ -58,6 +59,10 @@ class PlanError(UserError):
 
 class InfeasiblePlan(PlanError):
     """No plan fits the budgets; the message names the tight limit and the smallest fix."""
+
+
+class PreflightError(UserError):
+    """A host has less of something than a run takes."""
 
 
 class DataError(UserError):

@@ -38,6 +38,10 @@ from parallax.machine.host import (
     usable_cores,
 )
 from parallax.machine.local import ClusterConfig, choose_devices
+from parallax.machine.preflight.disk import check_clock, quota_free_bytes
+from parallax.machine.preflight.finding import Finding
+from parallax.machine.preflight.memory import check_limits
+from parallax.machine.preflight.needs import HostNeeds, RankNeeds
 from parallax.machine.probes import Probes, measure_probes
 
 RUNS = Path("runs")
@@ -58,14 +62,6 @@ REMOTE_FILE_SYSTEMS = {
     "beegfs",
     "gpfs",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that will go wrong here, and what to do about it."""
-
-    what: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +218,9 @@ def _memory() -> Iterator[Finding]:
             f"({format_bytes(limit.free_bytes)} of it free)",
             "device_memory=auto respects it; for more raise it (docker --memory, sbatch --mem, ulimit)",
         )
+    count = choose_devices(ClusterConfig()).count
+    one = RankNeeds(memory_bytes=0)  # of a plan that takes next to nothing
+    yield from check_limits(HostNeeds(ranks=(one,) * count, world=count))
     shared = shared_memory_bytes()
     if shared is not None and shared < SHARED_MEMORY_WANTED:
         yield Finding(
@@ -255,6 +254,9 @@ def _network() -> Iterator[Finding]:
 
 def _disk(runs: Path) -> Iterator[Finding]:
     folder, kind, free = existing_parent(runs), file_system(runs), disk_free_bytes(runs)
+    quota = quota_free_bytes(runs)
+    free = free if quota is None else min(free, quota)
+    yield from check_clock(runs)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

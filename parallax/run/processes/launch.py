@@ -32,6 +32,7 @@ from parallax.plan.plan import Plan
 from parallax.report import plan_table
 from parallax.run.feedback import correct
 from parallax.run.job import local_cluster, plan_run
+from parallax.run.preflight import check_start
 from parallax.run.prepare import PreparedRun, write_run
 from parallax.run.processes.agent import Agent
 from parallax.run.processes.rank import ON_DRIFT
@@ -47,6 +48,7 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
     this process to itself, so another may take its place."""
     first = OnDrift.STOP if run.config.plan.replan == AUTO else OnDrift.IGNORE
     on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
+    check_start(run)
     with heeding(interrupt):
         code = _start(run, on_drift, own_process)
         stops = code == 0 and on_drift is OnDrift.STOP

@@ -29,6 +29,7 @@ from parallax.report import placement, save_placement, summary_table, ways_in_wo
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
 from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
+from parallax.run.preflight import check_start_together, check_versions
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
 from parallax.run.resume import Trusts
@@ -73,12 +74,14 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
             nodes = Nodes.gather()
+            check_versions(nodes)
             if directory is None:
                 run = prepare_together(overrides, nodes, held)
             else:
                 run = read_together(directory, nodes, held, trusts)
             watch.limit(*_limits(run), run.directory)
             compare(run)
+            check_start_together(run, nodes)
         stopped = _train(run, nodes, watch)
         watch.close()
         stop_processes()

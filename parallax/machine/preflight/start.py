@@ -1,0 +1,48 @@
+"""Preflight: a run that this host cannot carry ends before it has begun, in one line with the arithmetic.
+
+It costs milliseconds, and says nothing where all is well. What is refused could not have worked: needs are the least
+that was measured.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+from parallax.common.units import format_bytes
+from parallax.machine.preflight.disk import check_clock, check_folders
+from parallax.machine.preflight.finding import Finding, refuse
+from parallax.machine.preflight.memory import check_limits, check_memory, check_shared
+from parallax.machine.preflight.needs import (
+    IMPORT_ADDRESS_BYTES,
+    IMPORT_DATA_BYTES,
+    HostNeeds,
+)
+
+
+def check_host(needs: HostNeeds, where: str = "this host") -> None:
+    """Raise :class:`~parallax.errors.PreflightError` where ``needs`` are more than there is."""
+    refuse(_findings(needs), where)
+
+
+def _findings(needs: HostNeeds) -> Iterator[Finding]:
+    for check in (check_memory, check_limits, check_shared):
+        yield from check(needs)
+    yield from check_folders(needs.folders)
+    for each in {each.folder: each for each in needs.folders}.values():
+        yield from check_clock(each.folder)
+
+
+def check_process() -> None:
+    """The same for a process that has yet to import torch, which under such a limit could not even say so."""
+    for name, command, own in (
+        ("RLIMIT_DATA", "ulimit -d", IMPORT_DATA_BYTES),
+        ("RLIMIT_AS", "ulimit -v", IMPORT_ADDRESS_BYTES),
+    ):
+        allowed, _ = resource.getrlimit(getattr(resource, name))
+        if allowed != resource.RLIM_INFINITY and allowed < own:
+            what = (
+                f"torch alone takes {format_bytes(own)} of a process, and {name} ({command}) allows "
+                f"{format_bytes(allowed)}"
+            )
+            refuse([Finding(what, f"{command} unlimited")])

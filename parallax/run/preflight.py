@@ -1,0 +1,166 @@
+"""What a prepared run takes of each host, from its plan, its profile and the checkpoints that it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import parallax
+from parallax.common.units import format_bytes
+from parallax.errors import PlanError, PreflightError, printable
+from parallax.machine.local import choose_devices
+from parallax.machine.preflight.needs import FolderNeeds, HostNeeds, RankNeeds
+from parallax.machine.preflight.start import check_host
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all
+from parallax.plan.inputs import Inputs, inputs_path
+from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
+from parallax.plan.tier import tier_named
+from parallax.run.job import local_cluster
+from parallax.run.nodes import swap_folder
+from parallax.run.prepare import PreparedRun
+from parallax.runtime.checkpoint import PART_BYTES, list_checkpoints
+
+
+def check_start(run: PreparedRun) -> None:
+    """Raise :class:`PreflightError` where this host has less of anything than all ranks of ``run`` take."""
+    check_host(host_needs(run, range(run.plan.world_size)))
+
+
+def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
+    """The same for each node and its ranks; called by every rank of torch's world."""
+    mine = [rank for rank, host in enumerate(nodes.hosts) if host == nodes.hosts[nodes.rank]]
+    where = f"node {printable(nodes.name(nodes.rank))}"
+    leads = mine[0] == nodes.rank
+
+    def check() -> None:
+        check_host(dataclasses.replace(host_needs(run, mine), process_bytes=0), where)
+
+    from_all(lambda: check() if leads else None)
+
+
+def check_versions(nodes: Nodes) -> None:
+    """Raise :class:`PreflightError` where ranks have other versions of what decides a run's numbers and files; called
+    by every rank of torch's world."""
+    found = from_all(versions)
+    for rank, theirs in enumerate(found):
+        other = [f"{name} {theirs[name]}" for name in theirs if theirs[name] != found[0].get(name)]
+        if other:
+            mine = ", ".join(f"{word.split()[0]} {found[0][word.split()[0]]}" for word in other)
+            raise PreflightError(
+                f"rank {rank} on {printable(nodes.name(rank))} has {', '.join(other)}, and rank 0 on "
+                f"{printable(nodes.name(0))} has {mine}: install the same versions on all hosts"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Of this process."""
+    return {
+        "python": platform.python_version(),
+        "parallax": parallax.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
+    """What ``ranks`` of the run take together, all of one host."""
+    plan = run.plan
+    on_cpu = choose_devices(local_cluster(run.config)).kind == "cpu"
+    tier = tier_named(plan.tier)
+    own = [
+        RankNeeds(
+            memory_bytes=(plan.prediction.ranks[rank].peak_bytes if on_cpu else 0)
+            + (below_bytes(plan, rank) if tier.in_ram else 0),
+            reserved=on_cpu,
+        )
+        for rank in ranks
+    ]
+    folders = list(_checkpoints(run, ranks))
+    if not tier.in_ram and tier.exists:
+        folders += _swap_files(run, ranks)
+    return HostNeeds(
+        ranks=tuple(own),
+        world=plan.world_size,
+        accelerators=0 if on_cpu else len(ranks),
+        folders=tuple(folders),
+    )
+
+
+def below_bytes(plan: Plan, rank: int) -> int:
+    """What the plan lets a rank put into the tier below its device."""
+    stages = [plan.stages[index] for index in plan.stages_of(plan.locate(rank)[0])]
+    return sum(
+        (each.tier_bytes if each.offloads else 0) + each.state_bytes + each.streamed_bytes
+        for each in stages
+    )
+
+
+def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
+    each = [below_bytes(run.plan, rank) for rank in ranks]
+    if not sum(each):
+        return []
+    return [
+        FolderNeeds(
+            folder=swap_folder(run.config.swap, run.directory / "swap"),
+            size=sum(each),
+            largest_bytes=max(each),
+            what=f"the swap files of {len(each)} rank(s)",
+            remedy="set swap.directory to a larger disk, or cluster.disk to what may be used",
+        )
+    ]
+
+
+def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
+    """Those that are kept and the one that is being written, less what is there and will be deleted; of several hosts
+    the part of ``ranks``. Nothing where it is not known how large one is."""
+    folder = run.config.checkpoint.folder(run.directory, run.config.name)
+    profile, there = _profile(run.directory), list_checkpoints(folder)
+    positions = {run.plan.locate(rank)[0] for rank in ranks}
+    whole = checkpoint_bytes(profile) if profile is not None else 0
+    one = whole * len(positions) // run.plan.positions
+    kept = run.config.trainer.keep_checkpoints or len(there) + 1
+    kept += run.config.checkpoint.best
+    size = (kept + 1) * one - sum(_folder_bytes(path) for path in there)
+    if size <= 0:
+        return []
+    return [
+        FolderNeeds(
+            folder=folder,
+            size=size,
+            largest_bytes=min(one // len(positions), PART_BYTES),
+            what=f"checkpoints ({kept} kept + 1 written, of {format_bytes(one)} each, less what is there)",
+            remedy="keep fewer (trainer.keep_checkpoints), or set checkpoint.directory to a larger disk",
+        )
+    ]
+
+
+def checkpoint_bytes(profile: ModelProfile) -> int:
+    """One checkpoint: parameters, the optimizer's states and the full-precision copies of what is trained. What is not
+    may be left out of it."""
+    trained = profile.unique_trained_bytes(range(len(profile.blocks)))
+    return round((1 + profile.optimizer_bytes + profile.master_bytes) * trained)
+
+
+def _profile(directory: Path) -> ModelProfile | None:
+    try:
+        return Inputs.load(inputs_path(directory / "plan.yaml")).profile
+    except PlanError:  # it is of no need to the ranks
+        return None
+
+
+def _folder_bytes(folder: Path) -> int:
+    found = 0
+    for path in folder.glob("*"):
+        try:
+            found += os.lstat(path).st_size
+        except OSError:
+            continue
+    return found
