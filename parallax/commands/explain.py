@@ -20,7 +20,7 @@ from parallax.commands.options import (
     words_of,
     writing,
 )
-from parallax.common.reading import DOCUMENT_BYTES, read_json
+from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.errors import ConfigError, printable
 from parallax.plan.explained import explain
 from parallax.plan.plan import Plan

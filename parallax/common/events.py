@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from parallax.common.documents import plain_json, read_lines
 from parallax.common.files import AppendedFile
-from parallax.common.reading import plain_json, read_lines
 from parallax.errors import ConfigError, printable
 
 

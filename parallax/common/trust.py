@@ -15,9 +15,8 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from parallax.common.documents import plain_yaml
+from parallax.common.documents import DOCUMENT_BYTES, plain_yaml, read_bytes
 from parallax.common.files import cache_directory
-from parallax.common.reading import DOCUMENT_BYTES, read_bytes
 from parallax.errors import ConfigError, printable
 
 KEYS = ("model.target", "data.target", "plan.schedule")

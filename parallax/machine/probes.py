@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, existing_parent, replacing
-from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.errors import ConfigError, check_positive
 from parallax.machine.accelerators import present_devices, present_kind
 from parallax.machine.host import cpu_model, return_freed_memory, usable_cores

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, replacing
-from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.cluster import Link

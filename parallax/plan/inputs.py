@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallax.common.reading import DOCUMENT_BYTES, LARGEST, read_json
+from parallax.common.documents import DOCUMENT_BYTES, LARGEST_NUMBER, read_json
 from parallax.common.typed import fitting
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import Cluster, Device, Link, Node
@@ -61,7 +61,7 @@ class Inputs:
     def load(cls, path: Path) -> Inputs:
         """Read a file of :meth:`save`; raises :class:`PlanError` for anything else."""
         try:
-            data = read_json(path, DOCUMENT_BYTES, largest=LARGEST)
+            data = read_json(path, DOCUMENT_BYTES, largest=LARGEST_NUMBER)
         except (OSError, ValueError, RecursionError) as error:
             raise PlanError(
                 f"cannot read {path}, which holds the profile and the cluster of the plan beside it: "

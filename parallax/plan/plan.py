@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from parallax.common.documents import check_flat
-from parallax.common.reading import LARGEST, read_text
+from parallax.common.documents import LARGEST_NUMBER, check_flat, read_text
 from parallax.common.typed import fitting
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
@@ -125,10 +124,10 @@ class StagePrediction:
     def __post_init__(self) -> None:
         for name, values in (("memory", self.memory), ("seconds", self.seconds)):
             for key, value in values.items():
-                if not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+                if not isinstance(value, int | float) or not 0 <= value <= LARGEST_NUMBER:
                     raise PlanError(
                         f"plan: {name}.{printable(f'{key!s:.40}')}={printable(f'{value!r:.40}')}: numbers from 0 to "
-                        f"{LARGEST:.0e}"
+                        f"{LARGEST_NUMBER:.0e}"
                     )
 
 
@@ -408,10 +407,12 @@ def _check_numbers(owner: object, kind: type, *names: str) -> None:
     accepted = (int,) if kind is int else (int, float)
     for name in names:
         value = getattr(owner, name)
-        if type(value) not in accepted or not 0 <= value <= LARGEST:
+        if type(value) not in accepted or not 0 <= value <= LARGEST_NUMBER:
             wanted = "whole numbers" if kind is int else "numbers"
             shown = printable(f"{value!r:.40}")
-            raise PlanError(f"plan: {name}={shown}: accepted are {wanted} from 0 to {LARGEST:.0e}")
+            raise PlanError(
+                f"plan: {name}={shown}: accepted are {wanted} from 0 to {LARGEST_NUMBER:.0e}"
+            )
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from parallax.common.reading import DOCUMENT_BYTES, LARGEST, plain_json, read_text
+from parallax.common.documents import DOCUMENT_BYTES, LARGEST_NUMBER, plain_json, read_text
 from parallax.common.typed import fitting
 from parallax.errors import PlanError, printable
 
@@ -214,7 +214,7 @@ class ModelProfile:
     def from_json(cls, text: str) -> ModelProfile:
         """The profile of :meth:`to_json`; raises :class:`PlanError` for anything else."""
         try:
-            return cls.from_plain(plain_json(text, largest=LARGEST))
+            return cls.from_plain(plain_json(text, largest=LARGEST_NUMBER))
         except ValueError as error:
             raise PlanError(
                 f"not a model profile: {printable(str(error))}; measure it again"

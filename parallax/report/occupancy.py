@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.common.events import Span, span_of
-from parallax.common.reading import DOCUMENT_BYTES, read_json
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError, printable
 from parallax.report.figure import new_figure, save_png

@@ -95,12 +95,10 @@ def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
 
 
 def below_bytes(plan: Plan, rank: int) -> int:
-    """What the plan lets a rank put into the tier below its device."""
+    """What a rank is predicted to hold in the tier below its device, of what the plan lets it."""
     stages = [plan.stages[index] for index in plan.stages_of(plan.locate(rank)[0])]
-    return sum(
-        (each.tier_bytes if each.offloads else 0) + each.state_bytes + each.streamed_bytes
-        for each in stages
-    )
+    given = sum(each.tier_bytes + each.state_bytes + each.streamed_bytes for each in stages)
+    return min(given, plan.prediction.ranks[rank].tier_peak_bytes)
 
 
 def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallax import config as configuration
-from parallax.common.documents import LARGEST
-from parallax.common.reading import read_text
+from parallax.common.documents import LARGEST, read_text
 from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from parallax.common.reading import MANIFEST_BYTES, read_json
+from parallax.common.documents import MANIFEST_BYTES, read_json
 from parallax.errors import CheckpointError
 from parallax.model.files.tensors import Recipe, TensorFiles, held_in
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from parallax.common.reading import SMALL_BYTES, read_text
+from parallax.common.documents import SMALL_BYTES, read_text
 from parallax.errors import (
     ConfigError,
     check_choice,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from parallax.common.reading import SMALL_BYTES, read_text
+from parallax.common.documents import SMALL_BYTES, read_text
 from parallax.common.targets import call_target
 from parallax.errors import ConfigError, check_switch, nearest
 from parallax.model.pretrained import read_weights, say, unlike

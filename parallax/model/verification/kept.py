@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, replacing
-from parallax.common.reading import SMALL_BYTES, read_json
 from parallax.model.describe import Chain
 from parallax.model.verification.rows import Verdict
 from parallax.model.verification.runs import Loss

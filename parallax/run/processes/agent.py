@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.common.files import temporary_folder
-from parallax.common.reading import DOCUMENT_BYTES, read_json
 from parallax.common.signals import Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import printable
 from parallax.run.processes.forkserver import ForkServer, ServerLost

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from parallax import config as configuration
-from parallax.common.reading import DOCUMENT_BYTES, read_json
+from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from parallax.common import reading
+from parallax.common import documents
 from parallax.common.files import replace_text
 from parallax.errors import ConfigError, printable
 
@@ -109,7 +109,7 @@ class PointOutcome:
 def read_json(path: Path) -> Any:
     """What is in a file of ours; None where there is none."""
     try:
-        return reading.read_json(path, reading.DOCUMENT_BYTES)
+        return documents.read_json(path, documents.DOCUMENT_BYTES)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from parallax.common.reading import MANIFEST_BYTES, any_json, read_text
+from parallax.common.documents import MANIFEST_BYTES, any_json, read_text
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import held_in
 from parallax.runtime.checkpoint.checksums import SEAL, checksum, seal, verify_file

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from parallax.common.reading import SMALL_BYTES, read_json
+from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable

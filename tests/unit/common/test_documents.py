@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.common.reading import (
+from parallax.common.documents import (
     MOST_VALUES,
     SMALL_BYTES,
     any_json,
