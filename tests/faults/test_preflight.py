@@ -48,18 +48,6 @@ def limited(name: str, value: int) -> Iterator[None]:
         resource.setrlimit(number, before)
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "small", str(folder)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system can be mounted by root alone")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def needing(folder: Path, size: int, largest: int = 0) -> HostNeeds:
     own = FolderNeeds(
         folder=folder, size=size, largest_bytes=largest, what="checkpoints", remedy="keep fewer"
