@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-faults test-nodes test-sim test-slurm test-sweeps lint format bench bench-gpu clean
+.PHONY: help train audit test test-faults test-nodes test-sim test-slurm test-sweeps lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -80,6 +80,13 @@ bench: $(INSTALLED)  ## measure this machine: pipeline, swap and host optimizer 
 
 bench-gpu: $(INSTALLED_DEV)  ## test and measure a CUDA device in nine minutes (ARGS=--dry: toy sizes on the CPU)
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# In an environment of its own: what it draws in is no part of what it looks at.
+audit: $(INSTALLED_DEV)  ## known security advisories for what is installed; says so where no service can be asked
+	@if [ ! -x $(VENV)/audit/bin/pip-audit ]; then echo "installing pip-audit"; \
+	$(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip -qq --disable-pip-version-check install \
+	-c constraints.txt pip-audit || { echo "audit: pip-audit cannot be installed: nothing was checked" >&2; exit 0; }; fi; \
+	$(BIN)/python .ci/audit $(VENV) $(VENV)/audit
 
 clean:  ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
