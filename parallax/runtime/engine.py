@@ -115,9 +115,11 @@ class Engine:
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step = 0
-        self._trials = PartRuns(
-            self._run, plan, mesh, self._stage, self._optimizer, self._update, self._take_statistics
-        )
+
+    def _part_runs(self) -> PartRuns:
+        """Not kept: it holds the engine, whose bytes would stay on the device until garbage is collected."""
+        kept = self._stage, self._optimizer, self._update
+        return PartRuns(self._run, self.plan, self.mesh, *kept, self._take_statistics)
 
     def _open_update(self, configs: EngineConfigs) -> Update:
         return Update(
@@ -138,10 +140,8 @@ class Engine:
         swap: tuple[SwapManager, Selector] | None,
         copies: CopyEngine,
     ) -> Executor:
-        chain, mesh = self._chain, self.mesh
+        chain, mesh, gathers = self._chain, self.mesh, self.plan.gather_loss
         evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
-        gathers = self.plan.gather_loss
-        plans = [self.plan.stages[stage] for stage in mesh.stages]
         return Executor(
             chain,
             self._stage,
@@ -151,7 +151,7 @@ class Engine:
             self._sync,
             self._channels,
             swap,
-            open_inputs(plans, mesh.device, copies),
+            open_inputs((self.plan.stages[each] for each in mesh.stages), mesh.device, copies),
             stall_seconds=self._stalls(),
             spans=spans_of(mesh.device, copies),
         )
@@ -290,7 +290,7 @@ class Engine:
         """Why a step was not taken: it is as if it had not been. Raises where it was the last."""
         self._buffers.restore()
         judgement = self._update.judgement
-        rows = self._trials.blame(batch) if judgement.searches else ""
+        rows = self._part_runs().blame(batch) if judgement.searches else ""
         return judgement.told(self._step, rows)
 
     def _take_statistics(self) -> SwapStatistics:
