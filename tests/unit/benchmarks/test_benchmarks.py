@@ -287,3 +287,14 @@ def test_a_worker_answers_and_says_why_it_failed() -> None:
             worker.ask(2)
     finally:
         worker.close()
+
+
+@pytest.mark.bench
+def test_checkpoint_benchmark_prints_json() -> None:
+    found = json.loads(run("checkpoint", "--quick", "--json"))
+    assert [row["name"] for row in found["rows"]] == [
+        *("parallax", "parallax, waited"),
+        *("torch.save", "dcp.save", "dcp.async_save"),
+    ]
+    assert all(row["bytes_per_second"] > 0 < row["recovery_seconds"] for row in found["rows"])
+    assert found["bytes"] > 10**6
