@@ -129,7 +129,7 @@ class DistributedFiles:
             with file.open("rb") as stream:
                 found = _Unpickler(stream).load()
             return _mapping(found.state_dict_metadata), _places(found.storage_data)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(
                 f"{printable(str(self.path))} is no folder of torch.distributed.checkpoint: there is no {METADATA}"
             ) from error

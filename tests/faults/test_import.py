@@ -1,0 +1,307 @@
+"""``parallax import``: what was exported, or trained elsewhere, goes on as if it had never been away; mistakes are one
+line, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from parallax import cli, config
+from parallax.config import RunConfig
+from parallax.run.job import build_chain, build_loss, open_source
+from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
+from parallax.runtime.engine import Engine
+from tests.faults.commands import TINY, one_line, prepared
+from tests.plans import make_plan
+
+SETTINGS = [*TINY, "trainer.steps=9", "optimizer.warmup_steps=1", "model.verify=false"]
+PRECISIONS = ["fp32", "mixed_bf16"]
+Import = Callable[..., str]
+
+
+def engine(settings: RunConfig) -> Engine:
+    chain = build_chain(settings)
+    return Engine.build(
+        chain,
+        make_plan(chain, global_batch=4, microbatch=2),
+        loss=build_loss(settings),
+        steps=settings.trainer.steps,
+        optimizer=settings.optimizer,
+        precision=settings.precision,
+    )
+
+
+def train(run: Path, steps: int) -> list[float]:
+    """Losses of so many steps more, in this process, from the run's checkpoint, if any, and into one."""
+    settings = config.load((run / "config.yaml").read_text())
+    built, source = engine(settings), open_source(settings)
+    for path in list_checkpoints(run / "checkpoints")[-1:]:
+        source.load_state_dict(built.load(path)["source"])
+    losses = [built.step(source.batch(4)).loss for _ in range(steps)]
+    built.save(run / "checkpoints", {"source": source.state_dict()})
+    built.close()
+    return losses
+
+
+def tensors(run: Path) -> dict[str, Tensor]:
+    reader = CheckpointReader(list_checkpoints(run / "checkpoints")[-1])
+    return {name: reader.read(name) for name in reader.held()}
+
+
+@pytest.fixture
+def imported(here: Path, capfd: pytest.CaptureFixture[str]) -> Import:
+    """What the command says on stderr, which is nothing where it works."""
+
+    def call(*arguments: str, code: int = 0) -> str:
+        capfd.readouterr()
+        assert cli.main(["import", *arguments]) == code
+        return capfd.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
+def test_there_and_back_goes_on_alike(
+    here: Path, imported: Import, form: str, precision: str
+) -> None:
+    settings = [*SETTINGS, f"precision={precision}"]
+    run = prepared(*settings)
+    train(run, 2)
+    assert cli.main(["export", "run", "--to", form, "--out", "out"]) == 0
+    imported("out", "--from", form, "--step", "2", "name=other", *settings)
+    before, after = tensors(run), tensors(Path("runs/other"))
+    weights = {name for name in before if name.startswith("model/")}
+    for name in weights:
+        master = before.get(name.replace("model/", "master/", 1), before[name])
+        due = master if form == "dcp" else before[name].float()
+        assert torch.equal(after[name], due), name
+    if form == "dcp":
+        rest = {name for name in before if not name.startswith(("model/", "master/"))}
+        assert after.keys() == weights | rest
+        assert all(torch.equal(after[name], before[name]) for name in rest)
+        assert train(Path("runs/other"), 2) == train(run, 2)
+    else:
+        assert after.keys() == weights
+        # The weights are those of the next step's forward; states begin anew.
+        assert train(Path("runs/other"), 1) == train(run, 1)
+
+
+def test_what_torch_makes_of_the_export(here: Path) -> None:
+    run = prepared(*SETTINGS)
+    train(run, 2)
+    assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
+    dcp_to_torch_save(here / "out", here / "out.pt")
+    found = torch.load(here / "out.pt", weights_only=True)
+    held = tensors(run)
+    names = {name.removeprefix("model/") for name in held if name.startswith("model/")}
+    assert found["model"].keys() >= names
+    assert all(torch.equal(found["model"][name], held[f"model/{name}"]) for name in names)
+    settings = config.load((run / "config.yaml").read_text())
+    model = nn.ModuleDict({"m": settings.model.build()})["m"]  # type: ignore[union-attr]
+    model.load_state_dict(found["model"])  # with each tied weight under all of its names
+    by_name = dict(model.named_parameters())
+    groups = [
+        {**group, "params": [by_name[name] for name in group["params"]]}
+        for group in found["optimizer"]["param_groups"]
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    order = [name for group in found["optimizer"]["param_groups"] for name in group["params"]]
+    numbered = {order.index(name): known for name, known in found["optimizer"]["state"].items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": numbered})
+    source = open_source(settings)
+    source.batch(8)
+    batch = source.batch(4)
+    loss = build_loss(settings)(model(batch.inputs(0, 4)), batch.targets(0, 4))
+    (expected,) = train(run, 1)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_torch_has_saved_goes_on(here: Path, imported: Import) -> None:
+    """A model and an AdamW of plain torch, under the names of torch.distributed.checkpoint.state_dict."""
+    settings = config.compose([*SETTINGS, "name=theirs"])
+    torch.manual_seed(7)
+    model = settings.model.build()  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (4, 65))
+    for _ in range(2):
+        build_loss(settings)(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+    states = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        tree = {"model": model.state_dict(), "optim": {"state": states, "param_groups": [{}]}}
+        save(tree, checkpoint_id=here / "theirs", no_dist=True)
+    imported("theirs", "--from", "dcp", "name=theirs", *SETTINGS)
+    found = tensors(Path("runs/theirs"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[f"model/{name}"], parameter), name
+        assert torch.equal(found[f"exp_avg/{name}"], optimizer.state[parameter]["exp_avg"]), name
+        assert found[f"step/{name}"] == 2
+    assert train(Path("runs/theirs"), 1)
+    imported("theirs", "--from", "dcp", "--weights-only", "name=again", *SETTINGS)
+    assert all(name.startswith("model/") for name in tensors(Path("runs/again")))
+
+
+def test_a_folder_of_transformers_says_its_model(here: Path, imported: Import) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (it comes with the hf extra)"
+    )
+    from tests.faults.test_export import SMALL
+
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    model.save_pretrained(here / "from it")
+    settings = ["data.max_bytes=64KiB", "model.sequence=16", "name=llama"]
+    imported("from it", "--from", "huggingface", *settings)
+    found = tensors(Path("runs/llama"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[f"model/{name}"], parameter), name
+    assert cli.main(["export", "llama", "--to", "huggingface", "--out", "back"]) == 0
+    back = transformers.AutoModelForCausalLM.from_pretrained("back")
+    assert all(
+        torch.equal(tensor, back.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
+
+
+# ---- mistakes
+
+
+def weights(path: Path, change: Callable[[dict[str, Tensor]], Any] = lambda held: None) -> None:
+    model = config.compose(SETTINGS).model.build()  # type: ignore[union-attr]
+    held = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    change(held)
+    save_file(held, path)
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (lambda held: held.pop("layers.1.up.bias"), "it lacks layers.1.up.bias"),
+    "extra": (lambda held: held.update(more=torch.zeros(1)), "it has more, which the model has"),
+    "shape": (
+        lambda held: held.update({"layers.0.up.bias": torch.zeros(3)}),
+        "layers.0.up.bias is [3] and must be [256]",
+    ),
+    "kind": (
+        lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.int64)}),
+        "layers.0.up.bias is in torch.int64, and in the model it is in torch.float32",
+    ),
+    "range": (
+        lambda held: held.update(
+            {"layers.0.up.bias": torch.full((256,), 1e300, dtype=torch.float64)}
+        ),
+        "layers.0.up.bias holds numbers that are too large for torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_other_weights_are_refused_with_their_names(here: Path, imported: Import, how: str) -> None:
+    change, said = CHANGES[how]
+    weights(here / "w.safetensors", change)
+    before = sorted(here.rglob("*"))
+    words = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
+    assert said in one_line(imported(*words, code=2))
+    assert sorted(path for path in here.rglob("*") if path.name != "runs") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["w.safetensors", "--from", "safetensors", "name=taken"], "runs/taken is there already"),
+        (["w.safetensors", "--from", "safetensors", "--step", "9"], "accepted is 0 to 8"),
+        (["w.safetensors", "--from", "safetensors", "--step", "-1"], "accepted is 0 to 8"),
+        (["w.safetensors", "--from", "dcp"], "is no folder of torch.distributed.checkpoint"),
+        (["w.safetensors", "--from", "pickle"], "invalid choice: 'pickle'"),
+        (["w.safetensors"], "the following arguments are required: --from"),
+        (["nowhere", "--from", "safetensors"], "there is no nowhere"),
+        (["w.pt", "--from", "safetensors"], "written by torch.save, whose pickles are not read"),
+        (["old.pt", "--from", "safetensors"], "written by torch.save, whose pickles are not read"),
+        (["bins", "--from", "safetensors"], "pickled weights (*.bin) are not read"),
+        (["w.safetensors", "--from", "safetensors", "optimizer.lr=x"], "optimizer.lr=x"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    here: Path, imported: Import, words: list[str], said: str
+) -> None:
+    weights(here / "w.safetensors")
+    mark = here / "executed"
+    torch.save(_Payload(mark), here / "w.pt")
+    torch.save(_Payload(mark), here / "old.pt", _use_new_zipfile_serialization=False)
+    (here / "bins").mkdir()
+    torch.save(_Payload(mark), here / "bins" / "pytorch_model.bin")
+    (here / "runs" / "taken").mkdir(parents=True)
+    (here / "runs" / "taken" / "mine").touch()
+    before = sorted(here.rglob("*"))
+    named = [] if any(word.startswith("name=") for word in words) else ["name=other"]
+    assert said in one_line(imported(*words, *named, *SETTINGS, code=2))
+    assert sorted(here.rglob("*")) == before
+    assert not mark.exists()
+
+
+class _Payload:
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def test_a_hostile_index_executes_nothing(here: Path, imported: Import) -> None:
+    run = prepared(*SETTINGS)
+    train(run, 1)
+    assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
+    file, mark = here / "out" / ".metadata", here / "executed"
+    index = pickle.loads(file.read_bytes())
+    index.planner_data = _Payload(mark)
+    file.write_bytes(pickle.dumps(index))
+    words = ["out", "--from", "dcp", "name=other", *SETTINGS]
+    line = one_line(imported(*words, code=2))
+    assert "it names posix.mkdir, which is no part of an index and is not executed" in line
+    assert not mark.exists()
+    assert not Path("runs/other").exists()
+    pickle.loads(file.read_bytes())  # as torch does
+    assert mark.exists(), "the payload was one"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["optimizer=lion"], "and optimizer=lion keeps exp_avg: name the optimizer"),
+        (["optimizer=sgd"], "and optimizer=sgd keeps momentum_buffer: name the optimizer"),
+        (["model.layers=1"], "it has layers.1."),
+    ],
+    ids=str,
+)
+def test_states_of_another_optimizer_are_refused(
+    here: Path, imported: Import, typed: list[str], said: str
+) -> None:
+    run = prepared(*SETTINGS)
+    train(run, 1)
+    assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
+    words = ["out", "--from", "dcp", "name=other", *SETTINGS, *typed]
+    assert said in one_line(imported(*words, code=2))
+    assert not Path("runs/other").exists()
+
+
+def test_weights_of_any_float_become_masters(here: Path, imported: Import) -> None:
+    def narrow(held: dict[str, Tensor]) -> None:
+        for number, name in enumerate(held):
+            dtype = (torch.bfloat16, torch.float16, torch.float64)[number % 3]
+            held[name] = held[name].to(dtype)
+
+    weights(here / "w.safetensors", narrow)
+    imported("w.safetensors", "--from", "safetensors", "name=other", *SETTINGS)
+    found, given = tensors(Path("runs/other")), load_file(here / "w.safetensors")
+    assert all(torch.equal(found[f"model/{name}"], value.float()) for name, value in given.items())
