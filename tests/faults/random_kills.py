@@ -1,0 +1,188 @@
+"""Kills at random moments:  ``python -m tests.faults.random_kills [--count N] [--seed N] [--round N]``
+
+A small run of two ranks is trained in rounds. In each, again and again, one of its processes is killed (SIGKILL): a
+rank, the process that ranks are forked from, or the launcher, which is then started again by hand. When a round is over
+its weights must be those of an undisturbed run, bit for bit, its files must be the same, and no process may be left.
+Victims and moments are of the seed and the round, so that after an error the same round can be begun again
+(``--round``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from parallax.train.repeats import METRICS, RESTARTS, last_step
+from tests.faults.commands import (
+    MODULE,
+    finish,
+    fork_server,
+    prepared,
+    ranks,
+    running,
+    start,
+    temporary,
+    wait_for,
+    weights,
+)
+from tests.faults.killing import kill_at
+
+STEPS = 60
+SETTINGS = [
+    *kill_at(),
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_every=3",
+    "trainer.max_restarts=1000000",
+    "swap.tier=disk",
+    "swap.minimum_bytes=1",
+]
+VICTIMS = {"rank": 14, "server": 3, "launcher": 3}
+"""How likely each is, of twenty."""
+_GIVES_UP = "the same came 3 times at the same step"
+
+
+@dataclass
+class Round:
+    """One run with kills in it, in a folder of its own; ``most`` of them."""
+
+    run: Path
+    chance: random.Random
+    most: int
+    victims: Counter[str] = field(default_factory=Counter)
+    _process: subprocess.Popen[str] | None = None
+    _since: float = 0.0
+    _window: float = 8.0  # seconds from a start within which the next kill falls
+
+    def play(self) -> None:
+        """Start, kill, go on, to the run's end."""
+        self._start()
+        while self.victims.total() < self.most and self._wait():
+            self._kill()
+        while (code := self._end()) != 0:
+            assert code == 1, f"exit code {code}"
+            self._start()
+        assert running(Path.cwd()) == []
+
+    def _start(self) -> None:
+        self._process = start([*MODULE, "train", "--run-dir", str(self.run)])
+        self._since, self._window = time.monotonic(), 8.0
+
+    def _wait(self) -> bool:
+        """Until the next kill; False where the run ended before. Half of them fall before the first new step."""
+        assert self._process is not None
+        moment = self._since + self.chance.uniform(0, self._window)
+        step = last_step(self.run / METRICS)
+        while time.monotonic() < moment:
+            if self._process.poll() is not None:
+                if self._end() == 0:
+                    return False
+                self._start()
+                return True
+            if last_step(self.run / METRICS) > step:
+                step = STEPS
+                moment = min(moment, time.monotonic() + self.chance.uniform(0, 0.3))
+            time.sleep(0.002)
+        return True
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        names, weights = zip(*VICTIMS.items())
+        (name,) = self.chance.choices(names, weights)
+        which = self.chance.random()
+        victim: psutil.Process | None = None
+        with contextlib.suppress(psutil.Error, ValueError):  # it is not there yet, or gone already
+            if name == "launcher":
+                victim = psutil.Process(self._process.pid)
+            elif name == "server":
+                victim = fork_server(self._process)
+            elif found := ranks(self._process):
+                victim = found[int(which * len(found))]
+        if victim is None:
+            return
+        victim.kill()
+        self.victims[name] += 1
+        self._since, self._window = time.monotonic(), {"rank": 1.0, "server": 5.0}.get(name, 8.0)
+        if name == "launcher":
+            self._process.communicate()
+            wait_for(lambda: running(Path.cwd()) == [], "the end of what a launcher started")
+            self._start()
+
+    def _end(self) -> int:
+        """The exit code, which is 1 only where the same came too often."""
+        assert self._process is not None
+        code, _, err = finish(self._process)
+        assert code == 0 or (code == 1 and _GIVES_UP in err), err
+        return code
+
+
+def files_of(run: Path) -> set[str]:
+    """What a run's folder holds, but what only a run that was killed has."""
+    found = {str(path.relative_to(run)) for path in run.rglob("*")}
+    return {name for name in found if name != RESTARTS}
+
+
+def compare(run: Path, plain: Path) -> None:
+    """Raise AssertionError where anything differs from the undisturbed run."""
+    ours, theirs = weights(run), weights(plain)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), f"weights of {run} differ"
+    assert files_of(run) == files_of(plain)
+    assert temporary() == []
+
+
+def play(count: int, seed: int, say: Callable[[str], None], first: int = 0) -> Counter[str]:
+    """Rounds until ``count`` processes have been killed, in the current folder; how many of which kind."""
+    plain = prepared(*SETTINGS, name="plain")
+    code, _, err = finish(start([*MODULE, "train", "--run-dir", str(plain)]))
+    assert code == 0, err
+    victims, number = Counter[str](), first
+    while victims.total() < count:
+        run = prepared(*SETTINGS, name=f"round-{number}")
+        each = Round(run, random.Random(f"{seed}-{number}"), count - victims.total())
+        each.play()
+        compare(run, plain)
+        victims += each.victims
+        say(f"round {number}: {victims.total()} of {count} kills, {dict(victims)}")
+        number += 1
+    return victims
+
+
+def main() -> None:
+    """Play, and say how far it is."""
+    parser = argparse.ArgumentParser(description="Kill processes of a run at random moments.")
+    parser.add_argument("--count", type=int, default=1000, help="kills (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    parser.add_argument("--round", type=int, default=0, help="the first, after an error")
+    parsed = parser.parse_args()
+    shared = {*Path("/dev/shm").iterdir()}
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        for name in ("here", "tmp", "cache"):
+            (Path(folder) / name).mkdir()
+        os.chdir(Path(folder) / "here")
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+        try:
+            victims = play(
+                parsed.count, parsed.seed, lambda text: print(text, flush=True), parsed.round
+            )
+        finally:
+            os.chdir("/")
+    left = {*Path("/dev/shm").iterdir()} - shared
+    print(f"{victims.total()} kills: nothing lost; left in shared memory: {len(left)} files")
+    sys.exit(bool(left))
+
+
+if __name__ == "__main__":
+    main()
