@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from pathlib import Path
 from parallax.errors import ConfigError, printable
 
 LOCK = ".lock"
+PRIVATE = 0o700  # of a run's folder: checkpoints and settings are its owner's
+_NOBODYS = 0, 65534  # root's, and what servers of files make of root
 _POLL_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
@@ -65,17 +68,31 @@ def _make(directory: Path) -> list[Path]:
     """Make ``directory`` and those above it; the new ones, innermost first."""
     try:
         missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        _check_own(directory)
     except OSError as error:
         raise _refusal(directory, error) from error
     return missing
+
+
+def _check_own(directory: Path) -> None:
+    """Refuse a directory in whose place another user can put other files: what a run reads there, it believes."""
+    found = os.lstat(directory)
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigError(
+            f"{printable(str(directory))} is a symbolic link: give the folder that it leads to, or another name"
+        )
+    if found.st_uid not in (os.getuid(), *_NOBODYS):
+        raise ConfigError(
+            f"{printable(str(directory))} is another user's (uid {found.st_uid}): choose another name, or copy it"
+        )
 
 
 def _acquire(path: Path, until: float) -> int:
     """An open file that is locked, and still the one of that name."""
     while True:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise _refusal(path.parent, error) from error
         try:

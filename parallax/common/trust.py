@@ -21,6 +21,7 @@ from parallax.errors import ConfigError, printable
 
 KEYS = ("model.target", "data.target", "plan.schedule")
 """Settings that name functions."""
+_WRITABLE_BY_OTHERS = 0o022
 
 
 def class_paths(text: str) -> dict[str, str]:
@@ -47,7 +48,9 @@ def remember(folder: Path, named: Mapping[str, str]) -> None:
     if lines:
         with contextlib.suppress(OSError):
             _file().parent.mkdir(parents=True, exist_ok=True)
-            with _file().open("a", encoding="ascii") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(_file(), flags, 0o600), "w", encoding="ascii") as file:
+                os.fchmod(file.fileno(), 0o600)
                 file.write("".join(f"{line}\n" for line in lines))
 
 
@@ -75,6 +78,9 @@ def _file() -> Path:
 
 def _known() -> frozenset[str]:
     try:
+        found = _file().stat()
+        if found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+            return frozenset()  # who can write it can name whatever they like
         return frozenset(read_bytes(_file(), DOCUMENT_BYTES).decode("ascii").split())
     except (OSError, ValueError):
         return frozenset()

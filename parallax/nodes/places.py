@@ -112,7 +112,7 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
     def put() -> None:
         try:
             # Where it is there, this asks the server of a network's file system.
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in path.parent.glob(f"{_MARK}*"):  # of processes that were killed
                 if time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink(missing_ok=True)

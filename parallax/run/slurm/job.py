@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.common.files import replacing
+from parallax.common.lock import PRIVATE
 from parallax.errors import ConfigError, printable
 
 SCRIPT, LOG = "job.sbatch", "slurm.log"
@@ -79,7 +80,7 @@ class SlurmJob:
         path = runs / self.name / SCRIPT
         try:
             for name in self.runs:  # Slurm makes no folder for the log
-                (folder / runs / name).mkdir(parents=True, exist_ok=True)
+                (folder / runs / name).mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             with replacing(folder / path) as file:
                 file.write(self.script(folder, runs).encode())
         except OSError as error:

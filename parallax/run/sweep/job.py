@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from parallax.common.lock import is_locked
+from parallax.common.lock import PRIVATE, is_locked
 from parallax.common.signals import REQUESTS, Stopped, exit_code, heeding
 from parallax.common.terminal import OURS
 from parallax.common.units import format_seconds
@@ -109,7 +109,7 @@ class PointJob:
         if is_locked(directory):  # an earlier command's
             self.progress.note(point, "is being trained by another process")
             return math.nan
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         self.progress.begins(point, directory)
         begun = time.monotonic()
         PointOutcome(point, PointStatus.RUNNING).save(directory)
