@@ -33,7 +33,7 @@ from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.entry import GraphEntry
-from parallax.runtime.inputs import Inputs, Part
+from parallax.runtime.inputs import ModelInputs, Part
 from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.meters.spans import HostSpans, SpanClock
 from parallax.runtime.replicas.replicate import GradientSync
@@ -109,7 +109,7 @@ class Executor:
         sync: GradientSync,
         channels: Channels,
         swap: tuple[SwapManager, Selector] | None,
-        inputs: Inputs,
+        inputs: ModelInputs,
         stall_seconds: Callable[[], float],
         spans: SpanClock,
     ) -> None:

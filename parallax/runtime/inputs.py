@@ -26,7 +26,7 @@ Part = tuple[int, int]
 """The first row of a micro-batch that a rank computes on, and their number."""
 
 
-class Inputs(Protocol):
+class ModelInputs(Protocol):
     """The inputs of one step after the other, micro-batch by micro-batch."""
 
     def begin(self, batch: Rows, parts: Iterable[Part], /) -> None:
@@ -118,7 +118,9 @@ class InputsAhead:
         return target
 
 
-def open_inputs(plans: Iterable[StagePlan], device: torch.device, copies: CopyEngine) -> Inputs:
+def open_inputs(
+    plans: Iterable[StagePlan], device: torch.device, copies: CopyEngine
+) -> ModelInputs:
     """What brings the inputs to a rank with the stages ``plans``; only the model's first one asks for them."""
     if any(plan.inputs_ahead for plan in plans):
         return InputsAhead(device, copies.beside())

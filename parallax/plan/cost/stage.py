@@ -194,10 +194,8 @@ def load_block(
     """One block under one directive, on a device of a ``speed`` relative to the profile's. Where backwards are
     ``split``, a block that keeps its activations runs its weight half apart."""
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
-    forward, backward = (
-        cost.forward_seconds.at(rows) / speed,
-        cost.backward_seconds.at(rows) / speed,
-    )
+    forward = cost.forward_seconds.at(rows) / speed
+    backward = cost.backward_seconds.at(rows) / speed
     kept, moved, again = saved + stays, 0, 0.0
     forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
     backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
@@ -253,9 +251,9 @@ def load_stage(
     schedule runs weight halves apart, ``inputs_ahead`` whether the model's inputs come a micro-batch early."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
-    entering = costs[0].input.at(rows) if start > 0 else 0.0
+    given = costs[0].input.at(rows)
+    entering, ahead = given if start > 0 else 0.0, given if inputs_ahead else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
-    ahead = costs[0].input.at(rows) if inputs_ahead else 0.0
     sizes = Sizes.of(profile, start, stop)
     return StageLoad(
         parameter_bytes=sizes.parameters,
@@ -264,7 +262,7 @@ def load_stage(
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
-        boundary_bytes=math.ceil(2 * entering + 2 * leaving + ahead) + costs[-1].gathered_bytes,
+        boundary_bytes=math.ceil(2 * (entering + leaving) + ahead) + costs[-1].gathered_bytes,
         gap_share=device.gap_share,
         input_bytes=entering,
         output_bytes=leaving,
@@ -357,9 +355,8 @@ def load_states(
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
     passing += max(visiting, _twice_bytes(profile, sizes, streamed))
     bucket = device.bucket_bytes if replicas > 1 else 0
-    passing += (
-        2 * bucket if streamed else 0
-    )  # the sums are written before what was there is given up
+    # The sums are written before what was there is given up.
+    passing += 2 * bucket if streamed else 0
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
     on_device = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
