@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from parallax.common.units import format_bytes
+from parallax.errors import CheckpointError, SwapError, printable
 from parallax.machine.pinned import Arena
 
 
@@ -61,5 +63,18 @@ class SnapshotMemory:
         while self._free and self.held_bytes + size > self.limit_bytes:
             self._free.pop().close()
         if not self._taken or self.held_bytes + size <= self.limit_bytes:
-            return self._arena(size)
+            return self._make(size)
         return None
+
+    def _make(self, size: int) -> Arena | None:
+        """A new buffer; None where there is no memory for it, but others that will be given back."""
+        try:
+            return self._arena(size)
+        except (RuntimeError, MemoryError, SwapError) as error:
+            if self._taken:
+                self.limit_bytes = self.held_bytes
+                return None
+            reason = printable((str(error).splitlines() or [type(error).__name__])[0])
+            raise CheckpointError(
+                f"there is no host memory for {format_bytes(size)} of a checkpoint: {reason}"
+            ) from error

@@ -163,6 +163,25 @@ def test_what_is_larger_than_the_room_is_held_alone() -> None:
     assert memory.held_bytes == 8
 
 
+def test_memory_that_is_not_there_is_waited_for_where_some_is() -> None:
+    def two(size: int) -> PlainArena:
+        if len(made) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        made.append(size)
+        return PlainArena(size)
+
+    made: list[int] = []
+    memory = SnapshotMemory(two, 1000)
+    first, _ = memory.take(10), memory.take(10)
+    timer = threading.Timer(0.05, lambda: memory.give(first))
+    timer.start()
+    assert memory.take(10).data_ptr() == first.data_ptr()
+    timer.join()
+    none = SnapshotMemory(two, 1000)
+    with pytest.raises(CheckpointError, match=r"no host memory for 20 B of a checkpoint"):
+        none.take(20)
+
+
 # ---- which stay
 
 
