@@ -78,6 +78,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 again=60 # seconds within which a HEAD that was there must be back
 # Otherwise restarted ranks find the keys of those before them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export PARALLAX_JOIN_SECONDS=$join
 
 say() {
     echo "torchrun.sh: $*" >&2

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from parallax.errors import AbsentError, PlanError
+from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_named, accelerator_of
-from parallax.machine.host import interface_of, own_address
+from parallax.nodes.joining import TIMEOUT as TIMEOUT
 from parallax.nodes.places import ALONE, Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.plan import Plan
-
-TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
-JOIN_SECONDS = 300.0  # for all ranks to come
-NOTE_SECONDS = 30.0  # after which who waits says for whom
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,85 +268,3 @@ def edges_of(plan: Plan) -> Iterator[Edge]:
         for low, high in itertools.product(plan.ranks(boundary), plan.ranks(boundary + 1)):
             yield Edge(low, high, boundary, backward=False)
             yield Edge(high, low, boundary, backward=True)
-
-
-def start_processes(file: str | None = None) -> None:
-    """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
-
-    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address. Then they talk over the network
-    card that leads there, unless the user names another: gloo asks for this host's name, which often means loopback.
-    """
-    store: Any
-    if file is None:
-        store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
-    else:
-        rank, size, restart = (
-            int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-        )
-        store = dist.FileStore(f"{file}-{restart}", size)  # type: ignore[attr-defined]
-    addresses = dist.PrefixStore("addresses", store)  # type: ignore[attr-defined]
-    own = own_address(os.environ.get("MASTER_ADDR", "")) if file is None else ""
-    addresses.set(str(rank), own)
-    wait_for_all(dist.PrefixStore("roll-call", store), rank, size)  # type: ignore[attr-defined]
-    if file is None:
-        _choose_card(own, [addresses.get(str(other)).decode() for other in range(size)])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-
-
-def _choose_card(own: str, addresses: Sequence[str]) -> None:
-    """Let gloo and NCCL use the network card that leads to the others, unless the user has named one. ``own``: this
-    host's address, empty where its way to the meeting place is loopback, though for others it is not: then their
-    addresses say which card it is."""
-    others = [address for address in addresses if address]
-    card = interface_of(own or (own_address(others[0]) if others else ""))
-    if card:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", f"={card}"
-        )  # no other whose name begins like that
-
-
-def wait_for_all(
-    store: Any,
-    rank: int,
-    size: int,
-    *,
-    join_seconds: float = JOIN_SECONDS,
-    note_seconds: float = NOTE_SECONDS,
-) -> None:
-    """Wait for every rank to call this with the same ``store`` of torch, and say which do not: torch would wait for
-    twice as long and name none.
-
-    Raises :class:`AbsentError` after ``join_seconds``; after ``note_seconds`` the first of those that are here says on
-    stderr whom it waits for.
-    """
-    store.set(f"rank {rank}", "")
-    store.add("here", 1)
-    start, noted = time.monotonic(), False
-    while store.add("here", 0) < size:
-        seconds = time.monotonic() - start
-        if seconds > min(join_seconds, note_seconds if not noted else join_seconds):
-            absent = [each for each in range(size) if not store.check([f"rank {each}"])]
-            text = f"{_listed(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within"
-            if seconds > join_seconds and absent:
-                raise AbsentError(
-                    f"{text} {join_seconds:g} s: see what hinders its process from starting, or its host"
-                )
-            if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
-                print(
-                    f"parallax: {text} {note_seconds:g} s; waiting up to {join_seconds:g} s",
-                    file=sys.stderr,
-                )
-            noted = True
-        time.sleep(_POLL_SECONDS)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:5]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 5} more' if len(ranks) > 5 else ''}"
-
-
-def stop_processes() -> None:
-    """Leave the world; without this a normal exit can abort."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

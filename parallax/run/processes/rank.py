@@ -20,8 +20,8 @@ from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
 from parallax.machine.device import keep_to, select_device
-from parallax.mesh import start_processes, stop_processes
 from parallax.model.describe import Chain
+from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.config import AUTO

@@ -1,0 +1,185 @@
+"""Ranks come together as torch's world; who does not come is named while the others wait, and within a limit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from parallax.errors import AbsentError, ConfigError, printable
+from parallax.machine.host import interface_of, own_address
+
+TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
+JOIN_SECONDS = 300.0  # for all ranks to come
+NOTE_SECONDS = 10.0  # after which who waits says for whom
+_POLL_SECONDS = 0.05
+_JOIN = "PARALLAX_JOIN_SECONDS"
+_LATE_SECONDS = 5.0  # by which torch may be late itself
+
+
+def start_processes(file: str | None = None) -> None:
+    """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
+
+    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address. Then they talk over the network
+    card that leads there, unless the user names another: gloo asks for this host's name, which often means loopback.
+    """
+    store: Any
+    if file is None:
+        store, rank, size = _network_store()
+    else:
+        rank, size, restart = (
+            int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+        )
+        store = dist.FileStore(f"{file}-{restart}", size)  # type: ignore[attr-defined]
+    addresses = dist.PrefixStore("addresses", store)  # type: ignore[attr-defined]
+    own = own_address(os.environ.get("MASTER_ADDR", "")) if file is None else ""
+    addresses.set(str(rank), own)
+    roll_call = dist.PrefixStore("roll-call", store)  # type: ignore[attr-defined]
+    limit = join_seconds()
+    wait_for_all(roll_call, rank, size, join_seconds=limit, note_seconds=_note_seconds(limit))
+    if file is None:
+        _choose_card(own, [addresses.get(str(other)).decode() for other in range(size)])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def _choose_card(own: str, addresses: Sequence[str]) -> None:
+    """Let gloo and NCCL use the network card that leads to the others, unless the user has named one. ``own``: this
+    host's address, empty where its way to the meeting place is loopback, though for others it is not: then their
+    addresses say which card it is."""
+    others = [address for address in addresses if address]
+    card = interface_of(own or (own_address(others[0]) if others else ""))
+    if card:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={card}"
+        )  # no other whose name begins like that
+
+
+def join_seconds() -> float:
+    """Within which all ranks must have come: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
+    said = os.environ.get(_JOIN, "")
+    if said and not said.isdecimal():
+        raise ConfigError(f"{_JOIN}={printable(said)}: accepted is a whole number of seconds")
+    return float(said or JOIN_SECONDS)
+
+
+def _network_store() -> tuple[Any, int, int]:
+    """Torch's store at MASTER_ADDR, this rank and how many there are. Until rank 0 is there the others cannot know who
+    else is missing; so it is the one that they wait for. Torch waits in silence, and for ever where another program
+    listens at the port."""
+    limit = join_seconds()
+    rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
+    place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
+    absent = (
+        f"rank 0 of {size} has not come to {place} within {limit:g} s: see what hinders its process from starting, or "
+        "its host, or whether another program has that port"
+    )
+
+    def end() -> None:
+        os.write(2, f"parallax: {absent}\n".encode())
+        os._exit(AbsentError.exit_code)
+
+    waits = f"parallax: waiting for rank 0 of {size} at {place}, up to {limit:g} s\n".encode()
+    timers = [
+        threading.Timer(_note_seconds(limit), lambda: os.write(2, waits)),
+        threading.Timer(limit + _LATE_SECONDS, end),
+    ]
+    begun = time.monotonic()
+    for timer in timers if rank != "0" else []:
+        timer.daemon = True
+        timer.start()
+    try:
+        store = _store(int(rank), int(size), datetime.timedelta(seconds=limit))
+    except dist.DistError as error:
+        if rank == "0" or time.monotonic() - begun < limit:
+            raise
+        raise AbsentError(absent) from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+    store.set_timeout(TIMEOUT)
+    return store, int(rank), int(size)
+
+
+def _store(rank: int, size: int, limit: datetime.timedelta) -> Any:
+    """Of rank 0, which does not wait there for the others; or that of torchrun's agent."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(rendezvous("env://", timeout=limit)))[0]
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False
+    )
+
+
+def _note_seconds(limit: float) -> float:
+    return min(NOTE_SECONDS, limit / 3)
+
+
+def wait_for_all(
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    join_seconds: float = JOIN_SECONDS,
+    note_seconds: float = NOTE_SECONDS,
+) -> None:
+    """Wait for every rank to call this with the same ``store`` of torch, and say which do not: torch would wait for
+    twice as long and name none.
+
+    Raises :class:`AbsentError` after ``join_seconds``; after ``note_seconds`` the first of those that are here says on
+    stderr whom it waits for. Raises :class:`ConfigError` where another rank counts another number of ranks.
+    """
+    _check_size(store, rank, size)
+    store.set(f"rank {rank}", "")
+    store.add("here", 1)
+    start, noted = time.monotonic(), False
+    while store.add("here", 0) < size:
+        if store.check(["another size"]):
+            raise ConfigError(store.get("another size").decode())
+        seconds = time.monotonic() - start
+        if seconds > min(join_seconds, note_seconds if not noted else join_seconds):
+            absent = [each for each in range(size) if not store.check([f"rank {each}"])]
+            if seconds > join_seconds and absent:
+                raise AbsentError(
+                    f"{_listed(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
+                    f"{join_seconds:g} s: see what hinders its process from starting, or its host"
+                )
+            if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
+                print(
+                    f"parallax: waiting for {len(absent)} of {size} ranks: {_listed(absent)}; up to {join_seconds:g} s",
+                    file=sys.stderr,
+                )
+            noted = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _check_size(store: Any, rank: int, size: int) -> None:
+    """The first rank says how many there are."""
+    known = store.compare_set("size", "", f"{size} {rank}").decode()
+    first, _, other = known.partition(" ")
+    if int(first) != size:
+        text = (
+            f"rank {rank} was started as one of {size} (WORLD_SIZE) and rank {other} as one of {first}: start all with "
+            "the same number"
+        )
+        store.set("another size", text)
+        time.sleep(1.0 if rank == 0 else 0.0)  # its store goes with it
+        raise ConfigError(text)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:5]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 5} more' if len(ranks) > 5 else ''}"
+
+
+def stop_processes() -> None:
+    """Leave the world; without this a normal exit can abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

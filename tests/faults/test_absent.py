@@ -1,0 +1,80 @@
+"""Ranks that never come, cannot open their port, or count otherwise: said while it is waited, and ended in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import ROOT
+
+pytestmark = pytest.mark.faults
+
+JOIN_SECONDS = 3
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def start(folder: Path, rank: int, size: int, port: int) -> subprocess.Popen[str]:
+    """One rank, by hand."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    which = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "parallax", "train", "experiment=tiny"],
+        cwd=folder,
+        env={**os.environ, **where, **which, "PARALLAX_JOIN_SECONDS": str(JOIN_SECONDS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """The exit code, and what Parallax said."""
+    _, err = process.communicate(timeout=60.0)
+    return process.returncode, [line for line in err.splitlines() if line.startswith("parallax:")]
+
+
+def test_who_never_comes_is_said_and_ends_the_run(tmp_path: Path, port: int) -> None:
+    code, said = ended(start(tmp_path, 0, 2, port))
+    assert code == 1
+    assert said[0] == "parallax: waiting for 1 of 2 ranks: rank 1; up to 3 s"
+    assert "rank 1 of 2 has not come within 3 s" in said[1]
+
+
+def test_rank_0_never_comes(tmp_path: Path, port: int) -> None:
+    code, said = ended(start(tmp_path, 1, 2, port))
+    assert code == 1
+    assert said[0] == f"parallax: waiting for rank 0 of 2 at 127.0.0.1:{port}, up to 3 s"
+    assert f"rank 0 of 2 has not come to 127.0.0.1:{port} within 3 s" in said[1]
+
+
+def test_a_port_that_another_program_has(tmp_path: Path) -> None:
+    """Which answers nothing: torch would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        first, second = start(tmp_path, 0, 2, port), start(tmp_path, 1, 2, port)
+        code, said = ended(first)
+        assert code == 2
+        assert f"MASTER_PORT={port}" in said[0]
+        assert "choose a free port" in said[0]
+        code, said = ended(second)
+        assert code == 1
+        assert "whether another program has that port" in said[-1]
+
+
+def test_ranks_that_count_otherwise_are_told_so(tmp_path: Path, port: int) -> None:
+    both = start(tmp_path, 0, 2, port), start(tmp_path, 1, 3, port)
+    for code, said in map(ended, both):
+        assert code == 2
+        assert "as one of 3" in said[-1]
+        assert "as one of 2" in said[-1]
+        assert "(WORLD_SIZE)" in said[-1]
