@@ -116,8 +116,8 @@ class Engine:
         self._loss = loss
         self._step = 0
 
-    def _part_runs(self) -> PartRuns:
-        """Not kept: it holds the engine, whose bytes would stay on the device until garbage is collected."""
+    def part_runs(self) -> PartRuns:
+        """Computes parts of a batch again. Not kept: it holds the engine, whose bytes would stay on the device until garbage is collected."""
         kept = self._stage, self._optimizer, self._update
         return PartRuns(self._run, self.plan, self.mesh, *kept, self._take_statistics)
 
@@ -290,7 +290,7 @@ class Engine:
         """Why a step was not taken: it is as if it had not been. Raises where it was the last."""
         self._buffers.restore()
         judgement = self._update.judgement
-        rows = self._part_runs().blame(batch) if judgement.searches else ""
+        rows = self.part_runs().blame(batch) if judgement.searches else ""
         return judgement.told(self._step, rows)
 
     def _take_statistics(self) -> SwapStatistics:

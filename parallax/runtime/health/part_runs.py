@@ -54,13 +54,13 @@ class PartRuns:
         measures: Measures,
         take_statistics: Callable[[], object],
     ) -> None:
-        self._run, self._plan, self._mesh = run, plan, mesh
-        self._stage, self._optimizer, self._measures = stage, optimizer, measures
+        self.plan, self.mesh, self.stage = plan, mesh, stage
+        self._run, self._optimizer, self._measures = run, optimizer, measures
         self._take_statistics = take_statistics
 
     def blame(self, batch: Rows) -> str:
         """Which rows of a batch make a loss or gradients that are not finite."""
-        parts = self._parts(batch)
+        parts = self.parts(batch)
 
         def fails(micro: int, rows: Interval) -> str:
             loss, norm = self.run(RepeatedRows(batch, *parts[micro], *rows), parts[micro][0])
@@ -68,15 +68,14 @@ class PartRuns:
                 return f"loss {loss}"
             return "" if math.isfinite(norm) else f"gradients of norm {norm}"
 
-        ragged = torch.tensor([float(not self._can_repeat(batch))])
-        return in_words(culprits(parts, fails, halves=not self._mesh.sum(ragged).item()))
+        return in_words(culprits(parts, fails, halves=self.can_repeat(batch)))
 
     def run(
         self, part: Rows, first_row: int, look: Callable[[], None] = lambda: None
     ) -> tuple[float, float]:
         """The loss and the gradient norm of a part of a batch, a micro-batch or less. ``look`` is called while its
         gradients are there."""
-        kept = KeptBuffers(self._stage.modules())
+        kept = KeptBuffers(self.stage.modules())
         kept.remember()
         self._optimizer.finish()
         self._optimizer.zero_grad()
@@ -93,15 +92,30 @@ class PartRuns:
         kept.restore()
         return found[0], found[1]
 
-    def _parts(self, batch: Rows) -> list[Interval]:
+    def settle(self) -> None:
+        """Wait for a step below the device, of which replicas tell each other beside the next forward."""
+        self._optimizer.finish()
+
+    def forward(self, part: Rows, first_row: int) -> None:
+        """Its forward alone, as in an evaluation."""
+        was_training = self.stage.training
+        self.stage.eval()
+        try:
+            self._run(part, training=False, update=lambda share: None, first_row=first_row)
+        finally:
+            self.stage.train(was_training)
+
+    def parts(self, batch: Rows) -> list[Interval]:
+        """The rows of its micro-batches."""
         rows = len(batch)
-        count = self._plan.micro_batches(rows)
+        count = self.plan.micro_batches(rows)
         return [micro_batch_rows(rows, count, micro) for micro in range(count)]
 
-    def _can_repeat(self, batch: Rows) -> bool:
-        """As far as this rank knows."""
-        inputs = self._mesh.stage != 0 or can_repeat(batch.inputs)
-        return inputs and (not self._mesh.is_last or can_repeat(batch.targets))
+    def can_repeat(self, batch: Rows) -> bool:
+        """Whether its rows can be put beside each other anew, as all ranks know."""
+        ragged = self.mesh.stage == 0 and not can_repeat(batch.inputs)
+        ragged |= self.mesh.is_last and not can_repeat(batch.targets)
+        return not self.mesh.sum(torch.tensor([float(ragged)])).item()
 
 
 class RepeatedRows:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from parallax.errors import CorruptionError
 from parallax.runtime.batch import Rows
 from parallax.runtime.engine import Engine, StepResult
+from parallax.runtime.health.recheck import Recheck
 from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
 from parallax.train.health.stragglers import Straggler, StragglerJudge, busy_seconds
@@ -21,8 +23,11 @@ class Checkup:
     columns = 3
     """How many numbers there are."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, check_every: int = 0, corruption: str = "stop") -> None:
         self._mesh = engine.mesh
+        self._every, self._stops = check_every, corruption == "stop"
+        self._part_runs = engine.part_runs
+        self._check_seconds = 0.0
         self._judge = StragglerJudge(engine.plan)
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
@@ -49,9 +54,25 @@ class Checkup:
         on_demand = self._batch.seconds if self._batch is not None else 0.0
         self._busy = max(0.0, busy_seconds(result.spans) - on_demand)
         self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
-        self._batch = None
         self._alarm.mark(STEP)
         self._growth = self._alarm.look()
+
+    def recheck(self, step: int) -> str:
+        """After every so many steps: what computes wrongly, to be said after "step n", the same on all ranks. Raises
+        :class:`~parallax.errors.CorruptionError` where the run is to end for it."""
+        batch, self._batch, self._check_seconds = self._batch, None, 0.0
+        if batch is None or not self._every or step % self._every:
+            return ""
+        begun = time.perf_counter()
+        wrong = Recheck(self._part_runs()).check(batch, step)
+        self._check_seconds = time.perf_counter() - begun
+        self._alarm.mark(BETWEEN)
+        if wrong and self._stops:
+            raise CorruptionError(
+                f"after step {step}: {wrong}; test the device and its memory, continue elsewhere, from a checkpoint "
+                "of before if weights differ (trainer.corruption=note trains on)"
+            )
+        return f": {wrong}; training goes on (trainer.corruption=note)" if wrong else ""
 
     def numbers(self) -> tuple[float, ...]:
         """Of this rank: seconds that it waited for rows, that it computed, and whether its memory rises."""
@@ -74,7 +95,8 @@ class Checkup:
 
     def metrics(self) -> dict[str, Any]:
         """Of this step."""
-        return {"input_seconds": self._input_seconds, "input_share": self.input_share}
+        found = {"input_seconds": self._input_seconds, "input_share": self.input_share}
+        return {**found, "check_seconds": self._check_seconds} if self._every else found
 
     def slow(self) -> str:
         """Why another plan is worth while: a rank is slow; empty where none is."""
