@@ -33,6 +33,8 @@ from parallax.runtime.parts.spreading import spread
 
 WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
 
+WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
+
 
 class SaveProgress(IntEnum):
     """How far a rank is with its part."""
