@@ -117,7 +117,7 @@ class Engine:
         self._step = 0
 
     def part_runs(self) -> PartRuns:
-        """Computes parts of a batch again. Not kept: it holds the engine, whose bytes would stay on the device until garbage is collected."""
+        """Computes parts of a batch again. Not kept: it holds the engine, and so what is on the device."""
         kept = self._stage, self._optimizer, self._update
         return PartRuns(self._run, self.plan, self.mesh, *kept, self._take_statistics)
 

@@ -160,11 +160,11 @@ Rows.batch = fetch
 def test_a_hang_beside_the_steps_is_named(here: Path, stuck: Stuck) -> None:
     """A checkpoint is written in the background, and training does not wait for it."""
     every = ["trainer.steps=100", "trainer.checkpoint_every=15", "trainer.eval_every=0"]
-    run, code, err = stuck("writing=sleeps", *every, code=MODEL + WRITING)
+    _, code, err = stuck("writing=sleeps", *every, code=MODEL + WRITING)
     assert code == 1
     assert re.fullmatch(
-        r"parallax: rank 1 \(stage 1, replica 0\) has been writing a checkpoint beside its steps, \d s without a sign of "
-        r"life; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how \(\S*stuck.py:\d+\); its "
+        r"parallax: rank 1 \(stage 1, replica 0\) has been writing a checkpoint beside its steps, \d s without a sign "
+        r"of life; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how \(\S*stuck.py:\d+\); its "
         r"stacks: runs/run/stacks-rank1.txt",
         one_line(err),
     ), err

@@ -37,7 +37,7 @@ Place = tuple[int, int, str]
 def digest(tensor: Tensor) -> int:
     """Of the bits of a tensor: it differs after any one that has flipped."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(flat.numpy()))
+    return zlib.crc32(flat.numpy().data)
 
 
 @dataclass(slots=True)
