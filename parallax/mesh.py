@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_named, accelerator_of
 from parallax.nodes.joining import TIMEOUT as TIMEOUT
+from parallax.nodes.objects import all_objects
 from parallax.nodes.places import ALONE, Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.plan import Plan
@@ -172,9 +173,7 @@ class Mesh:
         """One value of every rank, on every rank."""
         if self.world is None:
             return [value]
-        found: list[object] = [None] * self.plan.world_size
-        dist.all_gather_object(found, value, group=self.world)
-        return found
+        return all_objects(value, self.world)
 
 
 def _replica_groups(

@@ -15,6 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, ConfigError, printable
 from parallax.machine.host import interface_of, own_address
+from parallax.nodes.objects import sign_with
+from parallax.nodes.secret import agree, run_secret
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
 JOIN_SECONDS = 300.0  # for all ranks to come
@@ -27,8 +29,9 @@ _LATE_SECONDS = 5.0  # by which torch may be late itself
 def start_processes(file: str | None = None) -> None:
     """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
 
-    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address. Then they talk over the network
-    card that leads there, unless the user names another: gloo asks for this host's name, which often means loopback.
+    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, where those that have a secret
+    prove it (:mod:`parallax.nodes.secret`). Then they talk over the network card that leads there, unless the user
+    names another: gloo asks for this host's name, which often means loopback.
     """
     store: Any
     if file is None:
@@ -44,6 +47,8 @@ def start_processes(file: str | None = None) -> None:
     roll_call = dist.PrefixStore("roll-call", store)  # type: ignore[attr-defined]
     limit = join_seconds()
     wait_for_all(roll_call, rank, size, join_seconds=limit, note_seconds=_note_seconds(limit))
+    meeting = dist.PrefixStore("secret", store)  # type: ignore[attr-defined]
+    sign_with(agree(meeting, rank, size, run_secret()) if file is None else b"")
     if file is None:
         _choose_card(own, [addresses.get(str(other)).decode() for other in range(size)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from parallax.errors import ParallaxError
+from parallax.nodes.objects import all_objects, object_of_first
 
 _Found = TypeVar("_Found")
 
@@ -21,20 +22,15 @@ def from_all(call: Callable[[], _Found]) -> list[_Found]:
     """What ``call`` gives on every rank, on every rank; or the error of the first that has one. Called by all ranks of
     torch's world; what is given is pickled."""
     mine = _tried(call)
-    size = rank_and_size()[1]
-    told: list[Any] = [mine] * size
-    if size > 1:
-        dist.all_gather_object(told, mine)
+    told = all_objects(mine) if rank_and_size()[1] > 1 else [mine]
     return [_found(each) for each in told]
 
 
 def from_first(call: Callable[[], _Found]) -> _Found:
     """What ``call`` gives on rank 0, on every rank; or its error. The others do not call it."""
     rank, size = rank_and_size()
-    told: list[Any] = [_tried(call) if rank == 0 else None]
-    if size > 1:
-        dist.broadcast_object_list(told)
-    found: _Found = _found(told[0])
+    mine: Any = _tried(call) if rank == 0 else None
+    found: _Found = _found(object_of_first(mine) if size > 1 else mine)
     return found
 
 

@@ -23,6 +23,7 @@ from parallax.mesh import Mesh
 from parallax.model.block import apart, to_device
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
+from parallax.nodes.objects import all_objects
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.entry import GraphEntry
@@ -295,8 +296,7 @@ class GatheredLoss:
         """The micro-batches of all replicas."""
         if self._mesh.statistics is None:
             return self._parts
-        found: list[Any] = [None] * self._mesh.replica_count
-        dist.all_gather_object(found, self._parts, group=self._mesh.statistics)
+        found = all_objects(self._parts, self._mesh.statistics)
         return [part for parts in found for part in parts]
 
     def _gathered(self, index: int, whole: _Whole) -> Tensor:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from parallax.mesh import Mesh
 from parallax.nodes.links import clock_offset
+from parallax.nodes.objects import all_objects
 from parallax.nodes.places import find_sites
 from parallax.report.occupancy import occupancy_path
 from parallax.runtime.engine import StepResult
@@ -47,8 +45,9 @@ class NodeRecords:
         """Bring what other nodes have written to rank 0's directory; called by every rank."""
         if self._sites.shared:
             return
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(self._own_files(), found if self._rank == 0 else None)
+        found = all_objects(self._own_files())
+        if self._rank != 0:
+            return
         for name, content in (each for files in found if files for each in files.items()):
             path = self._directory / name
             with unwritten.trying(path):

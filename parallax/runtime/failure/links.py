@@ -2,8 +2,8 @@
 
 They must tell that a process has ended the moment it ends, whatever its main thread does and whichever way torch's own
 connections are blocked, so they are sockets of their own. A listening port is open only while the ranks meet, on the
-loopback address alone where all are on one host, and whoever does not know the word that rank 0 gave the others over
-torch's connections is turned away.
+loopback address alone where all are on one host, otherwise on that of the interface that torch is told to use, and
+whoever does not know the word that rank 0 gave the others is turned away.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from parallax.errors import TransportError
 from parallax.machine.host import host_identity, node_name
-from parallax.nodes.together import from_all, rank_and_size
+from parallax.nodes.together import from_all, from_first, rank_and_size
 
 MEETING_SECONDS = 30.0  # for all ranks to connect
 _ANSWER_SECONDS = 3.0  # for one address to connect and to answer
@@ -113,13 +113,13 @@ def meet() -> Meeting:
     rank, size = rank_and_size()
     pids, hosts, names = zip(*from_all(lambda: (os.getpid(), host_identity(), node_name())))
     one_host = len(set(hosts)) == 1
-    told: list[Any] = [None]
+    told: Any = None
     listener = None
     if rank == 0:
-        listener = _listener(one_host)
-        told = [(addresses(one_host), listener.getsockname()[1], secrets.token_hex())]
-    dist.broadcast_object_list(told)
-    where, port, word = told[0]
+        where = addresses(one_host)
+        listener = _listener(where)
+        told = (where, listener.getsockname()[1], secrets.token_hex())
+    where, port, word = from_first(lambda: told)
     if listener is None:
         links = {0: reach(where, port, word, rank)}
     else:
@@ -130,8 +130,9 @@ def meet() -> Meeting:
 
 
 def addresses(one_host: bool) -> list[str]:
-    """Where this host may be reached from the others, best first: the interfaces that torch is told to use, then all
-    that are up. The loopback comes last: containers may share it."""
+    """Where this host may be reached from the others, best first: an address of the first interface that torch is told
+    to use and that is here; where it is told none, of all that are up. The loopback comes last: containers may share
+    it."""
     if one_host:
         return ["127.0.0.1"]
     told = [name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") for name in _listed(key)]
@@ -142,18 +143,27 @@ def addresses(one_host: bool) -> list[str]:
         for name, entries in psutil.net_if_addrs().items()
         if name in up
     }
-    ordered = sorted(by_name, key=lambda name: told.index(name) if name in told else len(told))
-    found = [address for name in ordered for address in by_name[name]]
-    return sorted(found, key=lambda address: address.startswith("127.") or address == "::1")
+    for name in told:
+        named = [each for each in by_name.get(name.removeprefix("="), []) if not _is_loopback(each)]
+        if named:
+            return sorted(named, key=lambda address: ":" in address)[:1]
+    found = [address for name in by_name for address in by_name[name]]
+    return sorted(found, key=_is_loopback)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _listed(variable: str) -> list[str]:
     return [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
 
 
-def _listener(one_host: bool) -> socket.socket:
-    if one_host:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+def _listener(where: list[str]) -> socket.socket:
+    """At the one address that the others are told; at all where they are told several."""
+    if len(where) == 1:
+        family, *_, place = socket.getaddrinfo(where[0], 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024

@@ -8,6 +8,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 
 from parallax.errors import TransportError
@@ -73,6 +74,26 @@ def test_addresses_begin_with_the_interface_torch_is_told_to_use(
     found = addresses(one_host=False)
     assert "127.0.0.1" in found
     assert not [a for a in found[: found.index("127.0.0.1")] if a.startswith("127.") or a == "::1"]
+
+
+def test_a_port_is_open_on_the_named_interface_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    outside = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family is socket.AF_INET and not entry.address.startswith("127.")
+    ]
+    if not outside:
+        pytest.skip("this host has no address but loopback")
+    name, address = outside[0]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", f"={name}")
+    assert addresses(one_host=False) == [address]
+    with links._listener([address]) as listener:
+        assert listener.getsockname()[0] == address
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5)
 
 
 def linked() -> tuple[PeerLink, PeerLink]:
