@@ -42,7 +42,8 @@ from parallax.plan.analytic.efficiency import (
 from parallax.plan.analytic.hardware import device_kind
 from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost.stage import OffloadFractions, load_stage
+from parallax.plan.cost.stage import load_stage
+from parallax.plan.cost.states import OffloadFractions
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import SCHEDULES
@@ -170,7 +171,8 @@ class Case:
         """Bytes by term at the peak of every stage, without the driver's context, which PyTorch does not count;
         ``widened`` and ``reserve`` are held by the allocator and used by no tensor at that moment."""
         found = []
-        device = replace(self.cluster.devices[0], reserve_bytes=ALLOCATOR_BYTES)
+        beside = {"context_bytes": 0, "collective_bytes": 0, "edge_bytes": 0}
+        device = replace(self.cluster.devices[0], reserve_bytes=ALLOCATOR_BYTES, **beside)
         for index, replicas in enumerate(self.replicas):
             profile = self.profile(START, replicas)
             stage = self.stages(profile)[index]

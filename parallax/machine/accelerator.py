@@ -51,6 +51,27 @@ class Accelerator:
         return SMALL_TENSORS_BYTES
 
     @property
+    def collective_bytes(self) -> int:
+        """What a group of ranks of ``backend`` that sum tensors takes on a device, beside torch's allocator."""
+        return 0
+
+    @property
+    def edge_bytes(self) -> int:
+        """The same of a way between two ranks."""
+        return 0
+
+    def usual_context_bytes(self, name: str) -> int:  # noqa: ARG002
+        """What a context and its libraries take on a device that calls itself so, where nobody has measured it."""
+        return 0
+
+    def unaccounted_bytes(self, device: torch.device) -> int:
+        """What is taken of ``device`` by now, and not by this process's allocator; 0 where torch does not say."""
+        if not hasattr(self.module, "mem_get_info"):
+            return 0
+        free, total = self.module.mem_get_info(device)
+        return max(0, int(total - free) - torch.accelerator.memory_reserved(device))
+
+    @property
     def environment(self) -> dict[str, str]:
         """Variables of the processes that train on it, where the user has not set them."""
         return {}

@@ -11,9 +11,17 @@ import torch
 
 from parallax.machine.accelerator import Accelerator
 from parallax.machine.pinned import Arena, RegisteredArena
+from parallax.plan.analytic.hardware import (
+    CHANNELS,
+    EDGE_CHANNELS,
+    collective_bytes,
+    edge_bytes,
+    usual_context,
+)
 
 _CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
 _HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # as torch allocates them on Hopper; less on others
+_MOST_CHANNELS, _MOST_EDGE_CHANNELS = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
 _ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
 
@@ -27,10 +35,32 @@ class Cuda(Accelerator):
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES
 
     @property
+    def collective_bytes(self) -> int:
+        """Of the channels that NCCL is given."""
+        return collective_bytes(int(self._channels[_MOST_CHANNELS]))
+
+    @property
+    def edge_bytes(self) -> int:
+        """Of the channels that NCCL is given."""
+        return edge_bytes(int(self._channels[_MOST_EDGE_CHANNELS]))
+
+    def usual_context_bytes(self, name: str) -> int:
+        """By kind."""
+        return usual_context(name)
+
+    @property
     def environment(self) -> dict[str, str]:
-        """Memory that is mapped piece by piece: what comes and goes in many sizes leaves no gaps between segments."""
+        """Memory that is mapped piece by piece: what comes and goes in many sizes leaves no gaps between segments. And
+        few channels, whose buffers the plan counts."""
         known_before = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # its name in older versions
-        return {} if known_before else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        mapped = {} if known_before else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        return {**mapped, **self._channels}
+
+    @property
+    def _channels(self) -> dict[str, str]:
+        usual = {_MOST_CHANNELS: CHANNELS, _MOST_EDGE_CHANNELS: EDGE_CHANNELS}
+        asked = {name: os.environ.get(name, "") for name in usual}
+        return {name: asked[name] if asked[name].isdigit() else str(usual[name]) for name in usual}
 
     def arena(self, count: int, remedy: str) -> Arena:
         """Registered pages: torch's own pinned allocator would round up to a power of two."""

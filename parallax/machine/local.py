@@ -122,8 +122,8 @@ def build_cluster(
     1, 2, … of its devices that compute at once, from :func:`probe_speeds`. ``copying_threads``: those of a rank that
     copy one way at the same time (``swap.threads``).
 
-    A budget left at auto keeps a margin for what no plan counts: the CUDA context and the allocator's gaps (a
-    tenth of the device), the interpreter and torch itself (a fifth of the available RAM).
+    A budget left at auto keeps a margin for what no plan counts: the allocator's gaps (a twentieth of the device), the
+    interpreter and torch itself (a fifth of the available RAM).
     """
     below = tier_below(choice, tier)
     copying = _copying_share(choice) if below.copied_by_threads else 1.0
@@ -141,6 +141,7 @@ def build_cluster(
             reserve_bytes=CPU_RESERVE + choice.threads * THREAD_RESERVE
             if choice.kind == "cpu"
             else accelerator_named(choice.kind).reserve_bytes,
+            **_beside_allocator(choice, probes),
             gap_share=_gap_share(choice),
             overlap_loss=1 - computing,
             tier_share=copying,
@@ -157,6 +158,23 @@ def build_cluster(
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
     node = Node(name=node_name(), devices=devices, concurrent=concurrent, speeds=speeds)
     return with_buckets(Cluster(nodes=(node,), local=local, remote=local))
+
+
+def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
+    """What a process takes of a device that torch's allocator knows nothing of. Each of those that share one has a
+    context; they talk through the host."""
+    if choice.kind == "cpu":
+        return {}
+    accelerator, present = accelerator_named(choice.kind), present_devices(choice.kind)
+    usual = max(accelerator.usual_context_bytes(each.name) for each in present)
+    # What others hold there was measured as if it were the context's.
+    context = min(probes.context_bytes, 2 * usual) if usual else probes.context_bytes
+    apart = 1 < choice.count <= len(present)
+    return {
+        "context_bytes": context or usual,
+        "collective_bytes": apart * accelerator.collective_bytes,
+        "edge_bytes": apart * accelerator.edge_bytes,
+    }
 
 
 def tier_below(choice: DeviceChoice, tier: str) -> Tier:
@@ -213,7 +231,7 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
         gpus = present_devices(choice.kind)
         sharing = -(-choice.count // len(gpus))
         return [
-            gpus[rank % len(gpus)].total_bytes * 9 // 10 // sharing for rank in range(choice.count)
+            gpus[rank % len(gpus)].total_bytes * 19 // 20 // sharing for rank in range(choice.count)
         ]
     return [available_memory(choice.count) * 8 // 10] * choice.count
 

@@ -27,7 +27,7 @@ import torch
 from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, existing_parent, replacing
 from parallax.errors import ConfigError, check_positive
-from parallax.machine.accelerators import present_devices, present_kind
+from parallax.machine.accelerators import accelerator_of, present_devices, present_kind
 from parallax.machine.host import cpu_model, return_freed_memory, usable_cores
 
 PROBE_BYTES = 64 * 2**20
@@ -43,7 +43,8 @@ class Probes:
 
     ``disk_write`` and ``disk_read`` go through the page cache, as the swap does; ``disk_write_synced``
     includes the fsync. ``host_write`` and ``host_read`` are copies to and from pinned host memory on CUDA,
-    plain copies elsewhere. ``local_*`` is the link between two ranks of this host.
+    plain copies elsewhere. ``local_*`` is the link between two ranks of this host. ``context_bytes`` are taken of a
+    device beside torch's allocator when libraries have been used; 0 where that is not known.
     """
 
     directory: str
@@ -55,10 +56,11 @@ class Probes:
     host_read: float
     local: float
     local_latency_seconds: float
+    context_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "directory":
+            if name not in ("directory", "context_bytes"):
                 check_positive(f"probe {name}", float(value))
 
 
@@ -174,17 +176,26 @@ def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
     return max(_rate(source.nbytes, copy) for _ in range(4))
 
 
+def probe_context(device: torch.device) -> int:
+    """Bytes of the context on ``device``, with the libraries for products and what follows them."""
+    weight = torch.randn(64, 64, device=device, requires_grad=True)
+    torch.nn.functional.layer_norm(weight @ weight, (64,)).square().sum().backward()
+    torch.accelerator.synchronize(device)
+    return accelerator_of(device).unaccounted_bytes(device)
+
+
 def _probe(directory: Path) -> Probes:
     copy = probe_copy()
     write, read, synced = probe_disk(directory)
     local, latency = probe_local_link()
-    host_write = host_read = copy
+    host_write, host_read, context = copy, copy, 0
     if (kind := present_kind()) is not None:
         host = torch.zeros(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
         device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
         host_write, host_read = probe_device_copy(device, host), probe_device_copy(host, device)
         if len(present_devices(kind)) > 1:
             local = probe_device_copy(device, device.to(torch.device(kind, 1)))
+        context = probe_context(device.device)
     return Probes(
         directory=str(directory),
         copy=copy,
@@ -195,6 +206,7 @@ def _probe(directory: Path) -> Probes:
         host_read=host_read,
         local=local,
         local_latency_seconds=latency,
+        context_bytes=context,
     )
 
 

@@ -33,13 +33,17 @@ class Device:
     """A device and its share of the tiers below: its budget, and the name of the tier that takes what it offloads.
 
     On a CPU-only machine the device is a process with ``memory_bytes`` of RAM and the tier below is the disk.
-    ``reserve_bytes`` of the memory are taken by what is no tensor of the model (context, libraries); of all bytes that
-    come and go, the allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor
-    between two blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
-    ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a tier that the node shares: less than all
-    where it has no core to copy as fast as the tier takes it. ``price_per_hour`` is in any currency.
-    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there. Gradients
-    of replicas are summed in buckets of ``bucket_bytes``, which follow from the links (:func:`with_buckets`).
+    ``reserve_bytes`` of the memory are taken by what the allocator holds that is no tensor of the model (workspaces of
+    libraries), ``context_bytes`` by the driver's context and its libraries' code, beside the allocator. A group of
+    ranks that sum tensors from device to device takes ``collective_bytes`` on each of them, and each way between
+    two ranks ``edge_bytes`` on both; 0 where tensors go through the host. Of all bytes that come and go, the
+    allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor between two
+    blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
+    ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a tier that the node shares: less than
+    all where it has no core to copy as fast as the tier takes it. ``price_per_hour`` is in any currency.
+    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
+    Gradients of replicas are summed in buckets of ``bucket_bytes``, which follow from the links
+    (:func:`with_buckets`).
     """
 
     kind: str
@@ -49,6 +53,9 @@ class Device:
     write: Link
     read: Link
     reserve_bytes: int = 0
+    context_bytes: int = 0
+    collective_bytes: int = 0
+    edge_bytes: int = 0
     gap_share: float = 0.0
     gap_tensors: float = 0.0
     speed: float = 1.0
@@ -57,6 +64,11 @@ class Device:
     price_per_hour: float = 0.0
     host_update_seconds: float = 0.0
     bucket_bytes: int = LEAST_BUCKET_BYTES
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What each process takes, whatever it does."""
+        return self.reserve_bytes + self.context_bytes
 
     @property
     def swaps_to(self) -> Tier:
@@ -186,7 +198,10 @@ def _check_device(name: str, device: Device) -> None:
             f"{name}: memory {format_bytes(device.memory_bytes)} and {device.tier} "
             f"{format_bytes(device.tier_bytes)} must be above zero"
         )
-    for key in ("reserve_bytes", "gap_tensors", "price_per_hour", "host_update_seconds"):
+    for key in (
+        *("reserve_bytes", "context_bytes", "collective_bytes", "edge_bytes"),
+        *("gap_tensors", "price_per_hour", "host_update_seconds"),
+    ):
         if not 0 <= getattr(device, key) < float("inf"):
             raise PlanError(
                 f"{name}: {key}={getattr(device, key)} must be finite and not below zero"

@@ -32,6 +32,10 @@ _MOST_BYTES = 8 * 2**20  # of a file: a plan of 40,000 ranks
 STATE_BUCKET_BYTES = 2 * 2**20
 
 
+# Terms of a rank's bytes that no allocator of tensors knows of.
+BESIDE_ALLOCATOR = ("context", "communicators", "ways")
+
+
 class Directive(StrEnum):
     """What happens to a block's saved activations between forward and backward."""
 
@@ -344,6 +348,12 @@ class Plan:
             raise PlanError(
                 f"not a plan file: {printable(str(error))}; write one with `parallax plan`"
             ) from error
+
+    def allocator_bytes(self, rank: int) -> int:
+        """What a rank may allocate: its budget without what the device holds beside the allocator."""
+        budget, prediction = self.prediction.ranks[rank].budget_bytes, self.prediction.stages
+        memory = prediction[self.locate(rank)[0]].memory if prediction else {}
+        return budget - sum(memory.get(term, 0) for term in BESIDE_ALLOCATOR)
 
     def hash(self) -> str:
         """Equal for equal plans, on every rank."""

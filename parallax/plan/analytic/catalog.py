@@ -16,7 +16,9 @@ from parallax.plan.analytic.hardware import (
     DEVICE_KINDS,
     LINK_KINDS,
     DeviceKind,
+    collective_bytes,
     device_kind,
+    edge_bytes,
     link_kind,
 )
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
@@ -178,7 +180,10 @@ class CatalogClusterConfig:
             tier_bytes=below_bytes // count,
             write=link,
             read=link,
-            reserve_bytes=kind.context_bytes + caching * ALLOCATOR_BYTES,
+            reserve_bytes=caching * ALLOCATOR_BYTES,
+            context_bytes=kind.context_bytes,
+            collective_bytes=caching * collective_bytes(),
+            edge_bytes=caching * edge_bytes(),
             gap_share=self.gap_share,
             gap_tensors=caching * self.gap_tensors,
             overlap_loss=self.overlap_loss,

@@ -92,6 +92,35 @@ class LinkKind:
         return Link(bytes_per_second=self.bytes_per_second, latency_seconds=self.latency_seconds)
 
 
+CHANNELS, EDGE_CHANNELS = 16, 4
+"""The most channels that NCCL is given, for a group that sums and for a way between two ranks (NCCL_MAX_NCHANNELS,
+NCCL_MAX_P2P_NCHANNELS); by itself it takes up to 64, each with buffers of its own."""
+_SIMPLE, _LL, _LL128 = 4 * _MIB, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
+"""Bytes of a connection's buffers by protocol: NCCL_BUFFSIZE, 4 MiB as documented; the others are lines × threads ×
+steps × bytes of NCCL's source (src/init.cc)."""
+_TREE_AND_RING = (
+    4  # connections of a channel from which a rank receives: of a ring one, of a double tree three
+)
+
+
+def collective_bytes(channels: int = CHANNELS) -> int:
+    """Device bytes of one communicator in which ranks sum tensors: buffers of all protocols."""
+    return channels * _TREE_AND_RING * (_SIMPLE + _LL + _LL128)
+
+
+def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
+    """Those of one way between two ranks: LL128 carries no messages between two."""
+    return channels * (_SIMPLE + _LL)
+
+
+def usual_context(name: str) -> int:
+    """Bytes of the context of a device that calls itself so, and of the largest known where it is of no known kind."""
+    plain = name.lower().replace(" ", "")
+    known = [kind for kind in DEVICE_KINDS.values() if kind.host_link != "disk"]
+    alike = [kind for kind in known if kind.name.split("-")[0] in plain]
+    return max(kind.context_bytes for kind in alike or known)
+
+
 def device_kind(name: str) -> DeviceKind:
     """The device of that name; raises :class:`ConfigError` naming the nearest."""
     check_choice("device kind", name, DEVICE_KINDS)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallax.plan.cost.stage import Sizes, dealt
+from parallax.plan.cost.states import Sizes, dealt
 from parallax.plan.plan import StagePlan
 from parallax.plan.profile import ModelProfile
 

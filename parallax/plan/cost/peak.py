@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from parallax.plan.cost.passes import Bytes, Passes
-from parallax.plan.cost.stage import StageLoad
+from parallax.plan.cost.stage import ONCE, StageLoad
 from parallax.plan.schedule.action import COMPUTE, Action
 
 
@@ -37,7 +37,7 @@ def peak_memory(
     for largest, limit in stages:
         for term, size in largest.memory(0, limit).items():
             terms[term] = (
-                max(terms.get(term, 0), size) if term == "reserve" else terms.get(term, 0) + size
+                max(terms.get(term, 0), size) if term in ONCE else terms.get(term, 0) + size
             )
     terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
     passing = sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))

@@ -2,7 +2,8 @@
 
 Bytes are whole: what a line through two measurements gives is rounded up. Device bytes of a rank at any time::
 
-    static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve
+    static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve,
+                                its context, the groups of its replicas, and the ways to other stages
   + boundary                    received and sent tensors under way; outputs that are gathered for one loss
   + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward; where
                                 backwards are split, what is held until the weight half counts like them
@@ -19,10 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from parallax.plan.cluster import Device
-from parallax.plan.plan import STATE_BUCKET_BYTES, Directive, StagePlan
+from parallax.plan.cost.communicators import Beside, way_bytes
+from parallax.plan.cost.states import ALL_ON_DEVICE, OffloadFractions, Sizes, StateLoad, load_states
+from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 
 
@@ -50,54 +52,8 @@ class BlockLoad:
         return max(self.kept_bytes, self.deferred_bytes)
 
 
-class OffloadFractions(NamedTuple):
-    """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below.
-    ``sharded``: of the states that are on the device each replica holds and steps its part, and sends what is new to
-    the others."""
-
-    optimizer: float = 0.0
-    parameters: float = 0.0
-    sharded: bool = False
-
-    @classmethod
-    def of(cls, stage: StagePlan) -> OffloadFractions:
-        """Those of a planned stage."""
-        return cls(stage.optimizer_offload, stage.parameter_offload, stage.shard_optimizer)
-
-
-ALL_ON_DEVICE = OffloadFractions()
-SHARDED = OffloadFractions(sharded=True)
-
-
-@dataclass(frozen=True, slots=True)
-class StateLoad:
-    """Parameters and what training adds to them, on the device; ``host_bytes`` are in the tier below, ``staging_bytes``
-    hold the blocks that visit, ``summing_bytes`` copies of gradients while replicas sum them. Of each micro-batch
-    ``read_bytes`` come up and ``written_bytes`` go down again, which takes ``streaming_seconds`` of the way to the
-    tier."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    master_bytes: int
-    staging_bytes: int
-    summing_bytes: int
-    host_bytes: int
-    read_bytes: int
-    written_bytes: int
-    streaming_seconds: float
-    update_seconds: float
-
-    @property
-    def device_bytes(self) -> int:
-        """All that is on the device."""
-        return self.lasting_bytes + self.staging_bytes + self.summing_bytes
-
-    @property
-    def lasting_bytes(self) -> int:
-        """What is there for the whole run."""
-        states = self.optimizer_bytes + self.master_bytes
-        return self.parameter_bytes + self.gradient_bytes + states
+# Terms that a rank of several stages has once.
+ONCE = ("reserve", "context", "communicators")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +67,8 @@ class StageLoad:
     states: StateLoad
     buffer_bytes: int
     reserve_bytes: int
+    context_bytes: int
+    way_bytes: int
     boundary_bytes: int
     gap_share: float
     input_bytes: float
@@ -132,7 +90,8 @@ class StageLoad:
     @property
     def static_bytes(self) -> int:
         """What is there for the whole step."""
-        return self.states.device_bytes + self.buffer_bytes + self.reserve_bytes
+        beside = self.reserve_bytes + self.context_bytes + self.way_bytes
+        return self.states.device_bytes + self.buffer_bytes + beside
 
     @property
     def compute_seconds(self) -> float:
@@ -180,6 +139,9 @@ class StageLoad:
             **passing,
             "allocator": math.ceil(self.gap_share * sum(passing.values())),
             "reserve": self.reserve_bytes,
+            "context": self.context_bytes,
+            "communicators": self.states.communicator_bytes,
+            "ways": self.way_bytes,
         }
 
     def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
@@ -245,10 +207,12 @@ def load_stage(
     replicas: int = 1,
     split: bool = False,
     inputs_ahead: bool = False,
+    beside: Beside | None = None,
 ) -> StageLoad:
     """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
     ``device``, which is that of one of ``replicas``. ``below`` is where its states live; ``split`` says whether the
-    schedule runs weight halves apart, ``inputs_ahead`` whether the model's inputs come a micro-batch early."""
+    schedule runs weight halves apart, ``inputs_ahead`` whether the model's inputs come a micro-batch early;
+    ``beside``: :func:`way_bytes`."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     given = costs[0].input.at(rows)
@@ -262,7 +226,9 @@ def load_stage(
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
-        boundary_bytes=math.ceil(2 * (entering + leaving) + ahead) + costs[-1].gathered_bytes,
+        context_bytes=device.context_bytes,
+        way_bytes=way_bytes(profile, device, [(start, stop)], replicas, beside),
+        boundary_bytes=math.ceil(2 * entering + 2 * leaving + ahead) + costs[-1].gathered_bytes,
         gap_share=device.gap_share,
         input_bytes=entering,
         output_bytes=leaving,
@@ -276,7 +242,13 @@ def load_stage(
 
 
 def load_planned(
-    profile: ModelProfile, stage: StagePlan, rows: float, *, device: Device, split: bool
+    profile: ModelProfile,
+    stage: StagePlan,
+    rows: float,
+    *,
+    device: Device,
+    split: bool,
+    beside: Beside | None = None,
 ) -> StageLoad:
     """A stage of a plan."""
     return load_stage(
@@ -289,162 +261,10 @@ def load_planned(
         replicas=stage.replicas,
         split=split,
         inputs_ahead=stage.inputs_ahead,
+        beside=beside,
     )
-
-
-class Sizes(NamedTuple):
-    """Bytes of a stage's parameters, of those of its largest block, of the largest parameter that is trained, and of
-    all that are."""
-
-    parameters: int
-    block: int
-    parameter: int
-    trained: int
-
-    @classmethod
-    def of(cls, profile: ModelProfile, start: int, stop: int) -> Sizes:
-        """Those of the blocks ``start`` to ``stop``."""
-        costs, blocks = profile.blocks[start:stop], range(start, stop)
-        return cls(
-            profile.unique_parameter_bytes(blocks),
-            max(cost.parameter_bytes for cost in costs),
-            max(cost.largest_parameter_bytes for cost in costs),
-            profile.unique_trained_bytes(blocks),
-        )
-
-    def most_trained(self, part: int) -> int:
-        """The most bytes that are trained among ``part`` of the parameters' bytes: which these are is not said."""
-        return min(part, self.trained)
-
-    def least_trained(self, part: int) -> int:
-        """The fewest."""
-        return max(0, part - (self.parameters - self.trained))
-
-
-def load_states(
-    profile: ModelProfile,
-    sizes: Sizes,
-    device: Device,
-    below: OffloadFractions = ALL_ON_DEVICE,
-    replicas: int = 1,
-    *,
-    split: bool = False,
-) -> StateLoad:
-    """Parameters of these ``sizes`` in training, on one of ``replicas``; ``split`` says that backwards are.
-
-    Optimizer states below are stepped there: their gradients go down and their parameters come up again. Where the tier
-    is no place to step in they come up to be stepped, those of three buckets at a time. A share is rounded up to whole
-    parameters. Parameters below come up for each forward and each backward, two blocks at a time, the one that runs and
-    the next; the gradients of a block go down, where those of all micro-batches are summed: what is there comes up to
-    be added to. Replicas hold one copy of the states below together, unless their parameters stream, and one copy of
-    those on the device where they are sharded. Gradients and states are those of parameters that are trained; which
-    of these stream is not known here, so both sides of the way count as many as there can be.
-    """
-    per_byte = profile.optimizer_bytes + profile.master_bytes
-    states = math.ceil(sizes.trained * per_byte)
-    lower = math.floor(states * below.optimizer)
-    upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
-    optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
-    streamed, gone, surely_gone, visiting = _streaming(profile, sizes, below)
-    window = visiting
-    if not device.swaps_to.steps:
-        window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
-    rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
-    stepped = below.optimizer * sizes.trained
-    moving = max(0.0, stepped - sizes.least_trained(streamed))  # others are up and down anyway
-    passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
-    passing += max(visiting, _twice_bytes(profile, sizes, streamed))
-    bucket = device.bucket_bytes if replicas > 1 else 0
-    # The sums are written before what was there is given up.
-    passing += 2 * bucket if streamed else 0
-    mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
-    pages = (mine + streamed + gone) // 128  # every place in a store begins at one
-    on_device = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
-    update = on_device * profile.optimizer_seconds / device.speed
-    update += stepped * device.host_update_seconds
-    return StateLoad(
-        parameter_bytes=sizes.parameters - streamed,
-        gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
-        optimizer_bytes=optimizer,
-        master_bytes=upper - optimizer,
-        staging_bytes=window,
-        summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
-        host_bytes=mine + rounding + streamed + gone + pages + passing,
-        read_bytes=2 * streamed + gone,
-        written_bytes=gone,
-        streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
-        update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
-    )
-
-
-def _streaming(
-    profile: ModelProfile, sizes: Sizes, below: OffloadFractions
-) -> tuple[int, int, int, int]:
-    """Bytes of parameters that stream, the most and the fewest bytes of gradients that go with them, and what of both
-    is on the device at one time."""
-    streamed = math.floor(sizes.parameters * below.parameters)
-    gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
-    surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
-    largest = sizes.block
-    visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
-    return streamed, gone, surely_gone, visiting
-
-
-def _summing_bytes(
-    profile: ModelProfile, sizes: Sizes, gone: int, bucket: int, *, split: bool
-) -> int:
-    """Two buckets on their way, of the gradients that stream, and where backwards are split of the others, of which
-    none is cut. Elsewhere gradients lie in buckets."""
-    whole = math.ceil(sizes.trained * profile.gradient_bytes)
-    going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
-    largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0
-    return 2 * min(bucket, going) + (2 * min(largest, whole) if split else 0)
-
-
-def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
-    """Weights and gradients of ``moving`` parameter bytes pass through a place in host memory; the weights that are
-    stepped are copies."""
-    copies = 1 if profile.master_bytes else 2
-    return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
-
-
-def _twice_bytes(profile: ModelProfile, sizes: Sizes, streamed: int) -> int:
-    """What is new of a block is written before the old is given up."""
-    whole = min(sizes.block, streamed and sizes.parameters)
-    return math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
-
-
-def _rounding_bytes(
-    profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
-) -> int:
-    """What shares that are rounded up to whole parameters may add below: of ``upper`` bytes of states that would stay
-    on the device, and of the parameters and gradients beside those that stream."""
-    per_byte = profile.optimizer_bytes + profile.master_bytes
-    rounding = min(upper, math.ceil(sizes.block * per_byte))
-    if streamed:
-        whole = math.ceil(sizes.parameters + sizes.trained * profile.gradient_bytes)
-        block = sizes.block + sizes.most_trained(sizes.block) * profile.gradient_bytes
-        rounding += min(whole - streamed - gone, math.ceil(block))
-    return rounding
-
-
-def dealt(states: int, largest: float, replicas: int) -> int:
-    """The most of ``states`` that one of ``replicas`` gets: parameters are dealt out to whoever has least."""
-    return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
-
-
-def _step_share(profile: ModelProfile, share: float) -> float:
-    """How much of a step is left where only a ``share`` of the parameters is stepped: gradients are cleared, measured
-    and clipped all the same, which takes as long as moving four times their bytes. A step moves weight, gradient and
-    states, and all but the gradient back."""
-    stepping = 3 + 2 * profile.optimizer_bytes
-    return (4 + stepping * share) / (4 + stepping)
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:
     """What the allocator holds and nobody uses where tensors of ``tensor_bytes`` go from block to block."""
     return math.ceil(device.gap_tensors * tensor_bytes)
-
-
-def _share(part: float, other: float) -> float:
-    return part / (part + other) if part > 0 else 0.0

@@ -36,7 +36,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parallax.plan.cost.stage import BlockLoad, Sizes, gap_bytes, load_block, load_states
+from parallax.plan.cost.stage import BlockLoad, gap_bytes, load_block
+from parallax.plan.cost.states import Sizes, load_states
 from parallax.plan.cost.traffic import copying_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
@@ -92,7 +93,7 @@ class StepBound:
         self._common_bytes = self._parameters(self._numbers)
         self._speed = max(device.speed for device in request.devices)
         self._device = max(
-            request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes
+            request.devices, key=lambda device: device.memory_bytes - device.fixed_bytes
         )
         self._rows = lru_cache(maxsize=None)(self._find_rows)
         self._update = lru_cache(maxsize=None)(self._find_update)
@@ -266,7 +267,7 @@ class StepBound:
         if held <= 0 or not shape.schedule.searched:
             return 1.0
         device, positions, micro_batches = self._device, shape.positions, self.request.count(shape)
-        free = device.memory_bytes - device.reserve_bytes - gap_bytes(device, rows.cost.input.at(1))
+        free = device.memory_bytes - device.fixed_bytes - gap_bytes(device, rows.cost.input.at(1))
         room = free / (1 + device.gap_share) - min(
             rows.common.forward_work, rows.common.backward_work
         )

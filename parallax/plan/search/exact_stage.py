@@ -17,14 +17,9 @@ from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.collective import broadcast_seconds
-from parallax.plan.cost.stage import (
-    ALL_ON_DEVICE,
-    BlockLoad,
-    OffloadFractions,
-    StageLoad,
-    load_block,
-    load_stage,
-)
+from parallax.plan.cost.communicators import Beside
+from parallax.plan.cost.stage import BlockLoad, StageLoad, load_block, load_stage
+from parallax.plan.cost.states import ALL_ON_DEVICE, OffloadFractions
 from parallax.plan.cost.traffic import (
     TIER_FLOOR,
     TIER_SLACK,
@@ -53,13 +48,14 @@ _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
 class Flight:
     """Where a stage runs: on ``replicas`` ranks with ``link`` between them (None: nothing is sent), the fullest with
     ``rows`` rows of each micro-batch, ``in_flight`` micro-batches between forward and backward. ``split``: the schedule
-    runs weight halves apart."""
+    runs weight halves apart. ``beside``: ranks of the stages before and after it, at most."""
 
     replicas: int
     rows: int
     in_flight: int
     link: Link | None = None
     split: bool = False
+    beside: Beside | None = None
 
     def load(
         self,
@@ -79,6 +75,7 @@ class Flight:
             below=below,
             replicas=self.replicas,
             split=self.split,
+            beside=self.beside,
         )
 
 
@@ -338,6 +335,7 @@ class ExactStageFitter:
             below=below,
             replicas=where.replicas,
             split=where.split,
+            beside=where.beside,
         )
         return (
             load.static_bytes,

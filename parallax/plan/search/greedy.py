@@ -16,7 +16,7 @@ from typing import NamedTuple
 from parallax.plan.cluster import Device
 from parallax.plan.config import AUTO
 from parallax.plan.cost.collective import all_reduce_seconds
-from parallax.plan.cost.stage import OffloadFractions, Sizes, StateLoad
+from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
@@ -367,6 +367,7 @@ class GreedySearch:
             micro_batches=self.request.count(shape),
             split=shape.split,
             small=self.request.small,
+            beside=self.request.beside(shape),
         )
         key = kind, shape.interleave > 1, way
         if key not in self._lanes:
@@ -425,8 +426,9 @@ class GreedySearch:
             if choice is None:
                 return []
             found.append(choice)
-        if len(found) > 1 and sum(choice.peak_bytes - device.reserve_bytes for choice in found) > (
-            device.memory_bytes - device.reserve_bytes
+        once = device.fixed_bytes + (replicas > 1) * device.collective_bytes
+        if len(found) > 1 and sum(choice.peak_bytes - once for choice in found) > (
+            device.memory_bytes - once
         ):
             return []
         return found

@@ -16,15 +16,9 @@ from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.collective import broadcast_seconds
-from parallax.plan.cost.stage import (
-    BlockLoad,
-    OffloadFractions,
-    Sizes,
-    StateLoad,
-    gap_bytes,
-    load_block,
-    load_states,
-)
+from parallax.plan.cost.communicators import Beside, way_bytes
+from parallax.plan.cost.stage import BlockLoad, gap_bytes, load_block
+from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad, load_states
 from parallax.plan.cost.traffic import (
     TIER_FLOOR,
     TIER_SLACK,
@@ -114,6 +108,7 @@ class PositionKind:
     micro_batches: int
     split: bool
     small: bool
+    beside: Beside | None = None
 
 
 class _Columns:
@@ -209,7 +204,7 @@ class GreedyStages:
             (self._chain.kinds[start:stop].tobytes(), flight) for start, stop, flight in parts
         )
         ends = tuple((start == 0, stop == len(self._chain.kinds)) for start, stop, _ in parts)
-        return blocks, ends, self._sizes(parts), self._buffer_bytes(parts)
+        return blocks, ends, self._sizes(parts), self._rest(parts)
 
     def _fastest(self, parts: tuple[Part, ...]) -> GreedyStage | None:
         """Of all shares of states below that let anything fit, the one that costs least, its step after the last
@@ -289,7 +284,11 @@ class GreedyStages:
             self._device,
             max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
         )
-        return self._buffer_bytes(parts) + self._device.reserve_bytes + gaps
+        bounds = [(start, stop) for start, stop, _ in parts]
+        ways = way_bytes(
+            self._profile, self._device, bounds, self._kind.replicas, self._kind.beside
+        )
+        return self._buffer_bytes(parts) + self._device.fixed_bytes + ways + gaps
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
         largest = (self._chain.block_bytes, self._chain.largest_bytes)

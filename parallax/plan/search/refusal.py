@@ -47,7 +47,7 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             f"be dealt to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, or "
             "plan.schedule=auto"
         )
-    device = min(request.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
+    device = min(request.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
     needed = _least_memory(request)
     if needed is None:
         tier = min(device.tier_bytes for device in request.devices)

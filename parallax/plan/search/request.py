@@ -20,7 +20,8 @@ from parallax.errors import ConfigError, check_count
 from parallax.plan.cluster import Cluster, Device, Link
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.collective import link_among
-from parallax.plan.cost.stage import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
+from parallax.plan.cost.communicators import Beside
+from parallax.plan.cost.states import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
 from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
@@ -359,7 +360,7 @@ class Request:
     def _find_device(self, first: int, stop: int) -> Device:
         """What a stage on devices ``first`` to ``stop``, in this order, can count on: the least of each."""
         kinds = list(dict.fromkeys(self.devices[first:stop]))
-        tightest = min(kinds, key=lambda device: device.memory_bytes - device.reserve_bytes)
+        tightest = min(kinds, key=lambda device: device.memory_bytes - device.fixed_bytes)
         return replace(
             self.cluster.while_all_swap(tightest),
             tier_bytes=min(device.tier_bytes for device in kinds),
@@ -375,7 +376,20 @@ class Request:
         """Where a stage on devices ``first`` to ``stop`` runs."""
         replicas = stop - first
         link = self.link(first, stop) if replicas > 1 else None
-        return Flight(replicas, -(-shape.microbatch // replicas), in_flight, link, shape.split)
+        rows = -(-shape.microbatch // replicas)
+        return Flight(replicas, rows, in_flight, link, shape.split, self.beside(shape))
+
+    def beside(self, shape: Shape) -> Beside:
+        """The most ranks of the stages beside a stage. What has more is not proved to fit until it is predicted: of
+        large questions replicas that are far from even."""
+        asked, most = self.config.replicas, len(self.devices) - shape.positions + 1
+        if isinstance(asked, list | tuple):
+            most = max(asked)
+        elif asked != AUTO:
+            most = int(asked)
+        elif not self.small:
+            most = min(most, self._even_replicas(shape.positions)[1] + 1)
+        return most, most
 
     def position_counts(self) -> list[int]:
         """Numbers of positions that can use every device: at least one block and one device for each. Of large numbers
@@ -428,16 +442,11 @@ class Request:
     @cached_property
     def least_positions(self) -> int:
         """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
-        largest = max(self.devices, key=lambda device: device.memory_bytes - device.reserve_bytes)
-        replicas = len(self.devices)
+        largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
         sizes = Sizes.of(self.profile, 0, len(self.profile.blocks))
-        states = min(
-            (
-                load_states(self.profile, sizes, largest, below, replicas)
-                for below in self.host_states
-            ),
-            key=lambda states: states.lasting_bytes,
-        )
-        return math.ceil(
-            states.lasting_bytes / max(1, largest.memory_bytes - largest.reserve_bytes)
-        )
+        states = [
+            load_states(self.profile, sizes, largest, below, len(self.devices))
+            for below in self.host_states
+        ]
+        lasting = min(each.lasting_bytes for each in states)
+        return math.ceil(lasting / max(1, largest.memory_bytes - largest.fixed_bytes))

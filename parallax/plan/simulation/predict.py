@@ -20,8 +20,9 @@ from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds, link_among
+from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.passes import Passes
-from parallax.plan.cost.stage import StageLoad, load_planned
+from parallax.plan.cost.stage import ONCE, StageLoad, load_planned
 from parallax.plan.cost.traffic import buffer_bytes, copying_seconds, leaving_bytes
 from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
 from parallax.plan.profile import ModelProfile
@@ -315,7 +316,14 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
         )
         split = pipeline.schedule.splits
         loads.append(
-            load_planned(profile, stage, pipeline.rows(position), device=device, split=split)
+            load_planned(
+                profile,
+                stage,
+                pipeline.rows(position),
+                device=device,
+                split=split,
+                beside=beside(pipeline.stages, index),
+            )
         )
     return loads
 
@@ -420,7 +428,7 @@ def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int
         limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0
         for term, size in load.memory(pipeline.in_flight(stage), limit).items():
             total[term] = (
-                max(total.get(term, 0), size) if term == "reserve" else total.get(term, 0) + size
+                max(total.get(term, 0), size) if term in ONCE else total.get(term, 0) + size
             )
     return total
 

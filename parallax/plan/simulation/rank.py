@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from parallax.common.events import Span
 from parallax.errors import DeadlockError
 from parallax.plan.cluster import Cluster
+from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.passes import Passes
 from parallax.plan.cost.peak import peak_memory
 from parallax.plan.cost.stage import load_planned
@@ -220,7 +221,14 @@ class Rank:
 
     def _priced(self, stage: int, rows: int) -> Passes:
         plan = self._world.stages[stage]
-        load = load_planned(self._world.profile, plan, rows, device=self._device, split=self._split)
+        load = load_planned(
+            self._world.profile,
+            plan,
+            rows,
+            device=self._device,
+            split=self._split,
+            beside=beside(self._world.stages, stage),
+        )
         return Passes(load, plan.directives, self._split)
 
     def _forward(self, action: Action) -> Routine:

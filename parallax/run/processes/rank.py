@@ -115,7 +115,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
-    keep_to(device, run.plan.prediction.ranks[dist.get_rank()].budget_bytes)
+    keep_to(device, run.plan.allocator_bytes(dist.get_rank()))
     with watch.phase("loading data"):
         source = open_source(run.config)
         compare_rows(source, nodes)

@@ -38,7 +38,8 @@ def test_a_device_is_its_kind_with_its_share_of_the_host() -> None:
     )
     device, kind = config.build(weight_bytes=2).devices[0], DEVICE_KINDS["a100-80"]
     assert (device.kind, device.memory_bytes) == (kind.name, kind.memory_bytes)
-    assert device.reserve_bytes == kind.context_bytes + ALLOCATOR_BYTES
+    assert device.context_bytes == kind.context_bytes
+    assert device.reserve_bytes == ALLOCATOR_BYTES
     assert (device.tier, device.tier_bytes) == ("host", 100 * 2**30)
     assert device.write == LINK_KINDS["pcie4"].link()
     assert (device.price_per_hour, device.gap_share, device.speed) == (2.5, 0.1, 1.0)
