@@ -25,6 +25,7 @@ SETTINGS = [
     "trainer.microbatch=2",
     "trainer.eval_every=0",
     "trainer.checkpoint_every=2",
+    "checkpoint.asynchronous=false",  # its step is that of its name, so it is known which is the last
     "optimizer.final_rate=1",
     "logger.tensorboard=false",
 ]

@@ -45,6 +45,7 @@ SETTINGS = [
     *kill_at(),
     f"trainer.steps={STEPS}",
     "trainer.checkpoint_every=3",
+    "checkpoint.asynchronous=true",
     "trainer.max_restarts=1000000",
     "swap.tier=disk",
     "swap.minimum_bytes=1",

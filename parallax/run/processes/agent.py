@@ -32,13 +32,14 @@ from parallax.runtime.failure.report import FailureKind, FailureReport
 @dataclass(frozen=True)
 class Agent:
     """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, at most ``max_restarts`` times again from
-    the newest checkpoint in ``checkpoints``. They find ``libraries`` imported."""
+    the newest checkpoint in ``checkpoints``, or from ``copies`` in memory. They find ``libraries`` imported."""
 
     name: str
     directory: Path
     ranks: int
     max_restarts: int
     checkpoints: Path
+    copies: bool = False
     libraries: tuple[str, ...] = ()
 
     def start(self, told: Mapping[str, str]) -> int:
@@ -47,7 +48,7 @@ class Agent:
         The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
         """
         relay, begun = Relay(), time.time()
-        restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
+        restarts = Restarts(self.max_restarts, self.directory, self.checkpoints, copies=self.copies)
         with temporary_folder() as folder, heeding(relay, signal.SIGQUIT):
             try:
                 while (code := self._attempts(told, relay, restarts, folder)) is None:

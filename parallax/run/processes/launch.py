@@ -145,7 +145,8 @@ def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
         run.plan.world_size,
         config.trainer.max_restarts,
         config.checkpoint.folder(directory, config.name),
-        _libraries(config) if kind == "cpu" else (),
+        copies=bool(config.checkpoint.memory),
+        libraries=_libraries(config) if kind == "cpu" else (),
     )
     return agent.start(told)
 

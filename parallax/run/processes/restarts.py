@@ -89,10 +89,13 @@ def _ended(code: int) -> str:
 
 
 class Restarts:
-    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``."""
+    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``, or from
+    ``copies`` in memory, where it has such."""
 
-    def __init__(self, limit: int, directory: Path, checkpoints: Path) -> None:
-        self.limit, self._left = limit, limit
+    def __init__(
+        self, limit: int, directory: Path, checkpoints: Path, *, copies: bool = False
+    ) -> None:
+        self.limit, self._left, self._copies = limit, limit, copies
         self._metrics, self._checkpoints = directory / METRICS, checkpoints
         self._before: Failure | None = None
         self._step, self._times = -1, 0
@@ -122,4 +125,5 @@ class Restarts:
         self._left -= 1
         found = list_checkpoints(self._checkpoints)
         where = found[-1].name if found else "the beginning: there is no checkpoint yet"
+        where += ", or a later copy in memory" if self._copies else ""
         return f"starting again from {where} ({self._left} of {self.limit} restarts left)"
