@@ -11,6 +11,8 @@ from tests.sim.mutants import NO_WAITS, judged, waits, waits_of_any_kind
 UNNOTICED = {
     "runtime/replicas/compress.py reduce": "of gloo alone, which ends sums on threads of its own and carries no tensor "
     "of a simulated device; its group ends them in order",
+    "runtime/saving.py begin": "orders files of checkpoints, which are written from copies in host memory",
+    "runtime/saving.py copy": "the same, of copies in the memory of other hosts",
 }
 ALL = waits()
 
