@@ -231,11 +231,13 @@ def plan_run(
     profile: ModelProfile | None = None,
     present: Cluster | None = None,
     verified: bool = False,
+    accept: Callable[[Chain], None] = lambda chain: None,
 ) -> Planned:
     """The plan of ``config``, on this machine or for its catalog cluster. A given ``profile`` is used instead of
     measuring, or deriving, one. ``present`` is the cluster of several nodes, this one the first. ``scratch`` is where
     swap files would go. ``verified``: it is to be trained, so the chain is compared with its model, and rows that meet
-    must not be cut (:mod:`parallax.run.verified`)."""
+    must not be cut (:mod:`parallax.run.verified`). ``accept`` raises for a model that is not to be planned for, of
+    which there are no weights yet."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
             stepped_by(profile or profile_run(config, progress), config.optimizer),
@@ -248,7 +250,7 @@ def plan_run(
             gather_loss=config.trainer.gather_loss,
             progress=progress,
         )
-    chain, loss, batch = _what_is_planned(config, progress, present)
+    chain, loss, batch = _what_is_planned(config, progress, present, accept)
     verdict = verify_run(config, chain, loss, batch, progress) if verified else Verdict()
     progress("planning")
     planned = plan_model(
@@ -273,12 +275,16 @@ def plan_run(
 
 
 def _what_is_planned(
-    config: RunConfig, progress: Callable[[str], None], present: Cluster | None
+    config: RunConfig,
+    progress: Callable[[str], None],
+    present: Cluster | None,
+    accept: Callable[[Chain], None],
 ) -> tuple[Chain, Loss, Rows]:
     """Model, loss and a batch of ``config``, which some plan on this machine may follow."""
     config.replicas.check_asked(config.plan)
     progress(doing(config, "building the model"))
     chain = build_chain(config)
+    accept(chain)
     for remark in check_weights(chain):
         logger.warning(remark)
     check_model(

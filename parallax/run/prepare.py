@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from parallax.plan.plan import Plan
 from parallax.report import placement_table, plan_table
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.planning import Planned
-from parallax.run.resume import STORED, StoredRun, Trusts, settings
+from parallax.run.resume import STORED, StoredRun, Trusts, check_model_of, settings
 from parallax.run.sweep.points import SWEEP
 from parallax.run.working import working
 from parallax.train.record import PREDICTED_EVENTS
@@ -87,7 +88,14 @@ def prepare(
             console.print(
                 f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
             )
-        planned = plan_run(config, directory / "swap", work, present=present, verified=True)
+        planned = plan_run(
+            config,
+            directory / "swap",
+            work,
+            present=present,
+            verified=True,
+            accept=partial(check_model_of, saved),
+        )
     write_run(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))

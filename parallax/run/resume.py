@@ -7,6 +7,7 @@ by key, before anything is measured or written.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from parallax.common.documents import LARGEST, read_text
 from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.factory.registry import base_of
 from parallax.run.job import built_model, open_source
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
@@ -113,6 +115,20 @@ def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> No
             f"{directory} cannot go on with {'; '.join(lost[:_SHOWN])}{more}: its {found[-1].name} was trained with "
             "what comes first; leave that out, or choose another name"
         )
+
+
+def check_model_of(folder: Path, chain: Chain) -> None:
+    """Raise :class:`CheckpointError`, with the names, where the last checkpoint in ``folder`` is of another model than
+    ``chain``, which has no weights yet: what the settings name may have changed since. One that is damaged says so when
+    it is loaded, where another is taken instead."""
+    for path in list_checkpoints(folder)[-1:]:
+        with contextlib.suppress(CheckpointError):
+            reader = CheckpointReader(path)
+            break
+    else:
+        return
+    names = set(parameter_names(chain, range(len(chain.blocks)))) - chain.left_out
+    reader.check_names(names, chain.fingerprint(), chain.structure(), str(chain.dtype))
 
 
 def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[str]:
