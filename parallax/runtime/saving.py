@@ -157,7 +157,27 @@ class Saving:
             if sites.leads:
                 checkpoint.remove_partial(directory)
             raise
-        known = {
+        pending.begin(
+            SaveInProgress(
+                directory=directory,
+                step=step,
+                sites=sites,
+                fence=fence,
+                spreads=directory in self._apart,
+                told={
+                    **self._known(step, fence, marks),
+                    **json.loads(json.dumps(told)),
+                },  # as it is now
+                retention=retention,
+                thread=thread,
+                part=writer.end(),
+                cancel=writer.cancel,
+            )
+        )
+
+    def _known(self, step: int, fence: Fence, marks: Sequence[dict[str, int]]) -> dict[str, Any]:
+        """What the index says before anything is written; ``marks`` are those of each rank."""
+        return {
             "step": step,
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
@@ -174,22 +194,7 @@ class Saving:
                 if self._chain.base
                 else {}
             ),
-            **json.loads(json.dumps(told)),  # as it is now
         }
-        pending.begin(
-            SaveInProgress(
-                directory=directory,
-                step=step,
-                sites=sites,
-                fence=fence,
-                spreads=directory in self._apart,
-                told=known,
-                retention=retention,
-                thread=thread,
-                part=writer.end(),
-                cancel=writer.cancel,
-            )
-        )
 
     def close(self) -> None:
         """Let go of memory. A save that nobody finished is left as an interrupted one."""

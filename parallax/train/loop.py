@@ -22,12 +22,12 @@ from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.health.checkup import Checkup
-from parallax.train.memory_copies import Copies, NoCopies, open_copies
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import WARM_UP, RunRecord
-from parallax.train.saves import Saves
+from parallax.train.saving.memory_copies import Copies, NoCopies, open_copies
+from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason
 from parallax.train.voice import Voice, open_voice
 

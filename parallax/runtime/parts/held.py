@@ -25,7 +25,7 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParts:
     """What a node has of a checkpoint: all but the tensors that are ``absent``, each with the node that saved it.
     ``started``: when its run was started."""
 
@@ -63,20 +63,20 @@ def whole_checkpoints(
     return whole, damaged + lost
 
 
-def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, Held], list[str]]:
+def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
     """What this node has, and what is wrong with the rest."""
-    held, damaged = dict[str, Held](), list[str]()
+    held, damaged = dict[str, HeldParts](), list[str]()
     for path in list_checkpoints(directory):
         try:
             reader = CheckpointReader(path)
         except CheckpointError as error:
             damaged.append(f"{error} (on {node_name()})" if nodes.several else str(error))
             continue
-        held[path.name] = Held(digest(path), reader.started, reader.elsewhere())
+        held[path.name] = HeldParts(digest(path), reader.started, reader.elsewhere())
     return held, damaged
 
 
-def _sorted_out(found: Sequence[Mapping[str, Held]]) -> tuple[list[Together], list[str]]:
+def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together], list[str]]:
     """Those that are whole, and why others are not, the last first."""
     whole, lost = dict[str, Together](), list[str]()
     every = {(name, each.digest) for held in found for name, each in held.items()}

@@ -15,7 +15,7 @@ def test_of_two_starts_the_later_one_saves(tmp_path: Path) -> None:
     first.hold(tmp_path)  # the second one has not come here yet
     second.hold(tmp_path)
     with pytest.raises(
-        CheckpointError, match="was started again meanwhile, on .*, and goes on there"
+        CheckpointError, match=r"was started again meanwhile, on .*, and goes on there"
     ):
         first.hold(tmp_path)
     second.hold(tmp_path)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallax.machine.memory_folder import MemoryFolder
+from parallax.nodes.memory_folder import MemoryFolder
 from parallax.nodes.together import from_all
 from parallax.runtime.checkpoint import list_checkpoints, remove, step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig

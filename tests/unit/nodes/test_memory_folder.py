@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallax.errors import ConfigError
-from parallax.machine.memory_folder import MemoryFolder
+from parallax.nodes.memory_folder import MemoryFolder
 
 
 def test_it_is_found_again_by_who_knows_the_word(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What a training loop saves and when: checkpoints on disks, copies in memory."""
