@@ -174,8 +174,14 @@ def test_the_list_of_trusted_class_paths(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def checkpoint(tmp_path: Path) -> Path:
     partial = checkpoint_folder.partial_folder(tmp_path, 3)
     checkpoint_folder.begin(partial)
-    checksums = write_parts(partial, "stage-00", [("model/w", torch.ones(4))])
-    index = {"step": 3, "state": {}, "fingerprint": "f", "optimizer": [], "checksums": checksums}
+    written = write_parts(partial, "stage-00", [("model/w", torch.ones(4))])
+    index = {
+        "step": 3,
+        "state": {},
+        "fingerprint": "f",
+        "optimizer": [],
+    }
+    index |= {"checksums": written.checksums}
     checkpoint_folder.finish(partial, index)
     return tmp_path / "step-00000003"
 
@@ -183,6 +189,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_manifest_with_something_odd(checkpoint: Path) -> None:
     path = checkpoint / "checkpoint.json"
     tree, draw = json.loads(path.read_text()), random.Random(0)
+    del tree["sha256"]  # as one that older versions wrote: otherwise any change is found by it
     for _ in range(200):
         path.write_text(json.dumps(changed(tree, draw)))
         with contextlib.suppress(CheckpointError):
