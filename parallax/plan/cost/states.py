@@ -104,13 +104,12 @@ def load_states(
 ) -> StateLoad:
     """Parameters of these ``sizes`` in training, on one of ``replicas``; ``split`` says that backwards are.
 
-    Optimizer states below are stepped there: their gradients go down and their parameters come up again. Where the tier
-    is no place to step in they come up to be stepped, those of three buckets at a time. A share is rounded up to whole
-    parameters. Parameters below come up for each forward and each backward, two blocks at a time, the one that runs and
-    the next; the gradients of a block go down, where those of all micro-batches are summed: what is there comes up to
-    be added to. Replicas hold one copy of the states below together, unless their parameters stream, and one copy of
-    those on the device where they are sharded. Gradients and states are those of parameters that are trained; which
-    of these stream is not known here, so both sides of the way count as many as there can be.
+    Optimizer states below are stepped there: their gradients go down and their parameters come up again; where the tier
+    is no place to step in the states come up, those of three buckets at a time. A share is rounded up to whole
+    parameters. Parameters below come up for each forward and each backward, two blocks at a time; the gradients of a
+    block go down, to be added to what is there. Replicas hold one copy of the states below together, unless their
+    parameters stream, and one of those on the device where they are sharded. Which of the parameters that are trained
+    stream is not known here, so both sides of the way count as many as there can be.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
@@ -118,23 +117,18 @@ def load_states(
     upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed, gone, surely_gone, visiting = _streaming(profile, sizes, below)
-    window = visiting
-    if not device.swaps_to.steps:
+    steps, window = device.swaps_to.steps, visiting
+    if not steps:
         window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * sizes.trained
     moving = max(0.0, stepped - sizes.least_trained(streamed))  # others are up and down anyway
-    passing = math.ceil(_passing_bytes(profile, sizes, moving)) if device.swaps_to.steps else 0
-    passing += max(visiting, _twice_bytes(profile, sizes, streamed))
+    passing = math.ceil(_passing_bytes(profile, sizes, moving)) if steps else 0
     bucket = device.bucket_bytes if replicas > 1 else 0
-    passing += (
-        2 * bucket if streamed else 0
-    )  # the sums are written before what was there is given up
+    passing += _twice_bytes(profile, sizes, streamed, visiting, bucket)
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
-    on_device = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
-    update = on_device * profile.optimizer_seconds / device.speed
-    update += stepped * device.host_update_seconds
+    share = _step_share(profile, upper / max(1, states - lower))
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
@@ -147,8 +141,16 @@ def load_states(
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
-        update_seconds=update + device.write.seconds(moving) + device.read.seconds(moving),
+        update_seconds=_update_seconds(profile, device, (sizes.trained - stepped) * share, stepped)
+        + device.write.seconds(moving)
+        + device.read.seconds(moving),
     )
+
+
+def _update_seconds(profile: ModelProfile, device: Device, here: float, below: float) -> float:
+    """The step of so many bytes of parameters on the device, and of so many below."""
+    seconds = here * profile.optimizer_seconds / device.speed
+    return seconds + below * device.host_update_seconds
 
 
 def _streaming(
@@ -182,10 +184,13 @@ def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
     return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
 
-def _twice_bytes(profile: ModelProfile, sizes: Sizes, streamed: int) -> int:
-    """What is new of a block is written before the old is given up."""
+def _twice_bytes(
+    profile: ModelProfile, sizes: Sizes, streamed: int, visiting: int, bucket: int
+) -> int:
+    """What is new of a block, and of the buckets that replicas sum, is written before the old is given up."""
     whole = min(sizes.block, streamed and sizes.parameters)
-    return math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
+    block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
+    return max(visiting, block) + (2 * bucket if streamed else 0)
 
 
 def _rounding_bytes(

@@ -383,10 +383,8 @@ class Request:
         """The most ranks of the stages beside a stage. What has more is not proved to fit until it is predicted: of
         large questions replicas that are far from even."""
         asked, most = self.config.replicas, len(self.devices) - shape.positions + 1
-        if isinstance(asked, list | tuple):
-            most = max(asked)
-        elif asked != AUTO:
-            most = int(asked)
+        if asked != AUTO:
+            most = max(asked) if isinstance(asked, list | tuple) else int(asked)
         elif not self.small:
             most = min(most, self._even_replicas(shape.positions)[1] + 1)
         return most, most
@@ -443,10 +441,9 @@ class Request:
     def least_positions(self) -> int:
         """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
-        sizes = Sizes.of(self.profile, 0, len(self.profile.blocks))
-        states = [
-            load_states(self.profile, sizes, largest, below, len(self.devices))
+        sizes, most = Sizes.of(self.profile, 0, len(self.profile.blocks)), len(self.devices)
+        lasting = min(
+            load_states(self.profile, sizes, largest, below, most).lasting_bytes
             for below in self.host_states
-        ]
-        lasting = min(each.lasting_bytes for each in states)
+        )
         return math.ceil(lasting / max(1, largest.memory_bytes - largest.fixed_bytes))

@@ -36,7 +36,7 @@ from parallax.swap.weights import ParameterSegment, bytes_of
 _BUFFERS = 2  # as many as the planner counts
 
 
-class _State(enum.Enum):
+class _BucketState(enum.Enum):
     FILLING = enum.auto()  # gradients are to come
     COMING = enum.auto()  # what was written below is read
     FLYING = enum.auto()  # summed over the replicas
@@ -44,7 +44,7 @@ class _State(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Run:
+class _BucketRun:
     """Neighbour segments of one parameter, and where in the bucket they begin."""
 
     parameter: nn.Parameter
@@ -75,10 +75,10 @@ class _GradientBucket:
     """What is summed at one time. ``buffer`` is the number of the one that it passes through; in a step, ``owed`` are
     parameters whose gradients are to come, ``given`` the segments that are in the buffer."""
 
-    runs: list[_Run]
+    runs: list[_BucketRun]
     dtype: torch.dtype
     buffer: int = 0
-    state: _State = _State.FILLING
+    state: _BucketState = _BucketState.FILLING
     owed: set[nn.Parameter] = field(default_factory=set)
     given: set[ParameterSegment] = field(default_factory=set)
     flat: Tensor | None = None
@@ -91,13 +91,13 @@ class _GradientBucket:
         """Elements."""
         return self.runs[-1].offset + self.runs[-1].numel
 
-    def place(self, run: _Run, segment: ParameterSegment) -> Tensor:
+    def place(self, run: _BucketRun, segment: ParameterSegment) -> Tensor:
         """Where a segment of one of the runs lies."""
         assert self.flat is not None
         start = run.offset + segment.start - run.segments[0].start
         return self.flat[start : start + segment.stop - segment.start]
 
-    def missing(self) -> Iterator[tuple[_Run, ParameterSegment]]:
+    def missing(self) -> Iterator[tuple[_BucketRun, ParameterSegment]]:
         """What did not come from the backward."""
         for run in self.runs:
             for segment in run.segments:
@@ -128,7 +128,7 @@ class StreamedSum:
         self._trained = list(dict.fromkeys(reversed(trained)))
         self._unused = set(self._trained)
         self._buckets: list[_GradientBucket] = []
-        self._of: dict[nn.Parameter, list[tuple[_GradientBucket, _Run]]] = {}
+        self._of: dict[nn.Parameter, list[tuple[_GradientBucket, _BucketRun]]] = {}
         self._buffers: list[Tensor | None] = [None] * _BUFFERS
         self._waiting: deque[_GradientBucket] = deque()  # for a buffer, in order
         self._active: deque[_GradientBucket] = deque()  # those that have one, in order
@@ -196,7 +196,7 @@ class StreamedSum:
                     self._end(written)
             bucket.reads.clear()
             bucket.writes.clear()
-            if bucket.state is _State.FLYING:
+            if bucket.state is _BucketState.FLYING:
                 self._buffers[bucket.buffer] = None
         self._active.clear()
         self._waiting.clear()
@@ -226,7 +226,7 @@ class StreamedSum:
                     room = self._bucket_bytes
                 count = _fitting(rest, room)
                 offset = found[-1].numel if found[-1].runs else 0
-                found[-1].runs.append(_Run(parameter, rest[:count], offset))
+                found[-1].runs.append(_BucketRun(parameter, rest[:count], offset))
                 room -= sum(map(bytes_of, rest[:count]))
                 rest = rest[count:]
         return found
@@ -234,7 +234,7 @@ class StreamedSum:
     def _begin(self, buckets: Sequence[_GradientBucket]) -> None:
         assert not self._active
         for bucket in buckets:
-            bucket.state, bucket.flat = _State.FILLING, None
+            bucket.state, bucket.flat = _BucketState.FILLING, None
             bucket.owed = {run.parameter for run in bucket.runs}
             bucket.given.clear()
         self._waiting = deque(buckets)
@@ -301,15 +301,15 @@ class StreamedSum:
                 place.zero_()
             else:
                 bucket.reads.append(_Read(pending, segment, target, place))
-        bucket.state = _State.COMING
+        bucket.state = _BucketState.COMING
         return True
 
     def _launch(self, bucket: _GradientBucket, wait: bool) -> bool:
         """Sum it, when all before it are on their way."""
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
-        if any(each.state in (_State.FILLING, _State.COMING) for each in before) or not (
-            wait or all(is_over(read.pending) for read in bucket.reads)
-        ):
+        if any(
+            each.state in (_BucketState.FILLING, _BucketState.COMING) for each in before
+        ) or not (wait or all(is_over(read.pending) for read in bucket.reads)):
             return False
         for read in bucket.reads:
             read.pending.wait()
@@ -319,7 +319,7 @@ class StreamedSum:
         bucket.reads.clear()
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         self.all_reduces += 1
-        bucket.state = _State.FLYING
+        bucket.state = _BucketState.FLYING
         return True
 
     def _write(self, bucket: _GradientBucket, wait: bool) -> bool:
@@ -335,7 +335,7 @@ class StreamedSum:
             with self._streamed.lock:
                 written = self._streamed.gradient(run.parameter).write(total, run.segments)
             bucket.writes.append((written, total))
-        bucket.state = _State.GOING
+        bucket.state = _BucketState.GOING
         return True
 
     def _close(self, bucket: _GradientBucket, wait: bool) -> bool:
@@ -364,11 +364,11 @@ class StreamedSum:
         return new
 
 
-_MOVES: dict[_State, Callable[[StreamedSum, _GradientBucket, bool], bool]] = {
-    _State.FILLING: StreamedSum._read,
-    _State.COMING: StreamedSum._launch,
-    _State.FLYING: StreamedSum._write,
-    _State.GOING: StreamedSum._close,
+_MOVES: dict[_BucketState, Callable[[StreamedSum, _GradientBucket, bool], bool]] = {
+    _BucketState.FILLING: StreamedSum._read,
+    _BucketState.COMING: StreamedSum._launch,
+    _BucketState.FLYING: StreamedSum._write,
+    _BucketState.GOING: StreamedSum._close,
 }
 
 
