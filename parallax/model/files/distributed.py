@@ -81,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-class _Piece(NamedTuple):
+class _StoredPiece(NamedTuple):
     """A piece of a tensor: where in it, and the run of bytes that holds it."""
 
     offsets: tuple[int, ...]
@@ -140,7 +140,7 @@ class DistributedFiles:
 
     def _tensor(
         self, name: str, record: Any, places: Mapping[Any, Any]
-    ) -> tuple[Tensor, list[_Piece]]:
+    ) -> tuple[Tensor, list[_StoredPiece]]:
         try:
             dtype, shape = _dtype(record.properties), _numbers(record.size)
             parts = [self._part(name, chunk, places) for chunk in record.chunks]
@@ -160,7 +160,7 @@ class DistributedFiles:
             raise self._damaged(f"the parts of {name} are not all of it, each once")
         return torch.empty(shape, dtype=dtype, device="meta"), parts
 
-    def _part(self, name: str, chunk: Any, places: Mapping[Any, Any]) -> _Piece:
+    def _part(self, name: str, chunk: Any, places: Mapping[Any, Any]) -> _StoredPiece:
         offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
         place = places[name, offsets]
         file = str(place.relative_path)
@@ -169,9 +169,9 @@ class DistributedFiles:
         if getattr(place, "transform_descriptors", None):
             raise ValueError("it is compressed, which is not read")
         start, length = _numbers((place.offset, place.length))
-        return _Piece(offsets, sizes, file, start, length)
+        return _StoredPiece(offsets, sizes, file, start, length)
 
-    def _read(self, name: str, part: _Piece, due: Tensor) -> Tensor:
+    def _read(self, name: str, part: _StoredPiece, due: Tensor) -> Tensor:
         file = self.path / part.file
         try:
             with file.open("rb") as stream:

@@ -129,6 +129,7 @@ def load_states(
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
     share = _step_share(profile, upper / max(1, states - lower))
+    here = (sizes.trained - stepped) * share
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
@@ -141,16 +142,17 @@ def load_states(
         read_bytes=2 * streamed + gone,
         written_bytes=gone,
         streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
-        update_seconds=_update_seconds(profile, device, (sizes.trained - stepped) * share, stepped)
-        + device.write.seconds(moving)
-        + device.read.seconds(moving),
+        update_seconds=_update_seconds(profile, device, here, stepped, moving),
     )
 
 
-def _update_seconds(profile: ModelProfile, device: Device, here: float, below: float) -> float:
-    """The step of so many bytes of parameters on the device, and of so many below."""
-    seconds = here * profile.optimizer_seconds / device.speed
-    return seconds + below * device.host_update_seconds
+def _update_seconds(
+    profile: ModelProfile, device: Device, here: float, below: float, moving: float
+) -> float:
+    """The step of so many bytes of parameters on the device, and of so many below, of which ``moving`` go there and
+    back."""
+    seconds = here * profile.optimizer_seconds / device.speed + below * device.host_update_seconds
+    return seconds + device.write.seconds(moving) + device.read.seconds(moving)
 
 
 def _streaming(
