@@ -198,7 +198,7 @@ class _Run:
         with phase("loading a checkpoint"):
             resumes = self._trainer.resume == "auto"
             self._copies = open_copies(
-                self._engine, self._directory, self._checkpoint, resumes=resumes
+                self._engine, self._directory, self._checkpoint, self._onlooker, resumes=resumes
             )
             resumed = self._resume()
         self._record.begin(self._engine.completed_steps)
@@ -348,8 +348,7 @@ class _Run:
     def _evaluate_and_save(self, voice: Voice, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
-        with self._onlooker.phase("copying the state in memory"):
-            self._copies.keep(voice, {"source": self._source.state_dict()})
+        self._copies.keep(voice, lambda: {"source": self._source.state_dict()})
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):

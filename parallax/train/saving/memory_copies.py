@@ -16,6 +16,7 @@ import contextlib
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from parallax.nodes.together import from_all
 from parallax.runtime.checkpoint import list_checkpoints, remove, step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
+from parallax.train.onlooker import Onlooker
 from parallax.train.voice import Voice
 
 _TOKEN = (
@@ -40,8 +42,8 @@ class Copies(Protocol):
     def folders(self) -> tuple[Path, ...]:
         """Where they are."""
 
-    def keep(self, voice: Voice, state: dict[str, Any]) -> None:
-        """After a step, with the caller's ``state``."""
+    def keep(self, voice: Voice, state: Callable[[], dict[str, Any]]) -> None:
+        """After a step, with what ``state`` gives, the caller's."""
 
     def close(self) -> None:
         """At the end of a run, whose last checkpoint is on a disk."""
@@ -52,7 +54,7 @@ class NoCopies:
 
     folders: tuple[Path, ...] = ()
 
-    def keep(self, voice: Voice, state: dict[str, Any]) -> None:
+    def keep(self, voice: Voice, state: Callable[[], dict[str, Any]]) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -62,7 +64,10 @@ class NoCopies:
 class MemoryCopies:
     """Of the run in ``directory``, every ``every`` steps. Called by all ranks."""
 
-    def __init__(self, engine: Engine, folder: MemoryFolder, leads: bool, every: int) -> None:
+    def __init__(
+        self, engine: Engine, folder: MemoryFolder, leads: bool, every: int, onlooker: Onlooker
+    ) -> None:
+        self._onlooker = onlooker
         self._engine, self._folder, self._leads, self._every = engine, folder, leads, every
         self._seconds: list[float] = []
 
@@ -71,7 +76,7 @@ class MemoryCopies:
         """This host's."""
         return (self._folder.path,)
 
-    def keep(self, voice: Voice, state: dict[str, Any]) -> None:
+    def keep(self, voice: Voice, state: Callable[[], dict[str, Any]]) -> None:
         """A copy, where one is due; training waits for it."""
         step = self._engine.completed_steps
         if step % self._every:
@@ -80,7 +85,8 @@ class MemoryCopies:
         if not self._seconds and self._leads:  # those that this start did not go on from
             found = map(step_of, list_checkpoints(self._folder.path))
             remove(self._folder.path, [each for each in found if each is not None and each > step])
-        self._engine.saving.copy(self._folder.path, step, {"state": state})
+        with self._onlooker.phase("copying the state in memory"):
+            self._engine.saving.copy(self._folder.path, step, {"state": state()})
         self._seconds.append(time.perf_counter() - start)
         if len(self._seconds) == _TOLD_AFTER:
             took = sorted(self._seconds)[_TOLD_AFTER // 2]
@@ -94,7 +100,12 @@ class MemoryCopies:
 
 
 def open_copies(
-    engine: Engine, directory: Path, config: CheckpointConfig, *, resumes: bool
+    engine: Engine,
+    directory: Path,
+    config: CheckpointConfig,
+    onlooker: Onlooker,
+    *,
+    resumes: bool,
 ) -> Copies:
     """The copies that ``config`` asks for, of the run in ``directory``; called by all ranks. Without ``resumes`` those
     of the start before go. Raises :class:`~parallax.errors.ConfigError` where there is no room for them."""
@@ -123,7 +134,7 @@ def open_copies(
                 shutil.rmtree(path, ignore_errors=True)
 
     from_all(make if leads else lambda: None)
-    return MemoryCopies(engine, folder, leads, every)
+    return MemoryCopies(engine, folder, leads, every, onlooker)
 
 
 def _token(directory: Path) -> str:
