@@ -87,6 +87,7 @@ say() {
 head_answers() {
     local host=${endpoint%:*}
     host=${host#[} host=${host%]}
+    # shellcheck disable=SC2016 # the inner shell expands it
     timeout 2 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$host" "${endpoint##*:}" 2>/dev/null
 }
 
@@ -131,6 +132,7 @@ look_on() {
     done
 }
 
+# shellcheck disable=SC2329 # by the trap
 tell_ranks() {
     local ranks
     asked=1
@@ -138,6 +140,7 @@ tell_ranks() {
     kill -USR1 "${ranks[@]}" || true
 }
 
+# shellcheck disable=SC2329 # by the trap
 end_run() {
     asked=1
     kill -TERM "$torchrun" 2>/dev/null || true

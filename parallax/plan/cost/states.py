@@ -128,8 +128,7 @@ def load_states(
     passing += _twice_bytes(profile, sizes, streamed, visiting, bucket)
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every place in a store begins at one
-    share = _step_share(profile, upper / max(1, states - lower))
-    here = (sizes.trained - stepped) * share
+    here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
