@@ -117,9 +117,8 @@ def load_states(
     upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed, gone, surely_gone, visiting = _streaming(profile, sizes, below)
-    steps, window = device.swaps_to.steps, visiting
-    if not steps:
-        window += min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
+    steps = device.swaps_to.steps
+    window = visiting + (not steps) * min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * sizes.trained
     moving = max(0.0, stepped - sizes.least_trained(streamed))  # others are up and down anyway

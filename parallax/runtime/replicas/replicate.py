@@ -359,10 +359,16 @@ def sync_for(
         }
         sync = NoSync(told, reduced)
     following: list[Following] = []
-    if mesh.streamed is not None and isinstance(stage.streamed, StreamedParameters):
+    if (
+        mesh.streamed is not None
+        and mesh.replicas is not None
+        and isinstance(stage.streamed, StreamedParameters)
+    ):
         bucket_bytes = mesh.plan.stages[mesh.stage].bucket_bytes
         short = SHORT.get(config.compress)
-        following.append(StreamedSum(stage.streamed, mesh.streamed, short, bucket_bytes))
+        following.append(
+            StreamedSum(stage.streamed, mesh.streamed, mesh.replicas, short, bucket_bytes)
+        )
     if stage.norms.differ:
         following.append(StatisticsAverage(stage.norms))
     if shared:

@@ -107,7 +107,7 @@ class _GradientBucket:
 
 class StreamedSum:
     """The sum over ``group``, which nobody else may use meanwhile, in buckets of ``bucket_bytes``; in the type
-    ``short`` where there is one.
+    ``short`` where there is one. ``other`` is another group of the same ranks.
 
     A parameter that no replica has ever used has no gradient: the replicas ask each other after the backward, and sum
     then what was used for the first time.
@@ -117,10 +117,12 @@ class StreamedSum:
         self,
         streamed: StreamedParameters,
         group: dist.ProcessGroup,
+        other: dist.ProcessGroup,
         short: torch.dtype | None,
         bucket_bytes: int,
     ) -> None:
         self._streamed, self._group, self._short = streamed, group, short
+        self._other = other
         # What is sent short is held twice when it is written.
         self._bucket_bytes = bucket_bytes if short is None else bucket_bytes // 2
         trained = [s.parameter for chunk in streamed.chunks for s in chunk.segments]
@@ -133,6 +135,9 @@ class StreamedSum:
         self._waiting: deque[_GradientBucket] = deque()  # for a buffer, in order
         self._active: deque[_GradientBucket] = deque()  # those that have one, in order
         self._begun = False
+        # Sums that a step has begun, in order; those of one that ended early, where others may have begun more.
+        self._launched: list[_GradientBucket] = []
+        self._unfinished: list[_GradientBucket] | None = None
         self.all_reduces = 0
 
     def arm(self) -> None:
@@ -183,10 +188,13 @@ class StreamedSum:
             self._finish()
             self._lay_out()
         self._begun = False
+        self._launched.clear()
 
     def forget(self) -> None:
         """The step ended early. What is summed is not waited for: others may never answer."""
         self._streamed.sink = NO_SINK
+        if self._begun:
+            self._unfinished, self._launched = self._launched, []
         for bucket in self._active:
             for read in bucket.reads:
                 while not is_over(read.pending):
@@ -233,6 +241,7 @@ class StreamedSum:
 
     def _begin(self, buckets: Sequence[_GradientBucket]) -> None:
         assert not self._active
+        self._catch_up()
         for bucket in buckets:
             bucket.state, bucket.flat = _BucketState.FILLING, None
             bucket.owed = {run.parameter for run in bucket.runs}
@@ -250,6 +259,18 @@ class StreamedSum:
                 self._buffers[number] = torch.empty(
                     size, dtype=torch.uint8, device=self._trained[0].device
                 )
+
+    def _catch_up(self) -> None:
+        """Of a step that ended early, on all ranks, some may have begun more sums than others: these begin the rest."""
+        if self._unfinished is None:
+            return
+        begun, self._unfinished = len(self._unfinished), None
+        most = torch.tensor([begun], device=self._trained[0].device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._other)
+        for bucket in self._buckets[begun : int(most)]:
+            dtype = self._short or bucket.dtype
+            zeros = torch.zeros(bucket.numel, dtype=dtype, device=most.device)
+            dist.all_reduce(zeros, group=self._group)
 
     # ---- what becomes of one
 
@@ -319,6 +340,7 @@ class StreamedSum:
         bucket.reads.clear()
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         self.all_reduces += 1
+        self._launched.append(bucket)
         bucket.state = _BucketState.FLYING
         return True
 
