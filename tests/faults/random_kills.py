@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from parallax.train.repeats import METRICS, RESTARTS, last_step
+from parallax.train.repeats import RESTARTS
 from tests.faults.commands import (
     MODULE,
     finish,
@@ -50,8 +50,8 @@ SETTINGS = [
     "swap.tier=disk",
     "swap.minimum_bytes=1",
 ]
-VICTIMS = {"rank": 14, "server": 3, "launcher": 3}
-"""How likely each is, of twenty."""
+VICTIMS = {"rank": (16, 0.9), "server": (2, 4.0), "launcher": (2, 7.0)}
+"""How likely each is, of twenty, and for how many seconds it may live: until some steps have been taken."""
 _GIVES_UP = "the same came 3 times at the same step"
 
 
@@ -64,62 +64,51 @@ class Round:
     most: int
     victims: Counter[str] = field(default_factory=Counter)
     _process: subprocess.Popen[str] | None = None
-    _since: float = 0.0
-    _window: float = 8.0  # seconds from a start within which the next kill falls
 
     def play(self) -> None:
         """Start, kill, go on, to the run's end."""
         self._start()
-        while self.victims.total() < self.most and self._wait():
-            self._kill()
-        while (code := self._end()) != 0:
-            assert code == 1, f"exit code {code}"
+        while self.victims.total() < self.most:
+            (name,) = self.chance.choices([*VICTIMS], [seconds[0] for seconds in VICTIMS.values()])
+            if not self._kill(name, self.chance.uniform(0, VICTIMS[name][1])):
+                if self._end() == 0:
+                    break
+                self._start()
+        while self._end() != 0:
             self._start()
         assert running(Path.cwd()) == []
 
     def _start(self) -> None:
         self._process = start([*MODULE, "train", "--run-dir", str(self.run)])
-        self._since, self._window = time.monotonic(), 8.0
 
-    def _wait(self) -> bool:
-        """Until the next kill; False where the run ended before. Half of them fall before the first new step."""
+    def _kill(self, name: str, seconds: float) -> bool:
+        """Kill it when there has been one for so long; False where the run ended before."""
         assert self._process is not None
-        moment = self._since + self.chance.uniform(0, self._window)
-        step = last_step(self.run / METRICS)
-        while time.monotonic() < moment:
-            if self._process.poll() is not None:
-                if self._end() == 0:
-                    return False
-                self._start()
-                return True
-            if last_step(self.run / METRICS) > step:
-                step = STEPS
-                moment = min(moment, time.monotonic() + self.chance.uniform(0, 0.3))
-            time.sleep(0.002)
-        return True
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        names, weights = zip(*VICTIMS.items())
-        (name,) = self.chance.choices(names, weights)
-        which = self.chance.random()
-        victim: psutil.Process | None = None
-        with contextlib.suppress(psutil.Error, ValueError):  # it is not there yet, or gone already
+        which, since = self.chance.random(), float("inf")
+        while self._process.poll() is None:
+            found = self._found(name)
+            since = min(since, time.monotonic()) if found else float("inf")
+            if time.monotonic() < since + seconds:
+                time.sleep(0.002)
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found[int(which * len(found))].kill()
+                self.victims[name] += 1
             if name == "launcher":
-                victim = psutil.Process(self._process.pid)
-            elif name == "server":
-                victim = fork_server(self._process)
-            elif found := ranks(self._process):
-                victim = found[int(which * len(found))]
-        if victim is None:
-            return
-        victim.kill()
-        self.victims[name] += 1
-        self._since, self._window = time.monotonic(), {"rank": 1.0, "server": 5.0}.get(name, 8.0)
-        if name == "launcher":
-            self._process.communicate()
-            wait_for(lambda: running(Path.cwd()) == [], "the end of what a launcher started")
-            self._start()
+                self._process.communicate()
+                wait_for(lambda: running(Path.cwd()) == [], "the end of what a launcher started")
+                self._start()
+            return True
+        return False
+
+    def _found(self, name: str) -> list[psutil.Process]:
+        assert self._process is not None
+        with contextlib.suppress(psutil.Error, ValueError):
+            if name == "rank":
+                return ranks(self._process)
+            launcher = psutil.Process(self._process.pid)
+            return [launcher] if name == "launcher" else [fork_server(self._process)]
+        return []
 
     def _end(self) -> int:
         """The exit code, which is 1 only where the same came too often."""
