@@ -88,7 +88,12 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("steps=80", "steps=80: ", ROOTS, "trainer.steps"),
     ("hydra.run.dir=/x", "hydra.run.dir=/x: ", ROOTS, ""),
     ("hydra/job_logging=none", "hydra/job_logging=none: ", ROOTS, ""),
-    ("+trainer.x=1", "trainer.x=1: ", "trainer accepts checkpoint_every, eval_batches", ""),
+    (
+        "+trainer.x=1",
+        "trainer.x=1: ",
+        "trainer accepts check_every, checkpoint_every, corruption, eval_batches",
+        "",
+    ),
     ("model.kwargs.x=1", "model.kwargs={x: 1}: ", GPT, ""),
     ("experiment.x=1", "experiment={x: 1}: ", ROOTS, ""),
     (

@@ -29,7 +29,11 @@ def test_text_comes_back_exactly() -> None:
     ("old", "new", "message"),
     [
         ("steps: 60", "steps: many", "trainer.steps=many: accepted is a whole number"),
-        ("  steps: 60\n", "", "trainer.steps: missing; trainer accepts checkpoint_every"),
+        (
+            "  steps: 60\n",
+            "",
+            "trainer.steps: missing; trainer accepts check_every, checkpoint_every",
+        ),
         ("steps: 60", "stepz: 60", "trainer.stepz=60: unknown key; trainer accepts"),
         ("seed: 1", "sead: 1", "sead=1: unknown key; groups and keys are name, seed"),
         ("seed: 1", "seed: 2001-01-01", "seed=2001-01-01: accepted is a whole number"),
