@@ -166,7 +166,14 @@ def test_of_many_positions_the_fullest_are_shown(
     plan, _, _ = planned
     stage, rank = plan.stages[0], plan.prediction.ranks[0]
     stages = tuple(
-        replace(stage, start=i, stop=i + 1, replicas=1, directives=stage.directives[:1])
+        replace(
+            stage,
+            start=i,
+            stop=i + 1,
+            replicas=1,
+            directives=stage.directives[:1],
+            inputs_ahead=stage.inputs_ahead and i == 0,
+        )
         for i in range(20)
     )
     terms = tuple(

@@ -52,7 +52,7 @@ with tempfile.TemporaryDirectory() as folder:
     device_memory(torch.device("cpu"), PrecisionConfig(), [], reduces=True)
     known = set(sys.modules)
     weight = nn.Parameter(torch.zeros(3))
-    ReplicaSync({"weight": weight}, dist.group.WORLD, torch.device("cpu"), ReplicasConfig())
+    ReplicaSync({"weight": weight}, dist.group.WORLD, torch.device("cpu"), ReplicasConfig(), 4 * 2**20)
     print(len(set(sys.modules) - known))
     dist.destroy_process_group()
 """
