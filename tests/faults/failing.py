@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from parallax.errors import CheckpointError
 from parallax.runtime.checkpoint import checkpoint_name, writing
 
+HEARD_SECONDS = 0.3  # until a signal that a process sends itself has been taken note of
 SEEN_SECONDS = 0.5  # of a process that ends without a word is known what it was seen doing
 MICRO_BATCHES = 2  # of a step, in every run here
 SIZES = ["trainer.global_batch=4", "trainer.microbatch=2"]
@@ -66,9 +67,17 @@ def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def is_asked_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(HEARD_SECONDS)
+
+
 HOW: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (raises, has_no_disk, finds_no_room, crashes, is_killed, sleeps, is_stopped)
+    for each in (
+        *(raises, has_no_disk, finds_no_room),
+        *(crashes, is_killed, sleeps, is_stopped, is_asked_to_end),
+    )
 }
 SILENT = (crashes, is_killed, is_stopped)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallax import TensorRows
+from parallax.runtime.checkpoint import writing
 from tests.faults.failing import HOW, SEEN_SECONDS, Passed
 
 SETTINGS = [
@@ -30,7 +31,8 @@ SETTINGS = [
     "logger.tensorboard=false",
 ]
 Kill = tuple[int, int, str]
-"""On which rank, in which step (from 0), in which action: init, load, forward, backward, update, save."""
+"""On which rank, in which step (from 0), in which action: init, load, forward, backward, update, save; swap_out and
+swap_in of a tier on a disk; write, of the first file of a checkpoint from that step on."""
 
 
 def kill_at(*kills: Kill, how: str = "is_killed") -> list[str]:
@@ -55,6 +57,20 @@ class Fault:
             return False
         return not Path(f"fault-{self.number}").exists()
 
+    @property
+    def now(self) -> bool:
+        if self.action == "write":  # beside later steps
+            return self.step <= _Now.step
+        return self.action in ("init", "load") or self.step == _Now.step
+
+    def taken(self) -> bool:
+        """Whether it is this thread's to make."""
+        try:
+            Path(f"fault-{self.number}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
 
 class _Now:
     """What this process knows of its run."""
@@ -64,11 +80,10 @@ class _Now:
 
 
 def reached(action: str) -> None:
-    """The main thread is about to do it."""
+    """A thread of this process is about to do it."""
     for fault in _Now.faults:
         here = fault.action == action and os.environ.get("RANK") == str(fault.rank)
-        if here and fault.due and (action in ("init", "load") or fault.step == _Now.step):
-            Path(f"fault-{fault.number}").touch()
+        if here and fault.due and fault.now and fault.taken():
             if fault.how == "is_stopped":
                 time.sleep(SEEN_SECONDS)
             HOW[fault.how]()
@@ -114,10 +129,20 @@ class Block(nn.Linear):
         return found
 
 
+def _reaching(action: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def told(*args: Any) -> Any:
+        reached(action)
+        return call(*args)
+
+    return told
+
+
 def build(kills: Sequence[Sequence[Any]]) -> nn.Module:
     """Two blocks for each of two ranks."""
     if "RANK" in os.environ and not _Now.faults:
         _Now.faults = [Fault(number, *kill) for number, kill in enumerate(kills)]
         register_optimizer_step_pre_hook(lambda *_: reached("update"))
+        writing.write_file = _reaching("write", writing.write_file)
+        os.pwrite, os.preadv = _reaching("swap_out", os.pwrite), _reaching("swap_in", os.preadv)
         reached("init")
     return nn.Sequential(nn.Embedding(256, 8), Block(8, 8), Block(8, 8), nn.Linear(8, 256))

@@ -123,7 +123,10 @@ class Restarts:
     def next(self) -> str:
         """Count one more; from where it goes on, and how many are left then."""
         self._left -= 1
+        return f"starting again from {self._where()} ({self._left} of {self.limit} restarts left)"
+
+    def _where(self) -> str:
+        """What is known of that here: of copies the ranks alone know whether they are whole."""
         found = list_checkpoints(self._checkpoints)
         where = found[-1].name if found else "the beginning: there is no checkpoint yet"
-        where += ", or a later copy in memory" if self._copies else ""
-        return f"starting again from {where} ({self._left} of {self.limit} restarts left)"
+        return f"the newest copy in memory, or else {where}" if self._copies else where

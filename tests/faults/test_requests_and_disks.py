@@ -1,0 +1,55 @@
+"""A request to end that comes while tensors are on their way to or from a disk: it is served after what is in progress."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallax.runtime.checkpoint import checkpoint_name, list_checkpoints
+from tests.faults.commands import one_line, prepared, running, temporary, weights
+from tests.faults.killing import kill_at
+from tests.faults.test_left_over import SWAPPING
+from tests.faults.test_swap_disk import offloading
+
+ASKED = ((1, 1, "swap_out"), (0, 3, "swap_in"), (1, 5, "write"))
+STEPS = 9
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("behind", [False, True], ids=["waited_for", "behind"])
+def test_a_request_in_the_middle_of_a_transfer(
+    here: Path, called: Callable[..., tuple[int, str, str]], behind: bool
+) -> None:
+    """One rank is asked; both save the same step together, and the run that goes on is none the worse for it."""
+    settings = [*SWAPPING, f"trainer.steps={STEPS}", f"checkpoint.asynchronous={behind}"]
+    whole, run = (
+        prepared(*kill_at(*asked, how="is_asked_to_end"), *settings, name=name, plan=offloading)
+        for name, asked in (("whole", ()), ("run", ASKED))
+    )
+    for _, step, action in ASKED:
+        code, _, err = called("train", "--run-dir", str(run))
+        assert code == 143, (action, err)
+        found = re.fullmatch(
+            rf"parallax: stopped by SIGTERM after step (\d+) of {STEPS}, which is saved; "
+            r"`parallax train name=run` continues",
+            one_line(err),
+        )
+        assert found, err
+        ended = int(found[1])
+        assert step < ended <= step + (3 if action == "write" else 1), action
+        last = list_checkpoints(run / "checkpoints")[-1]
+        assert last.name == checkpoint_name(ended)
+        assert len(list(last.glob("stage-0?.safetensors"))) == 2
+        assert running(here) == []
+        assert temporary() == []
+    for each in (run, whole):
+        code, out, err = called("train", "--run-dir", str(each))
+        assert (code, err) == (0, "")
+        assert ("continuing after step" in out) == (each == run)
+    ours, theirs = weights(run), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
