@@ -30,6 +30,17 @@ class Rows(Protocol):
         """Loss targets of rows [start, stop); asked by the last stage."""
 
 
+def row_count(batch: Rows, step: int) -> int:
+    """How many rows the batch of a step has; raises :class:`~parallax.errors.DataError` where it has none."""
+    rows = len(batch)
+    if rows < 1:
+        raise DataError(
+            f"the batch of step {step} has {rows} rows, and a step needs one at least: where rows end, begin them "
+            "again, or let the run end before (trainer.steps)"
+        )
+    return rows
+
+
 class TensorRows:
     """A global batch that is already in memory: inputs and targets with the rows in dimension 0, or rows of several
     lengths as a PackedSequence or a nested tensor."""

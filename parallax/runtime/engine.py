@@ -30,7 +30,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
-from parallax.runtime.batch import Rows
+from parallax.runtime.batch import Rows, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
@@ -389,7 +389,7 @@ class Engine:
         keep: Keep | None = None,
         first_row: int = 0,
     ) -> list[Span]:
-        micro_batches = self.plan.micro_batches(len(batch))
+        micro_batches = self.plan.micro_batches(row_count(batch, self._step))
         step = StepContext(
             index=self._step,
             batch=batch,

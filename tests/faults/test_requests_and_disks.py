@@ -1,4 +1,4 @@
-"""A request to end that comes while tensors are on their way to or from a disk: it is served after what is in progress."""
+"""A request to end that comes while tensors go to a disk or come from it: served after what is in progress."""
 
 from __future__ import annotations
 

@@ -117,13 +117,13 @@ def last_step(run: Path) -> int:
     [
         (signal.SIGTERM, 143, "launcher", (1,)),
         # As under torchrun, where both ranks are told at once, too.
-        pytest.param(signal.SIGINT, 130, "all", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGINT, 130, "all", (1, 1), marks=pytest.mark.faults),
         # As rank 1 asks in an evaluation.
         pytest.param(signal.SIGTERM, 143, "rank", (1, 1), marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, 143, "launcher", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 143, "launcher", (1, 1), marks=pytest.mark.faults),
         pytest.param(signal.SIGHUP, 129, "launcher", (1, 1), marks=pytest.mark.thorough),
-        pytest.param(signal.SIGUSR1, 0, "launcher", (1, 1), marks=pytest.mark.thorough),
-        pytest.param(signal.SIGUSR1, 0, "all", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, 0, "launcher", (1, 1), marks=pytest.mark.faults),
+        pytest.param(signal.SIGUSR1, 0, "all", (1, 1), marks=pytest.mark.faults),
     ],
 )
 def test_a_request_is_served_after_a_step(
@@ -224,17 +224,17 @@ OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batc
 @pytest.mark.parametrize(
     ("where", "ends"),
     [
-        pytest.param("building", r"stopped by SIGUSR1 .*", marks=pytest.mark.thorough),
+        pytest.param("building", r"stopped by SIGUSR1 .*", marks=pytest.mark.faults),
         pytest.param(
             "step",
             r"stopped by SIGUSR1 after step 1 of 6, which is saved",
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.faults,
         ),
         ("evaluation 1", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
         pytest.param(
             "checkpoint",
             r"stopped by SIGUSR1 after step 2 of 6, which is saved",
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.faults,
         ),
     ],
 )
@@ -265,7 +265,7 @@ def test_whatever_the_run_is_doing(
     ("number", "code"),
     [
         (signal.SIGUSR1, 1),  # 0 says that what was asked for is done
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.faults),
     ],
 )
 def test_what_cannot_be_saved_in_time_ends_without(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,3 +38,28 @@ def test_a_disk_that_is_full_ends_the_run_with_path_and_bytes(here: Path, small:
     assert "are in use there: free space or set swap.directory" in line
     assert "step 2/" not in out
     assert [path.name for path in (small / "swap").iterdir()] == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("foreign", "is another user's: set swap.directory"), ("unwritable", "Read-only file system")],
+)
+def test_a_folder_that_cannot_be_used_is_refused(
+    here: Path, small: Path, called: Callable[..., tuple[int, str, str]], how: str, said: str
+) -> None:
+    """Root, who may write everywhere, too."""
+    folder = small / "swap"
+    folder.mkdir(mode=0o700)
+    if how == "foreign":
+        os.chown(folder, 65534, 65534)
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    run = prepared(*TINY, *SWAPPING, f"swap.directory={folder}", plan=offloading)
+    code, out, err = called("train", "--run-dir", str(run))
+    assert code != 0
+    line = one_line(err)
+    assert str(folder) in line
+    assert said in line
+    assert "step 1/" not in out
+    assert list(folder.iterdir()) == []

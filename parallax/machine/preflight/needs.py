@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# Measured of a rank on a CPU with one thread, torch 2.13, beside what its plan proves. They are the least that was
-# seen, not the most: what could work is never refused.
+# Estimates of what a rank takes beside what its plan proves. Those of processes are rounded from ranks on a CPU with
+# one thread, torch 2.13; NCCL's is a guess; other machines and versions take other amounts. They are meant to be low,
+# so that hardly anything is refused that could work.
 PROCESS_BYTES = (
     120 * 2**20
 )  # that are its own: without the code of libraries, which all processes share
@@ -16,7 +17,9 @@ IMPORT_DATA_BYTES = 220 * 2**20  # of a process that has only imported torch
 IMPORT_ADDRESS_BYTES = 620 * 2**20
 PROCESS_FILES = 24  # that it has open
 FILES_PER_RANK = 2  # connections of a rank to every other: in two groups
-SHARED_BYTES = 32 * 2**20  # of /dev/shm that NCCL takes between the devices of one host
+SHARED_BYTES = (
+    32 * 2**20
+)  # of /dev/shm that NCCL is thought to take between the devices of one host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

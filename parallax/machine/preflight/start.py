@@ -1,7 +1,7 @@
 """Preflight: a run that this host cannot carry ends before it has begun, in one line with the arithmetic.
 
-It costs milliseconds, and says nothing where all is well. What is refused could not have worked: needs are the least
-that was measured.
+It costs milliseconds, and says nothing where all is well. Needs are what the plan proves and low estimates of the rest,
+so what is refused would hardly have worked.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
+from parallax.plan.cluster import Cluster, Device
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.microbatches import sizes
 from parallax.plan.plan import Directive
@@ -17,6 +18,7 @@ from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.request import Request
 
 MIB = 2**20
+UNBOUNDED = 2**60  # bytes of a tier that is no limit
 
 Fits = Callable[[Request], bool]
 
@@ -50,11 +52,7 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     device = min(request.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
     needed = _least_memory(request)
     if needed is None:
-        tier = min(device.tier_bytes for device in request.devices)
-        return InfeasiblePlan(
-            f"{format_bytes(tier)} per device in tier {device.tier} cannot hold what must "
-            "be offloaded: use plan.activations=auto, a smaller trainer.microbatch, or a larger tier"
-        )
+        return _too_small_a_tier(request, fits)
     more = needed - device.memory_bytes
     if more <= 0:  # by the sum that the search goes by; what was cut did not fit in detail
         reason = refused[0] if refused else "no cut that was tried leaves every stage its room"
@@ -70,6 +68,54 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     return InfeasiblePlan(
         f"no plan fits {format_bytes(device.memory_bytes)} per device{detail}: the best needs "
         f"{format_bytes(needed)} on its fullest; what fits: {', or '.join(fixes)}"
+    )
+
+
+def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
+    """Where no memory of the devices makes up for what the tier below lacks."""
+    smallest = min(request.devices, key=lambda device: device.tier_bytes)
+    name, tier = smallest.tier, smallest.tier_bytes
+    fixes = [*_larger_tier(request, tier, fits), *_other_fixes(request, fits)]
+    return InfeasiblePlan(
+        f"{format_bytes(tier)} per device in tier {name} cannot hold what must be offloaded; "
+        f"what fits: {', or '.join(fixes) or 'another plan.activations, plan.optimizer or plan.parameters'}"
+    )
+
+
+def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
+    """The smallest tier that helps, in MiB, with as much memory of the devices as it takes beside."""
+    least = min(device.memory_bytes for device in request.devices)
+    needed = _least_memory(request.changed(cluster=_with(request, least, UNBOUNDED)))
+    if needed is None:
+        return
+    memory = least if needed <= least else math.ceil(needed / MIB) * MIB
+    low = high = math.ceil(tier / MIB)
+    while not fits(request.changed(cluster=_with(request, memory, high * MIB))):
+        low, high = high, 2 * high + 1
+        if high * MIB > UNBOUNDED:
+            return
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = fits(request.changed(cluster=_with(request, memory, middle * MIB)))
+        low, high = (low, middle) if enough else (middle, high)
+    beside = "" if memory == least else f" with cluster.device_memory={memory // MIB}MiB"
+    yield f"{high}MiB per device in that tier ({high * MIB - tier:,} bytes more){beside}"
+
+
+def _with(request: Request, memory: int, tier: int) -> Cluster:
+    """The same cluster, whose devices have no less than this."""
+
+    def larger(device: Device) -> Device:
+        return replace(
+            device,
+            memory_bytes=max(device.memory_bytes, memory),
+            tier_bytes=max(device.tier_bytes, tier),
+        )
+
+    nodes = request.cluster.nodes
+    return replace(
+        request.cluster,
+        nodes=tuple(replace(node, devices=tuple(map(larger, node.devices))) for node in nodes),
     )
 
 

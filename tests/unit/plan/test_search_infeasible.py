@@ -68,14 +68,31 @@ def test_the_fix_for_an_infeasible_plan_is_the_smallest_that_works(
         attempt(needed - 1, swap=True)
 
 
-def test_a_tier_without_room_is_named() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"1.0 MiB per device in tier disk cannot hold"):
-        search(
-            layers(3),
-            cluster(1, tier=TIER_FLOOR),
-            PlanConfig(activations="offload"),
-            global_batch=4,
-        )
+@pytest.mark.parametrize("memory", [10**15, 10**6], ids=["enough memory", "too little of both"])
+def test_a_tier_without_room_is_named_with_the_smallest_that_has(memory: int) -> None:
+    config = PlanConfig(activations="offload")
+
+    def attempt(tier: int, memory: int = memory) -> Plan:
+        room = cluster(1, memory, tier=tier)
+        return search(layers(3), room, config, global_batch=4)[0]
+
+    with pytest.raises(InfeasiblePlan) as error:
+        attempt(TIER_FLOOR)
+    found = re.fullmatch(
+        r"1.0 MiB per device in tier disk cannot hold what must be offloaded; what fits: (\d+)MiB per device in that "
+        r"tier \(([\d,]+) bytes more\)(?: with cluster.device_memory=(\d+)MiB)?(?:, or plan=auto swap=auto)?",
+        str(error.value),
+    )
+    assert found, error.value
+    tier, more, beside = int(found[1]) * 2**20, int(found[2].replace(",", "")), found[3]
+    assert tier == TIER_FLOOR + more
+    assert (beside is None) == (memory == 10**15)
+    enough = int(beside) * 2**20 if beside else memory
+    check(attempt(tier, enough), cluster(1, enough, tier=tier))
+    with pytest.raises(InfeasiblePlan):
+        attempt(tier - 2**20, enough)
+    if "plan=auto" in str(error.value):
+        search(layers(3), cluster(1, memory, tier=TIER_FLOOR), PlanConfig(), global_batch=4)
 
 
 def test_one_huge_block() -> None:

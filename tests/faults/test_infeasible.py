@@ -1,0 +1,61 @@
+"""Models, and single blocks, larger than all there is: one line with the smallest fix; it helps, and less does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import one_line
+
+Called = Callable[..., tuple[int, str, str]]
+DEVICES = 2
+GPT = [
+    *("cluster=dgx_a100", f"cluster.devices={DEVICES}", "trainer.global_batch=8"),
+    *("model=transformer", "model.heads=8", "model.sequence=128"),
+]
+ALL_TIERS = ["model.layers=8", "model.hidden=1024"]
+ONE_BLOCK = ["model.layers=2", "model.hidden=4096"]
+
+
+def refused(called: Called, here: Path, *settings: str) -> str:
+    code, _, err = called("plan", *GPT, *settings)
+    assert code == 2
+    assert list(here.glob("plan*")) == []
+    return one_line(err)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*ALL_TIERS, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB"],
+        [*ONE_BLOCK, "cluster.device_memory=1GiB"],
+    ],
+    ids=["all tiers", "one block"],
+)
+def test_more_memory_of_the_devices(here: Path, called: Called, settings: list[str]) -> None:
+    line = refused(called, here, *settings)
+    found = re.search(r"what fits: cluster.device_memory=(\d+)MiB \([\d,]+ bytes more\)", line)
+    assert found, line
+    less = refused(called, here, *settings, f"cluster.device_memory={int(found[1]) - 1}MiB")
+    assert f"cluster.device_memory={found[1]}MiB" in less
+    code, _, err = called("plan", *GPT, *settings, f"cluster.device_memory={found[1]}MiB")
+    assert (code, err) == (0, "")
+
+
+def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None:
+    """Where the states are to live on a host that has no room for them, and the devices have none for the rest."""
+    asked = [*ALL_TIERS, "plan.optimizer=host"]
+    line = refused(called, here, *asked, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB")
+    found = re.fullmatch(
+        r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; what fits: (\d+)MiB per "
+        r"device in that tier \([\d,]+ bytes more\) with cluster.device_memory=(\d+)MiB",
+        line,
+    )
+    assert found, line
+    tier, memory = int(found[1]), f"cluster.device_memory={found[2]}MiB"
+    refused(called, here, *asked, memory, f"cluster.host_memory={DEVICES * (tier - 1)}MiB")
+    code, _, err = called("plan", *GPT, *asked, memory, f"cluster.host_memory={DEVICES * tier}MiB")
+    assert (code, err) == (0, "")
