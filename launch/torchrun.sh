@@ -137,7 +137,11 @@ tell_ranks() {
     local ranks
     asked=1
     read -ra ranks < <(cat "/proc/$torchrun/task/"*/children) || true
-    kill -USR1 "${ranks[@]}" || true
+    if ((${#ranks[@]})); then
+        kill -USR1 "${ranks[@]}" || true
+    else
+        kill -TERM "$torchrun" || true # there is nobody who could save
+    fi
 }
 
 # shellcheck disable=SC2329 # by the trap

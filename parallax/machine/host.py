@@ -93,10 +93,10 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def _cgroup_used(limit: Path) -> int:
-    """Bytes charged to the group, less page cache that the kernel drops before it kills."""
-    name, cache = ("memory.current", "inactive_file")
+    """Bytes charged to the group, less the caches that the kernel drops before it kills."""
+    name, caches = "memory.current", ["inactive_file", "active_file", "slab_reclaimable"]
     if limit.name == "memory.limit_in_bytes":
-        name, cache = ("memory.usage_in_bytes", "total_inactive_file")
+        name, caches = "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]
     try:
         used = int((limit.parent / name).read_text())
         entries = dict(
@@ -104,7 +104,7 @@ def _cgroup_used(limit: Path) -> int:
         )
     except OSError:
         return 0
-    return max(0, used - int(entries.get(cache, 0)))
+    return max(0, used - sum(int(entries.get(each, 0)) for each in caches))
 
 
 def available_memory(processes: int = 1) -> int:

@@ -16,6 +16,7 @@ from parallax.machine.accelerators import (
     present_kind,
 )
 from parallax.machine.host import available_memory, node_name, usable_cores
+from parallax.machine.preflight.needs import PROCESS_BYTES
 from parallax.machine.probes import Probes, measure_speeds
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
@@ -233,7 +234,8 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
         return [
             gpus[rank % len(gpus)].total_bytes * 19 // 20 // sharing for rank in range(choice.count)
         ]
-    return [available_memory(choice.count) * 8 // 10] * choice.count
+    free = available_memory(choice.count)
+    return [max(1, min(free * 8 // 10, free - PROCESS_BYTES))] * choice.count
 
 
 def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:

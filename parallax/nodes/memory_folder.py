@@ -26,6 +26,7 @@ from parallax.machine.host import node_name
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "parallax-memory-"
 _STALE_SECONDS = 3600.0  # of a folder that nobody uses
+_LEAVING_SECONDS = 20.0  # of processes whose rank was killed
 
 
 class MemoryFolder:
@@ -51,13 +52,24 @@ class MemoryFolder:
                     f"checkpoint.memory: {self.path} is not this user's alone: remove it, or use "
                     "checkpoint.memory=false"
                 )
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(time.monotonic() + _LEAVING_SECONDS)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.memory: cannot use {printable(str(self.path))}: {error.strerror}; remove it, or use "
                 "checkpoint.memory=false"
             ) from error
         self._check_room(needed_bytes, what)
+
+    def _lock(self, until: float) -> None:
+        """Children of a rank that was killed hold it for some seconds more."""
+        while True:
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
 
     def _check_room(self, needed_bytes: int, what: str) -> None:
         held = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())

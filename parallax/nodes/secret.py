@@ -59,8 +59,10 @@ def _read(path: Path) -> bytes:
 def agree(store: Any, rank: int, size: int, secret: bytes) -> bytes:
     """The key of this start, known to those who know ``secret``, after all have proved at ``store`` that they do; empty
     where nobody has one. Raises :class:`ConfigError` with the ranks that have none, or another."""
-    store.set(f"nonce {rank}", secrets.token_hex(16) if secret else _NONE.decode())
+    own = secrets.token_hex(16) if secret else _NONE.decode()
+    store.set(f"nonce {rank}", own)
     nonces = [bytes(store.get(f"nonce {each}")) for each in range(size)]
+    nonces[rank] = own.encode()  # not what the store says: it may answer with those of a run before
     without = [each for each, nonce in enumerate(nonces) if nonce == _NONE]
     if len(without) == size and not secret:
         return b""

@@ -26,7 +26,7 @@ from parallax.plan.tier import tier_named
 from parallax.run.job import local_cluster
 from parallax.run.nodes import swap_folder
 from parallax.run.prepare import PreparedRun
-from parallax.runtime.checkpoint import PART_BYTES, list_checkpoints
+from parallax.runtime.checkpoint import PART_BYTES, list_checkpoints, step_of
 
 
 def check_start(run: PreparedRun) -> None:
@@ -63,9 +63,9 @@ def check_versions(nodes: Nodes) -> None:
 def versions() -> dict[str, str]:
     """Of this process."""
     return {
-        "python": platform.python_version(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
         "parallax": parallax.__version__,
-        "torch": torch.__version__,
+        "torch": torch.__version__.partition("+")[0],  # built for what this host has
         "numpy": np.__version__,
     }
 
@@ -126,7 +126,9 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
     one = whole * len(positions) // run.plan.positions
     kept = run.config.trainer.keep_checkpoints or len(there) + 1
     kept += run.config.checkpoint.best
-    size = (kept + 1) * one - sum(_folder_bytes(path) for path in there)
+    most = min(kept + 1, len(there) + _saves_to_come(run, there))
+    # What an interrupted save left goes before the next one begins.
+    size = most * one - sum(_folder_bytes(path) for path in folder.glob("*step-*"))
     if size <= 0:
         return []
     return [
@@ -134,10 +136,21 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
             folder=folder,
             size=size,
             largest_bytes=min(one // len(positions), PART_BYTES),
-            what=f"checkpoints ({kept} kept + 1 written, of {format_bytes(one)} each, less what is there)",
+            what=f"checkpoints ({most} at once, of {format_bytes(one)} each, less what is there)",
             remedy="keep fewer (trainer.keep_checkpoints), or set checkpoint.directory to a larger disk",
         )
     ]
+
+
+def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
+    """Checkpoints that this start writes: one every so often, and one at the end."""
+    trainer = run.config.trainer
+    done = (step_of(there[-1]) or 0) if there and trainer.resume == "auto" else 0
+    steps, every = trainer.steps, trainer.checkpoint_every
+    if done >= steps:
+        return 0
+    regular = steps // every - done // every if every else 0
+    return regular + (not every or steps % every != 0)
 
 
 def checkpoint_bytes(profile: ModelProfile) -> int:

@@ -56,6 +56,23 @@ def test_those_who_do_not_are_named() -> None:
     }
 
 
+def test_a_store_that_repeats_a_start_is_not_believed() -> None:
+    """It may have heard one, and answer with its nonces and proofs, for whose key it has recorded what was signed."""
+    heard = dist.HashStore()  # type: ignore[attr-defined]
+    heard.set_timeout(timedelta(seconds=20))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: agree(heard, rank, 2, KEY), range(2)))
+
+    class Repeats:
+        def set(self, key: str, value: str) -> None: ...
+
+        def get(self, key: str) -> bytes:
+            return bytes(heard.get(key))
+
+    with pytest.raises(ConfigError, match="has another secret"):
+        agree(Repeats(), 0, 2, KEY)
+
+
 def test_where_a_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_secret() == b""
     monkeypatch.setenv("PARALLAX_SECRET", "too short")

@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+
+import psutil
 
 from parallax.common.files import disk_free_bytes, existing_parent
 from parallax.common.units import format_bytes
@@ -38,6 +41,8 @@ class _Quota(ctypes.Structure):
 def quota_free_bytes(folder: Path) -> int | None:
     """What the user's quota leaves on the file system of ``folder``; None where there is none, or it cannot be asked,
     as on a network's file system. What statvfs says does not know of it."""
+    if sys.platform != "linux":
+        return None
     found = _Quota()
     with contextlib.suppress(OSError, AttributeError):
         handle = os.open(existing_parent(folder), os.O_RDONLY | os.O_DIRECTORY)
@@ -76,6 +81,8 @@ def check_folders(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
 
 def _check_together(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
     folder, wanted = needs[0].folder, sum(each.size for each in needs)
+    if not psutil.disk_usage(str(existing_parent(folder))).total:
+        return  # a file system that does not say
     free, limit = disk_free_bytes(folder), "free"
     left = quota_free_bytes(folder)
     if left is not None and left < free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 
@@ -68,7 +69,8 @@ def check_shared(needs: HostNeeds) -> Iterator[Finding]:
     """``/dev/shm``, where NCCL carries what goes between devices of one host. Channels between ranks on CPUs are memory
     without a name, which no size of a file system limits: it is RAM."""
     size = shared_memory_bytes()
-    if needs.accelerators > 1 and size is not None and size < SHARED_BYTES:
+    by_shm = needs.accelerators > 1 and os.environ.get("NCCL_SHM_DISABLE", "0") != "1"
+    if by_shm and size is not None and size < SHARED_BYTES:
         yield Finding(
             f"{needs.accelerators} devices exchange data through /dev/shm, in {format_bytes(SHARED_BYTES)} at least, "
             f"and it has {format_bytes(size)}",

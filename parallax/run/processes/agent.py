@@ -21,12 +21,15 @@ from types import FrameType
 
 from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.common.files import temporary_folder
-from parallax.common.signals import Requests, Stopped, exit_code, heeding, stopped_by
+from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import printable
 from parallax.run.processes.forkserver import ForkServer, ServerLost
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
 from parallax.runtime.failure.report import FailureKind, FailureReport
+
+# How ranks end that were asked to before they could watch for it: by the signal, or as a shell says it.
+_BY_REQUEST = {-number for number in REQUESTS} | {exit_code(number) for number in REQUESTS} - {0}
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class Agent:
     ) -> int | None:
         """The exit code of ranks that ended in order, or as they were asked to; None where they failed."""
         stopped = report is not None and report.how is FailureKind.STOPPED
-        asked = relay.first and {*codes.values()} - {0} == {-signal.SIGTERM}
+        ended = {*codes.values()} - {0}
+        asked = relay.first and report is None and ended and ended <= _BY_REQUEST
         if stopped or asked:
             return self._say_stopped(relay.first, report)
         return None if any(codes.values()) else 0

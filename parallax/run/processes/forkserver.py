@@ -129,7 +129,8 @@ class ForkServer:
     def _hear(self, patience_seconds: float) -> None:
         """What the server has to say next. One that is stopped tells nothing, not even that its ranks have ended."""
         if not select.select([self._channel], [], [], max(0.0, patience_seconds))[0]:
-            if patience_seconds == _LOOK_SECONDS and any(map(_has_ended, self._pids.values())):
+            silent = patience_seconds == _LOOK_SECONDS and _is_stopped(self._process.pid)
+            if silent and any(map(_has_ended, self._pids.values())):
                 self.kill()
             return
         try:
@@ -145,6 +146,14 @@ class ForkServer:
                 self._codes[rank] = message["code"]
                 self._living.discard(rank)
                 del self._pids[rank]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody stopped a process. One that is not may be silent about a rank that has ended for as long as
+    threads of that are on their way out."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
 
 
 def _has_ended(pid: int) -> bool:
@@ -235,7 +244,13 @@ class _Server:
 
     def _forked(self, rank: int) -> bool:
         """Whether this is the new process."""
-        pid = os.fork()
+        sys.stdout.flush()  # or each rank says again what an import has printed
+        try:
+            pid = os.fork()
+        except OSError as error:
+            told = f"parallax: cannot start rank {rank}: {error.strerror} (ulimit -u, pids.max)"
+            os.write(2, f"{told}\n".encode())
+            os._exit(1)
         if pid:
             self._ranks[pid] = rank
             self._lines.send({"rank": rank, "pid": pid})

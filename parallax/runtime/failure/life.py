@@ -92,7 +92,7 @@ class ThreadLife:
         switches = [line for line in status.splitlines() if "ctxt_switches" in line]
         now = " ".join([ran, *switches])
         before, self._before = self._before, now
-        return now != before
+        return now != before or "\nState:\tD" in status  # it waits for a disk
 
 
 def _seconds_below() -> float:

@@ -24,7 +24,7 @@ import psutil
 import torch.distributed as dist
 
 from parallax.errors import TransportError
-from parallax.machine.host import host_identity, node_name
+from parallax.machine.host import host_identity, node_name, own_address
 from parallax.nodes.together import from_all, from_first, rank_and_size
 
 MEETING_SECONDS = 30.0  # for all ranks to connect
@@ -144,9 +144,13 @@ def addresses(one_host: bool) -> list[str]:
         if name in up
     }
     for name in told:
-        named = [each for each in by_name.get(name.removeprefix("="), []) if not _is_loopback(each)]
+        own = by_name.get(name.removeprefix("="), [])
+        named = [each for each in own if not _is_loopback(each) and "%" not in each]
         if named:
-            return sorted(named, key=lambda address: ":" in address)[:1]
+            met = own_address(
+                os.environ.get("MASTER_ADDR", "")
+            )  # by which the others reached the store
+            return [met] if met in named else sorted(named, key=lambda each: ":" in each)[:1]
     found = [address for name in by_name for address in by_name[name]]
     return sorted(found, key=_is_loopback)
 
