@@ -118,8 +118,8 @@ class Engine:
 
     def part_runs(self) -> PartRuns:
         """Computes parts of a batch again. Not kept: it holds the engine, and so what is on the device."""
-        kept = self._stage, self._optimizer, self._update
-        return PartRuns(self._run, self.plan, self.mesh, *kept, self._take_statistics)
+        run, own = partial(self._run, scale=self._scale.factor), (self._stage, self._optimizer)
+        return PartRuns(run, self.plan, self.mesh, *own, self._update, self._take_statistics)
 
     def _open_update(self, configs: EngineConfigs) -> Update:
         return Update(

@@ -91,6 +91,8 @@ class PendingSaves:
         self._save: SaveInProgress | None = None
         self._removing: Future[None] | None = None
         self._held: dict[Path, dict[int, float | None]] = {}
+        self.origin: int | None = None
+        """The step that this start went on from."""
 
     @property
     def progress(self) -> SaveProgress:
@@ -224,6 +226,8 @@ class PendingSaves:
 
             found = from_all(look)
             everywhere = set(found[0]).intersection(*found)
+            if self.origin is not None:  # later ones are damaged, or of another history
+                everywhere = {s for s in everywhere if s <= self.origin or s == save.step}
             self._held[save.directory] = {step: found[0][step] for step in everywhere}
         return self._held[save.directory]
 

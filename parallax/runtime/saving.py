@@ -253,6 +253,7 @@ class Saving:
             self._stage.assign(self._loaded(held))
             for name, tensor in names.items():
                 self._optimizer.restore(tensor, held.states(name, tensor))
+        self.pending.origin = reader.step
         return reader
 
     def _loaded(self, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:

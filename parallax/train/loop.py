@@ -232,7 +232,7 @@ class _Run:
                     with self._unwritten.trying(events.path):
                         events.extend(result.spans)
                         events.flush()
-                with phase("computing a micro-batch twice"):
+                with phase("computing a micro-batch twice"), self._saves.saved_before(voice):
                     wrong = self._checkup.recheck(self._engine.completed_steps)
                 with phase("reporting a step"):
                     self._report(voice, result, wrong)

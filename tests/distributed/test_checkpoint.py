@@ -352,6 +352,19 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
         assert "step-00000006 has no readable" in message
 
 
+def test_what_was_passed_over_takes_nobodys_place(pool: Pool, tmp_path: Path) -> None:
+    """The last one was damaged; counted among those that are kept, it would have cost the one that the run went on
+    from."""
+    case = CASE.under((1, 1))
+    pool.run(looping, 2, case, tmp_path, {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 2})
+    flip(
+        tmp_path / "checkpoints" / checkpoint_name(4) / "stage-01.safetensors",
+        "model/head.norm.bias",
+    )
+    pool.run(looping, 2, case, tmp_path, {"steps": 5, "checkpoint_every": 0, "keep_checkpoints": 2})
+    assert steps_left(tmp_path) == [2, 4, 5]
+
+
 def steps_left(run: Path) -> list[int]:
     return [int(path.name[5:]) for path in list_checkpoints(run / "checkpoints")]
 

@@ -19,7 +19,7 @@ from parallax.errors import CorruptionError
 from parallax.model.describe import describe
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.health.recheck import Recheck
+from parallax.runtime.health.recheck import Recheck, digest
 from parallax.train.loop import TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
 from tests.distributed.pool import Pool
@@ -224,6 +224,14 @@ class Wrong(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         Wrong.calls += torch.is_grad_enabled()
         return FlipForward.apply(x) if Wrong.calls == 4 else x * 1.0
+
+
+def test_ragged_rows_have_bits_to_compare() -> None:
+    rows = [torch.ones(2, 3), torch.ones(1, 3)]
+    for layout in (torch.jagged, torch.strided):
+        one, same = (torch.nested.nested_tensor(rows, layout=layout) for _ in range(2))
+        other = torch.nested.nested_tensor([rows[0], 2 * rows[1]], layout=layout)
+        assert digest(one) == digest(same) != digest(other)
 
 
 @pytest.mark.parametrize("corruption", ["stop", "note"])

@@ -33,7 +33,23 @@ from parallax.runtime.checkpoint import CheckpointReader, write_parts
 from parallax.runtime.checkpoint import folder as checkpoint_folder
 from tests.faults.commands import DGX, one_line
 
-ODD: list[Any] = [0, -1, 10**9, 10**18, 10**30, 10**40, 1e300, 1e-300, 0.5, None, True, [], {}, "x", ""]
+ODD: list[Any] = [
+    0,
+    -1,
+    10**9,
+    10**18,
+    10**30,
+    10**40,
+    1e300,
+    1e-300,
+    0.5,
+    None,
+    True,
+    [],
+    {},
+    "x",
+    "",
+]
 ODD += [
     "a\x1b[31m\nb",
     "9" * 400,

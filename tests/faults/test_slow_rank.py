@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def test_a_slow_rank(here: Path, called: Callable[..., tuple[int, str, str]], re
         assert [found["rank"] for found in summary["stragglers"]] == [1]
         return
     assert "planning again: rank 1 (stage 1" in out
-    assert "times slower: it had blocks 6..11, and now has blocks " in out
-    assert stages[1].stop - stages[1].start <= 4
+    had = re.search(r"times slower: it had blocks (\d+)..11, and now has blocks ", out)
+    assert had is not None
+    assert stages[1].stop - stages[1].start < min(5, 12 - int(had[1]))
     assert summary["stragglers"] == [], "as the new plan predicts"
     assert temporary() == []

@@ -60,7 +60,15 @@ def _last(run: StoredRun) -> Path:
             f"{printable(str(run.directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every "
             "steps, at its end, and where SIGTERM or Ctrl-C ends it"
         )
-    return found[-1]
+    return max(found, key=_history)
+
+
+def _history(checkpoint: Path) -> tuple[float, str]:
+    """By which a run goes on from one and not from another: that of the latest start, and then the last."""
+    try:
+        return CheckpointReader(checkpoint).started, checkpoint.name
+    except CheckpointError:
+        return -1.0, checkpoint.name
 
 
 def _check_free(out: Path) -> None:

@@ -82,7 +82,7 @@ def import_run(
     progress("comparing")
     found = _Import(config, chain, SOURCES[form](path, chain), states=not weights_only)
     remarks = found.check()
-    _check_room(directory, found)
+    _check_room(config.checkpoint.folder(directory, config.name), found)
     progress("importing")
     state = {"source": _rows_from(config, step)}
     with making_folder(directory) as made:
@@ -149,7 +149,11 @@ class _Import:
         """Write the checkpoint of ``step`` below ``folder``."""
         partial = checkpoint.partial_folder(folder, step)
         checkpoint.begin(partial)
-        written = checkpoint.write_parts(partial, "stage-00", self._tensors())
+        try:
+            written = checkpoint.write_parts(partial, "stage-00", self._tensors())
+        except BaseException:
+            checkpoint.remove_partial(folder)
+            raise
         keys = sorted({name.split("/")[0] for name in written.checksums} - {"model"})
         index = {
             "step": step,

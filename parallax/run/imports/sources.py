@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,11 +28,12 @@ _OF_OPTIMIZER = ("optimizer.state.", "optim.state.")
 @dataclass(frozen=True)
 class ImportSource:
     """``weights`` by the model's names. ``states``: for each parameter's name, which of ``files`` is each of its
-    states."""
+    states. ``unread``: what else the files hold, of which nobody knows what it is."""
 
     weights: CheckpointWeights
     files: TensorFiles
     states: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unread: Sequence[str] = ()
 
     def without_values(self, name: str) -> dict[str, Tensor]:
         """The states of a parameter, without values."""
@@ -68,7 +69,8 @@ def _distributed(path: Path, chain: Chain) -> ImportSource:
     used = {held for known in states.values() for held in known.values()}
     named = {n: held for n, held in _below(files.held, prefix).items() if held not in used}
     weights = CheckpointWeights(path, OwnLayout(), _Renamed(files, named))
-    return ImportSource(weights, files, states)
+    unread = sorted(set(files.held) - used - set(named.values()))
+    return ImportSource(weights, files, states, unread)
 
 
 SOURCES: dict[str, Callable[[Path, Chain], ImportSource]] = {

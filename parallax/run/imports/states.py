@@ -37,12 +37,18 @@ def check_states(
             )
         for key, tensor in found.items():
             wanted = [] if key == _STEP else list(trained[name].shape)
-            if list(tensor.shape) != wanted and tensor.numel() != 1:
+            one = key == _STEP or trained[name].numel() == 1
+            if list(tensor.shape) != wanted and not (one and tensor.numel() == 1):
                 raise CheckpointError(
                     f"{key} of {printable(name)} is {list(tensor.shape)} and must be {wanted}"
                 )
     fresh = sorted(set(trained) - set(source.states)) if source.states else []
-    return [f"optimizer states of {_listed(fresh)} begin anew"] if fresh else []
+    remarks = [f"optimizer states of {_listed(fresh)} begin anew"] if fresh else []
+    if source.unread:
+        remarks.append(
+            f"not imported, as it is neither the model's nor an optimizer's: {_listed([*source.unread])}"
+        )
+    return remarks
 
 
 def state_as_kept(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ Three questions find what is wrong now::
     the same again?         one micro-batch, computed twice: outputs, gradients of outputs, gradients of parameters
 
 What differs first, in the order in which data goes through the model, and gradients back, is the cause. Where a third
-and a fourth time agree with neither, the path is none that repeats, and nothing can be said.
+and a fourth time differ, or agree with neither, the path is none that repeats, and nothing can be said.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ Place = tuple[int, int, str]
 
 def digest(tensor: Tensor) -> int:
     """Of the bits of a tensor: it differs after any one that has flipped."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    plain = tensor.detach()
+    if plain.is_nested:
+        jagged = plain.layout is torch.jagged
+        plain = (
+            plain.values() if jagged else torch.cat([part.reshape(-1) for part in plain.unbind()])
+        )
+    flat = plain.contiguous().cpu().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)
 
 
@@ -108,6 +114,8 @@ class Recheck:
         third, fourth = self._run(batch, step), self._run(batch, step)
         if self._anywhere(third.differences(fourth)):
             return ""  # every run gives something else: the path does not repeat
+        if self._anywhere(third.differences(first)) and self._anywhere(third.differences(second)):
+            return ""  # neither of the first two was the usual one
         found = [*first.differences(second)]
         answers = self._mesh.gather_objects(found[0] if found else None)
         (kind, order, name), rank = min((a, rank) for rank, a in enumerate(answers) if a)

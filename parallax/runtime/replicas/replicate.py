@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -358,22 +358,30 @@ def sync_for(
             for number, part in parts.items()
         }
         sync = NoSync(told, reduced)
-    following: list[Following] = []
-    if (
-        mesh.streamed is not None
-        and mesh.replicas is not None
-        and isinstance(stage.streamed, StreamedParameters)
-    ):
-        bucket_bytes = mesh.plan.stages[mesh.stage].bucket_bytes
-        short = SHORT.get(config.compress)
-        following.append(
-            StreamedSum(stage.streamed, mesh.streamed, mesh.replicas, short, bucket_bytes)
-        )
+    following: list[Following] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
     if stage.norms.differ:
         following.append(StatisticsAverage(stage.norms))
     if shared:
         following.append(SharedSum(shared, gives=mesh.replica == 0))
     return FollowedSync(sync, following) if following else sync
+
+
+def _streamed_sum(
+    stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
+) -> Iterator[StreamedSum]:
+    """Of parameters that stream, where there are any; ``alone``: nothing else is summed in the backward."""
+    streamed = stage.streamed
+    if mesh.streamed is None or mesh.replicas is None:
+        return
+    if isinstance(streamed, StreamedParameters):
+        yield StreamedSum(
+            streamed,
+            mesh.streamed,
+            mesh.replicas,
+            SHORT.get(config.compress),
+            mesh.plan.stages[mesh.stage].bucket_bytes,
+            beside=alone or dist.get_backend(mesh.streamed) != "nccl",
+        )
 
 
 def _replicated(

@@ -108,6 +108,8 @@ class _GradientBucket:
 class StreamedSum:
     """The sum over ``group``, which nobody else may use meanwhile, in buckets of ``bucket_bytes``; in the type
     ``short`` where there is one. ``other`` is another group of the same ranks.
+    Without ``beside`` all of it is summed after the backward: NCCL wants the sums of several groups in one order on all
+    ranks, and here their order is a matter of time.
 
     A parameter that no replica has ever used has no gradient: the replicas ask each other after the backward, and sum
     then what was used for the first time.
@@ -120,8 +122,11 @@ class StreamedSum:
         other: dist.ProcessGroup,
         short: torch.dtype | None,
         bucket_bytes: int,
+        *,
+        beside: bool = True,
     ) -> None:
         self._streamed, self._group, self._short = streamed, group, short
+        self._beside = beside
         self._other = other
         # What is sent short is held twice when it is written.
         self._bucket_bytes = bucket_bytes if short is None else bucket_bytes // 2
@@ -142,6 +147,8 @@ class StreamedSum:
 
     def arm(self) -> None:
         """The next backward is the step's last."""
+        if not self._beside:
+            return
         self._begin(self._buckets)
         self._streamed.sink = self
 

@@ -15,6 +15,8 @@ from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
 from parallax.train.health.stragglers import Straggler, StragglerJudge, busy_seconds
 
+_HIDDEN = 0.1  # of a device's seconds: reading that takes no more than that does not matter
+
 
 class Checkup:
     """One rank's part. :meth:`fetch` and :meth:`stepped` are called in each step, then :meth:`numbers`, which are told
@@ -52,10 +54,17 @@ class Checkup:
     def stepped(self, result: StepResult) -> None:
         """A step was taken with them."""
         on_demand = self._batch.seconds if self._batch is not None else 0.0
-        self._busy = max(0.0, busy_seconds(result.spans) - on_demand)
+        self._busy = self._own_seconds(busy_seconds(result.spans), on_demand)
         self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
         self._alarm.mark(STEP)
         self._growth = self._alarm.look()
+
+    def _own_seconds(self, busy: float, on_demand: float) -> float:
+        """For how long this rank computed; 0 where nobody knows. Spans of an accelerator are the device's, and how much
+        of the reading is in them, which the host did beside it, is not known."""
+        if self._mesh.device.type == "cpu":
+            return max(0.0, busy - on_demand)
+        return busy if on_demand <= _HIDDEN * busy else 0.0
 
     def recheck(self, step: int) -> str:
         """After every so many steps: what computes wrongly, to be said after "step n", the same on all ranks. Raises

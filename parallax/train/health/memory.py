@@ -103,11 +103,14 @@ class MemoryAlarm:
         if self._device.type == "cpu":
             return None
         held = torch.accelerator.memory_allocated(self._device)
-        free, _ = torch.accelerator.get_memory_info(self._device)
-        slope = self._device_judge.add(self._steps, held, lambda: free)
+
+        def free() -> int:  # a call of the driver, which not every step needs
+            return torch.accelerator.get_memory_info(self._device)[0]
+
+        slope = self._device_judge.add(self._steps, held, free)
         if not slope:
             return None
-        return Growth(f"allocated memory of {self._device}", slope, free / slope, WHOSE[STEP])
+        return Growth(f"allocated memory of {self._device}", slope, free() / slope, WHOSE[STEP])
 
     def _books(self) -> _Account:
         return _Account(dict(self._tiers()), dict(self._parts), _tensors())

@@ -66,6 +66,14 @@ class StragglerJudge:
         ]
         if not all(self._predicted):
             self._predicted = []
+        # Where nothing is predicted, blocks say at least something of how unequal the work is.
+        self._work = [
+            rows
+            * sum(
+                len(plan.stages[each].directives) for each in plan.stages_of(plan.position(stage))
+            )
+            for rows, (stage, _) in zip(self._rows, self._places)
+        ]
         self._steps = 0
         self._seen: deque[tuple[float, Sequence[float], Sequence[float]]] = deque(maxlen=WINDOW)
         self._named: set[int] = set()
@@ -109,7 +117,7 @@ class StragglerJudge:
     def _factors(self, busy: Sequence[float]) -> list[float]:
         """Of each rank, how many times longer it computed than it should."""
         by_row = [seconds / rows for seconds, rows in zip(busy, self._rows)]
-        known = self._predicted or self._rows
+        known = self._predicted or self._work
         ratios = [seconds / other for seconds, other in zip(busy, known)]
         found = []
         for rank in range(len(busy)):

@@ -12,7 +12,6 @@ Two neighbours that are lost at once, or all hosts, leave the checkpoints on dis
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shutil
 import time
@@ -142,7 +141,12 @@ def _token(directory: Path) -> str:
     if not path.is_file():
         made = directory / f".{_TOKEN}.{secrets.token_hex(4)}"
         made.write_text(secrets.token_hex(16), encoding="utf-8")
-        with contextlib.suppress(FileExistsError):  # another host's, where they share the directory
+        try:
             path.hardlink_to(made)
-        made.unlink()
-    return path.read_text(encoding="utf-8")[:64]
+        except FileExistsError:  # another host's, where they share the directory
+            pass
+        except OSError:  # a file system without hard links
+            made.replace(path)
+        made.unlink(missing_ok=True)
+    # With its place: a directory that was copied is another run.
+    return f"{path.read_text(encoding='utf-8')[:64]} {directory.resolve()}"
