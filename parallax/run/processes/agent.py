@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from parallax.common.documents import DOCUMENT_BYTES, read_json
+from parallax.common.documents import DOCUMENT_BYTES, any_json, read_text
 from parallax.common.files import temporary_folder
 from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import printable
@@ -141,7 +141,7 @@ class Agent:
         try:
             return (
                 path.stat().st_mtime >= since
-                and read_json(path, DOCUMENT_BYTES)["ended"] == "steps"
+                and any_json(read_text(path, DOCUMENT_BYTES))["ended"] == "steps"
             )
         except (OSError, ValueError, KeyError):
             return False

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from parallax import config as configuration
-from parallax.common.documents import DOCUMENT_BYTES, read_json
+from parallax.common.documents import DOCUMENT_BYTES, any_json, read_text
 from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths
@@ -73,7 +73,8 @@ def _slow_ranks(directory: Path) -> dict[int, float]:
 def _summary(directory: Path) -> dict[str, Any]:
     """What a run wrote at its end; nothing where it did not."""
     try:
-        found = read_json(directory / "summary.json", DOCUMENT_BYTES)
+        # A loss may be none.
+        found = any_json(read_text(directory / "summary.json", DOCUMENT_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
