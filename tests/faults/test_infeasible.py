@@ -51,7 +51,7 @@ def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None
     line = refused(called, here, *asked, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB")
     found = re.fullmatch(
         r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; what fits: (\d+)MiB per "
-        r"device in that tier \([\d,]+ bytes more\) with cluster.device_memory=(\d+)MiB",
+        r"device in that tier \([\d,]+ bytes more there\) with cluster.device_memory=(\d+)MiB",
         line,
     )
     assert found, line

@@ -99,7 +99,7 @@ def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
         enough = fits(request.changed(cluster=_with(request, memory, middle * MIB)))
         low, high = (low, middle) if enough else (middle, high)
     beside = "" if memory == least else f" with cluster.device_memory={memory // MIB}MiB"
-    yield f"{high}MiB per device in that tier ({high * MIB - tier:,} bytes more){beside}"
+    yield f"{high}MiB per device in that tier ({high * MIB - tier:,} bytes more there){beside}"
 
 
 def _with(request: Request, memory: int, tier: int) -> Cluster:

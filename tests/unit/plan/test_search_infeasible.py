@@ -80,7 +80,7 @@ def test_a_tier_without_room_is_named_with_the_smallest_that_has(memory: int) ->
         attempt(TIER_FLOOR)
     found = re.fullmatch(
         r"1.0 MiB per device in tier disk cannot hold what must be offloaded; what fits: (\d+)MiB per device in that "
-        r"tier \(([\d,]+) bytes more\)(?: with cluster.device_memory=(\d+)MiB)?(?:, or plan=auto swap=auto)?",
+        r"tier \(([\d,]+) bytes more there\)(?: with cluster.device_memory=(\d+)MiB)?(?:, or plan=auto swap=auto)?",
         str(error.value),
     )
     assert found, error.value
