@@ -32,7 +32,7 @@ SETTINGS = [
 ]
 Kill = tuple[int, int, str]
 """On which rank, in which step (from 0), in which action: init, load, forward, backward, update, save; swap_out and
-swap_in of a tier on a disk; write, of the first file of a checkpoint from that step on."""
+swap_in of a tier on a disk, and write, of the first file of a checkpoint, from that step on."""
 
 
 def kill_at(*kills: Kill, how: str = "is_killed") -> list[str]:
@@ -59,7 +59,11 @@ class Fault:
 
     @property
     def now(self) -> bool:
-        if self.action == "write":  # beside later steps
+        if self.action in (
+            "write",
+            "swap_out",
+            "swap_in",
+        ):  # beside steps, some of which may do without
             return self.step <= _Now.step
         return self.action in ("init", "load") or self.step == _Now.step
 
