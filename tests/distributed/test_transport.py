@@ -25,10 +25,9 @@ from parallax.plan.plan import Plan
 from parallax.runtime.channels.group_channel import (
     Address,
     GroupSender,
-    NoStaging,
-    PinnedStaging,
 )
 from parallax.runtime.channels.shared_channel import SharedSender
+from parallax.runtime.channels.staging import NoStaging, PinnedStaging
 from parallax.runtime.channels.transport import Channels, Receiver, Sender
 from tests.distributed.pool import Pool
 from tests.plans import make_plan

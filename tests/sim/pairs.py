@@ -28,8 +28,8 @@ from parallax.runtime.channels.group_channel import (
     Address,
     GroupReceiver,
     GroupSender,
-    PinnedStaging,
 )
+from parallax.runtime.channels.staging import PinnedStaging
 from parallax.runtime.engine import Engine
 from tests.plans import make_plan
 from tests.sim import group
@@ -111,6 +111,8 @@ def sends(*, direct: bool) -> Callable[[int], None]:
             )
             bound = (AHEAD + 2 if direct else AHEAD + 6) * (SIZE + 1024)
             assert most <= bound, f"{most} bytes are held for messages, where {bound} may be"
+            pinned = C.counts().get("pinned allocations", 0)
+            assert not pinned, f"{pinned} buffers were pinned by torch, in powers of two"
         else:
             time.sleep(_QUIET_SECONDS)
             receiver = DirectReceiver(*ways, SIM) if direct else GroupReceiver(ways[1], staging)

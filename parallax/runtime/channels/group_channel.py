@@ -6,24 +6,22 @@ bytes flow while it computes. The sender makes the same guess: a message that fi
 one only the header's beginning does, and the whole message follows. One buffer, because gloo charges for messages, not
 for bytes: header and payload apart made a round trip three times as long.
 
-gloo carries host buffers only: tensors of a device are staged through pinned memory, which is the way between devices
-that have no link, or where ranks share one. Devices that have links: :mod:`parallax.runtime.channels.direct_channel`.
+gloo carries host buffers only: tensors of a device are staged (:mod:`parallax.runtime.channels.staging`), which is the
+way between devices that have no link, or where ranks share one. Devices that have links:
+:mod:`parallax.runtime.channels.direct_channel`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.machine.device import CopyEngine, Event
-from parallax.mesh import Mesh
 from parallax.runtime.channels.message import (
     LEAST,
     Copy,
@@ -34,108 +32,7 @@ from parallax.runtime.channels.message import (
     read_numbers,
     spec_of,
 )
-
-_QUEUED = 4  # messages that may wait for their copies down
-
-
-class Staging(Protocol):
-    """The way between a device's tensors and buffers that a process group can carry."""
-
-    def buffer(self, count: int) -> Tensor:
-        """An empty buffer of ``count`` bytes."""
-
-    def send(
-        self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
-    ) -> None:
-        """Copy ``tensors`` into ``targets``, parts of a buffer, then call ``post``: in order with all earlier sends,
-        and without blocking the device."""
-
-    def up(self, buffer: Tensor) -> Tensor:
-        """A received buffer on the device."""
-
-    def drain(self) -> None:
-        """Wait until everything has been handed to the group; raise what a send raised."""
-
-    def close(self) -> None:
-        """Nothing more will be sent."""
-
-
-class NoStaging:
-    """The device's memory is the host's: gloo sends by itself."""
-
-    def buffer(self, count: int) -> Tensor:
-        """Host memory."""
-        return torch.empty(count, dtype=torch.uint8)
-
-    def send(
-        self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
-    ) -> None:
-        """Pack and post."""
-        for tensor, target in zip(tensors, targets):
-            target.copy_(tensor)
-        post()
-
-    def up(self, buffer: Tensor) -> Tensor:
-        """Already there."""
-        return buffer
-
-    def drain(self) -> None:
-        """Nothing is queued on the host."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class PinnedStaging:
-    """Through pinned memory; one thread waits for the copies down, so that the main thread keeps feeding the device."""
-
-    def __init__(self, device: torch.device, copies: CopyEngine) -> None:
-        self._device, self._copies = device, copies
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallax-send")
-        self._queued: deque[Future[None]] = deque()
-
-    def buffer(self, count: int) -> Tensor:
-        """Pinned memory."""
-        return self._copies.empty_host(count)
-
-    def send(
-        self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
-    ) -> None:
-        """Copy down on the side stream and post from the thread."""
-        sources = list(tensors)
-        events: list[Event] = [
-            self._copies.copy(source, target) for source, target in zip(sources, targets)
-        ]
-
-        def run() -> None:
-            for event in events:
-                event.wait_host()
-            sources.clear()
-            post()
-
-        while len(self._queued) >= _QUEUED:
-            self._queued.popleft().result()
-        self._queued.append(self._thread.submit(run))
-
-    def up(self, buffer: Tensor) -> Tensor:
-        """Copy up; the compute stream waits, this thread does not."""
-        target = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
-        self._copies.copy(buffer, target).wait_stream()
-        return target
-
-    def drain(self) -> None:
-        """Wait for the thread."""
-        while self._queued:
-            self._queued.popleft().result()
-
-    def close(self) -> None:
-        """End the thread, but not by waiting for a peer that may be gone."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def staging_for(mesh: Mesh, copies: CopyEngine) -> Staging:
-    """The staging of a rank's device."""
-    return NoStaging() if mesh.device.type == "cpu" else PinnedStaging(mesh.device, copies)
+from parallax.runtime.channels.staging import Lent, Staging
 
 
 class _Guess:
@@ -178,17 +75,21 @@ class Underway:
     """Messages that the peer has perhaps not taken yet: buffers that must stay as they are until then."""
 
     def __init__(self) -> None:
-        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._sent: deque[tuple[list[tuple[dist.Work, Tensor]], Callable[[], object]]] = deque()
 
-    def add(self, sent: list[tuple[dist.Work, Tensor]]) -> None:
-        """One more message has begun."""
-        self._sent.append(sent)
+    def add(
+        self, sent: list[tuple[dist.Work, Tensor]], taken: Callable[[], object] = lambda: None
+    ) -> None:
+        """One more message has begun; ``taken`` is called when the peer has it."""
+        self._sent.append((sent, taken))
 
     def wait(self, left: int) -> None:
         """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
         while len(self._sent) > left:
-            for work, _ in self._sent.popleft():
+            sent, taken = self._sent.popleft()
+            for work, _ in sent:
                 work.wait()
+            taken()
 
 
 class GroupSender:
@@ -196,6 +97,7 @@ class GroupSender:
 
     def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
         self._address, self._staging, self._ahead = address, staging, ahead
+        self._buffers = staging.buffers()
         self._guess, self._underway = _Guess(), Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
@@ -204,24 +106,25 @@ class GroupSender:
         layout, header = lay_out(spec), header_of(spec)
         whole, guess = header.numel() + layout.size, self._guess.size(rows)
         self._guess.learn(spec, rows)
-        buffers = [
-            self._staging.buffer(size) for size in ([guess] if whole <= guess else [guess, whole])
-        ]
-        for buffer in buffers:
+        sizes = [guess] if whole <= guess else [guess, whole]
+        buffers = [self._buffers.take(size) for size in sizes]
+        for lent in buffers:
             begin = min(guess, header.numel())
-            buffer[:begin].copy_(header[:begin])
-        buffers[-1][: header.numel()].copy_(header)
-        self._staging.send(
-            tensors, layout.views(buffers[-1], header.numel()), lambda: self._post(buffers)
-        )
+            lent.data[:begin].copy_(header[:begin])
+        last = buffers[-1].data
+        last[: header.numel()].copy_(header)
+        self._staging.send(tensors, layout.views(last, header.numel()), lambda: self._post(buffers))
 
     def flush(self) -> None:
         """Wait until the peer has everything; the caller has drained the staging."""
         self._underway.wait(0)
 
-    def _post(self, buffers: list[Tensor]) -> None:
+    def _post(self, buffers: list[Lent]) -> None:
         self._underway.wait(self._ahead - 1)
-        self._underway.add([(self._address.send(buffer), buffer) for buffer in buffers])
+        self._underway.add(
+            [(self._address.send(lent.data), lent.data) for lent in buffers],
+            partial(self._buffers.give, buffers),
+        )
 
 
 class GroupReceiver:
@@ -230,9 +133,10 @@ class GroupReceiver:
     posts = True
 
     def __init__(self, address: Address, staging: Staging) -> None:
-        self._address, self._staging = address, staging
+        self._address = address
+        self._buffers, self._landing = staging.buffers(), staging.landing()
         self._guess = _Guess()
-        self._posted: tuple[dist.Work, Tensor] | None = None
+        self._posted: tuple[dist.Work, Lent] | None = None
 
     def post(self, rows: int) -> None:
         """Post the buffer of the next message, expected to have ``rows`` rows."""
@@ -243,20 +147,23 @@ class GroupReceiver:
         """Wait for the next message."""
         self.post(rows)
         assert self._posted is not None
-        (work, buffer), self._posted = self._posted, None
+        (work, lent), self._posted = self._posted, None
         work.wait()
-        whole, numbers = read_header(buffer)
-        if whole > buffer.numel():
-            work, buffer = self._begin(whole)
+        whole, numbers = read_header(lent.data)
+        if whole > lent.data.numel():
+            self._buffers.give([lent])
+            work, lent = self._begin(whole)
             work.wait()
-            whole, numbers = read_header(buffer)
+            whole, numbers = read_header(lent.data)
         layout = read_numbers(numbers)
         self._guess.learn(layout.spec, rows)
+        message, arrived = self._landing.up(lent.data[whole - layout.size : whole])
         # Memory of their own: what swaps them out, or changes them in place, is to see no more than one of them.
-        return tuple(
-            copy(part) for part in layout.views(self._staging.up(buffer), whole - layout.size)
-        )
+        found = tuple([copy(part) for part in layout.views(message)])
+        self._landing.left()
+        self._buffers.give([lent], arrived)
+        return found
 
-    def _begin(self, size: int) -> tuple[dist.Work, Tensor]:
-        buffer = self._staging.buffer(size)
-        return self._address.receive(buffer), buffer
+    def _begin(self, size: int) -> tuple[dist.Work, Lent]:
+        lent = self._buffers.take(size)
+        return self._address.receive(lent.data), lent

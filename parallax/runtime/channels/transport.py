@@ -16,9 +16,10 @@ from torch import Tensor
 from parallax.machine.device import CopyEngine
 from parallax.mesh import Edge, Mesh, edges_of
 from parallax.runtime.channels.direct_channel import DirectReceiver, DirectSender
-from parallax.runtime.channels.group_channel import Address, GroupReceiver, GroupSender, staging_for
+from parallax.runtime.channels.group_channel import Address, GroupReceiver, GroupSender
 from parallax.runtime.channels.message import Copy
 from parallax.runtime.channels.shared_channel import Contact, Listener, SharedReceiver, SharedSender
+from parallax.runtime.channels.staging import staging_for
 
 
 class Sender(Protocol):
@@ -50,7 +51,7 @@ class Channels:
 
     def __init__(self, mesh: Mesh, copies: CopyEngine) -> None:
         # Messages do not queue behind what is swapped.
-        self._mesh, self._staging = mesh, staging_for(mesh, copies.beside())
+        self._mesh, self._staging = mesh, staging_for(mesh.device, copies.beside())
         self._senders: list[SharedSender] = []
         self._listener: Listener | None = None
         self._contacts: list[Contact] = []

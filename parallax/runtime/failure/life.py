@@ -27,6 +27,7 @@ _WAITING = (
     "torch.distributed",
     "parallax.runtime.channels.shared_channel",
     "parallax.runtime.channels.group_channel",
+    "parallax.runtime.channels.staging",
 )
 _DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle"}
 _READ, _SELECTS = {"x86_64": (0, {23, 270}), "aarch64": (63, {72})}.get(
