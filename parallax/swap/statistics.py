@@ -64,11 +64,6 @@ class SwapStatistics:
             found = self.micro[micro] = MicroStatistics()
         return found
 
-    def decide(self, reason: str, size: int) -> None:
-        """Count a saved tensor."""
-        tensors, total = self.decisions.get(reason, (0, 0))
-        self.decisions[reason] = (tensors + 1, total + size)
-
     def add(self, new: SwapStatistics) -> None:
         """Of what came after: sums of what adds up, the most of what is held."""
         for name in [each.name for each in fields(new)]:
@@ -87,11 +82,18 @@ class SwapStatistics:
         for sample in new.samples:
             self.sample(*sample)
 
-    def sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
-        """Keep one change out of ``_every``, which doubles whenever the samples are too many."""
+    def wants_sample(self) -> bool:
+        """Whether a change is to be kept: one out of ``_every``, which doubles whenever the samples are too many."""
         self._skipped += 1
-        if self._skipped < self._every:
-            return
+        return self._skipped >= self._every
+
+    def sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
+        """Something has changed."""
+        if self.wants_sample():
+            self.keep(seconds, device_bytes, tier_bytes)
+
+    def keep(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
+        """A change that is wanted."""
         self._skipped = 0
         self.samples.append((seconds, device_bytes, tier_bytes))
         if len(self.samples) >= _MOST_SAMPLES:
@@ -116,11 +118,13 @@ class Ledger:
         now = self._now
         if self.resident > now.high_water:
             now.high_water = self.resident
-        now.sample(time.perf_counter(), self.resident, self._store.slots.used_bytes)
+        if now.wants_sample():
+            now.keep(time.perf_counter(), self.resident, self._store.slots.used_bytes)
 
     def sample(self) -> None:
         """Something changed, on the device or below it."""
-        self._now.sample(time.perf_counter(), self.resident, self._store.slots.used_bytes)
+        if self._now.wants_sample():
+            self._now.keep(time.perf_counter(), self.resident, self._store.slots.used_bytes)
 
     def count(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
         """A transfer has ended, or the device's stream waits for it."""
@@ -139,7 +143,9 @@ class Ledger:
 
     def decide(self, reason: str, size: int) -> None:
         """A saved tensor left or stayed."""
-        self._now.decide(reason, size)
+        decisions = self._now.decisions
+        tensors, total = decisions.get(reason, (0, 0))
+        decisions[reason] = tensors + 1, total + size
 
     def stall(self, transfer: Pending, micro: int) -> None:
         """Wait, and count how long."""

@@ -137,7 +137,7 @@ class SwapManager:
             batch = self._open.get(micro)
             if batch is None:
                 batch = self._open[micro] = Batch(micro)
-            record = Record(tensor, batch, self._clock)
+            record = Record(tensor, storage, batch, self._clock)
             entry = Entry(record, self._unclaimed)
             self._ledger.resize(record.size)
             self._records[record.clock] = record
@@ -178,15 +178,11 @@ class SwapManager:
             record = entry.record
             self._reap()
             state = record.state
-            if state is State.KEPT or state is State.QUEUED:
-                self._spare(record)
-            elif state is State.STORED:
-                self._check_open()
-                self._make_room(record.size, record.batch.micro)
-                self._transfers.read(record)
-            if record.state is State.LOADED:
-                self._transfers.arrive(record)
+            if state is State.KEPT:  # it never left
+                record.state = State.LOADED
                 self._books.put(record, self._books.used)
+            else:
+                self._bring(record, state)
             self._use(record)
             assert record.storage is not None
             storage = record.storage
@@ -195,6 +191,18 @@ class SwapManager:
             relieve_memory(record.size)
             origin = record.origin()
             return storage if origin is None or origin.nbytes() != record.size else origin
+
+    def _bring(self, record: Record, state: State) -> None:
+        """What has left, or was about to, is needed now."""
+        if state is State.QUEUED:
+            self._spare(record)
+        elif state is State.STORED:
+            self._check_open()
+            self._make_room(record.size, record.batch.micro)
+            self._transfers.read(record)
+        if record.state is State.LOADED:
+            self._transfers.arrive(record)
+            self._books.put(record, self._books.used)
 
     def decide(self, reason: str, size: int) -> None:
         """Count a saved tensor that is not given to :meth:`add`, and why."""
@@ -390,12 +398,13 @@ class SwapManager:
                 self._end(record)
             else:
                 self._ending.append(record)
-        for _ in range(len(self._ending)):
-            record = self._ending.popleft()
-            if self._transfers.ended(record):
-                self._end(record)
-            else:
-                self._ending.append(record)
+        if self._ending:
+            for _ in range(len(self._ending)):
+                record = self._ending.popleft()
+                if self._transfers.ended(record):
+                    self._end(record)
+                else:
+                    self._ending.append(record)
         if gone := self._lingering.gone():
             self._ledger.resize(-gone)
         while self._writing:

@@ -85,8 +85,9 @@ class Record:
         "wanted",
     )
 
-    def __init__(self, tensor: Tensor, batch: Batch, clock: int) -> None:
-        storage = tensor.untyped_storage()
+    def __init__(
+        self, tensor: Tensor, storage: torch.UntypedStorage, batch: Batch, clock: int
+    ) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.origin = weakref.ref(storage)
         self.size, self.address = storage.nbytes(), storage.data_ptr()
