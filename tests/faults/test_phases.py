@@ -127,7 +127,7 @@ def test_a_hang_is_named_wherever_it_is(here: Path, stuck: Stuck, phase: str) ->
     """And where it is not, work that takes longer than the limit is none."""
     work = "building the model=works, " if phase in AFTER_STEPS else ""
     run, code, err = stuck(f"{work}{phase}=sleeps")
-    assert Path("done").exists() == bool(work)
+    assert Path("done").exists() == bool(work), (code, err)
     assert code == 1
     line, after = one_line(err), ", after step 2" if phase in AFTER_STEPS else ""
     assert re.fullmatch(
