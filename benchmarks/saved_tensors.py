@@ -77,16 +77,18 @@ def _ways(sizes: Sizes, device: torch.device, stack: contextlib.ExitStack) -> di
         "plain": contextlib.nullcontext,
         "nothing": lambda: saved_tensors_hooks(_as_it_is, _as_it_is),
         "save_on_cpu": save_on_cpu,
-        "bare": _bare(sizes, device),
+        "bare": _bare(sizes, device, stack),
         "stays": ours(minimum=2**20),
         "fits": ours(),
         "leaves": ours(limit=size * max(8, sizes.tensors // 8), eager=True),
     }
 
 
-def _bare(sizes: Sizes, device: torch.device) -> Hooks:
+def _bare(sizes: Sizes, device: torch.device, stack: contextlib.ExitStack) -> Hooks:
     copies, size = copies_for(device), 4 * sizes.numbers
-    free = [*copies.empty_host(size * sizes.tensors).view(torch.float32).split(sizes.numbers)]
+    arena = copies.arena(size * sizes.tensors)
+    stack.callback(arena.close)
+    free = [*arena.data.view(torch.float32).split(sizes.numbers)]
 
     def pack(tensor: Tensor) -> tuple[Tensor, Event, Tensor]:
         place = free.pop()

@@ -265,11 +265,8 @@ class BounceRing:
 class CopyEngine(Protocol):
     """Copies between device and host memory beside the compute stream."""
 
-    def empty_host(self, count: int) -> Tensor:
-        """Host bytes that copies can use at full speed."""
-
     def arena(self, count: int) -> Arena:
-        """Many such bytes, no more than asked, until closed."""
+        """Host bytes that copies can use at full speed, no more than asked, until closed."""
 
     def bounce(self, buffers: int, piece_bytes: int, /) -> Bounce:
         """The way between the device and files, for as many threads as ``buffers``."""
@@ -295,10 +292,6 @@ class CopyEngine(Protocol):
 
 class CpuCopies:
     """Host to host: finished on return."""
-
-    def empty_host(self, count: int) -> Tensor:
-        """Plain memory."""
-        return torch.empty(count, dtype=torch.uint8)
 
     def arena(self, count: int) -> Arena:
         """Plain memory."""
@@ -351,10 +344,6 @@ class StreamCopies:
         self._stalls = stalls or StallBook()
         self._down, self._up = torch.Stream(device), torch.Stream(device)
         self._pool: list[Pair] = []
-
-    def empty_host(self, count: int) -> Tensor:
-        """Pinned memory."""
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def arena(self, count: int) -> Arena:
         """Pinned memory."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -149,18 +150,21 @@ class Cluster:
         """The node index of each device."""
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
 
+    def with_devices(self, devices: Iterable[Device]) -> Cluster:
+        """The cluster with as many other devices, in their order."""
+        left = iter(devices)
+        nodes = [
+            replace(node, devices=tuple(itertools.islice(left, len(node.devices))))
+            for node in self.nodes
+        ]
+        return replace(self, nodes=tuple(nodes))
+
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
         """The cluster, where some devices take ``factors`` times as long for the same work."""
-        devices = [
+        return self.with_devices(
             replace(device, speed=device.speed / factors.get(rank, 1.0))
             for rank, device in enumerate(self.devices)
-        ]
-        nodes, start = [], 0
-        for node in self.nodes:
-            stop = start + len(node.devices)
-            nodes.append(replace(node, devices=tuple(devices[start:stop])))
-            start = stop
-        return replace(self, nodes=tuple(nodes))
+        )
 
     def while_all_swap(self, device: Device) -> Device:
         """The device as it is while all of its node's swap: a disk is shared, a way to the host's memory is not."""
@@ -185,11 +189,7 @@ def with_buckets(cluster: Cluster) -> Cluster:
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
     size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))
-    nodes = [
-        replace(node, devices=tuple(replace(each, bucket_bytes=size) for each in node.devices))
-        for node in cluster.nodes
-    ]
-    return replace(cluster, nodes=tuple(nodes))
+    return cluster.with_devices(replace(each, bucket_bytes=size) for each in cluster.devices)
 
 
 def _check_device(name: str, device: Device) -> None:

@@ -314,7 +314,7 @@ class Plan:
         plain = {**asdict(self), "schedule": self.schedule.name}
         data: dict[str, Any] = json.loads(json.dumps(plain))
         for stage in data["stages"]:
-            if not stage["inputs_ahead"]:  # plans of before, and their hashes, stay as they are
+            if not stage["inputs_ahead"]:  # plans without them stay as they were
                 del stage["inputs_ahead"]
         return data
 

@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -312,7 +311,7 @@ class Engine:
 
     def evaluate(self, batch: Rows) -> float:
         """The loss of a batch, with the same weights and nothing saved."""
-        with self._evaluating():
+        with self._stage.evaluating():
             self._run(batch, training=False, update=lambda share: None)
         return agreed_sum(self.mesh, self._executor.loss_share.item())[0]
 
@@ -320,7 +319,7 @@ class Engine:
         """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the
         parts it computed, each with the first of its rows; nothing on other ranks."""
         found: list[tuple[int, Any]] = []
-        with self._evaluating():
+        with self._stage.evaluating():
             self._run(
                 batch,
                 training=False,
@@ -328,15 +327,6 @@ class Engine:
                 keep=lambda *part: found.append(part),
             )
         return found
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was_training = self._stage.training
-        self._stage.eval()
-        try:
-            yield
-        finally:
-            self._stage.train(was_training)
 
     def checkpoints(self, *directories: Path) -> tuple[list[Path], list[str]]:
         """What :meth:`load` can continue from below ``directories``, the best last, and what is to be said of others

@@ -9,7 +9,7 @@ second what it has left, and gets the gradients from it: no action of the list i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,11 +311,13 @@ class Executor:
 
     # ---- parts of actions
 
-    def _parts_of_model(self, program: RankProgram) -> list[Part]:
+    def _parts_of_model(self, program: RankProgram) -> Iterator[Part]:
         """The rows that the model's first stage computes on here, micro-batch by micro-batch."""
-        forwards = [a for a in program.actions if a.kind is Kind.FORWARD and a.stage == 0]
-        parts = [self._crossings.rows(action.micro) for action in forwards]
-        return [part for part in parts if part[1]]
+        for action in program.actions:
+            if action.kind is Kind.FORWARD and action.stage == 0:
+                part = self._crossings.rows(action.micro)
+                if part[1]:
+                    yield part
 
     def _completes(self, action: Action, step: StepContext) -> bool:
         """Whether a stage's gradients are complete after ``action``, on all its replicas."""

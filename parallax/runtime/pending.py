@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,9 @@ from parallax.nodes.places import Sites
 from parallax.nodes.together import from_all, from_first
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
+from parallax.runtime.checkpoint.writing import WRITER, contents_of
 from parallax.runtime.parts.fence import Fence
 from parallax.runtime.parts.spreading import spread
-
-WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
-
-WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
 
 
 class SaveProgress(IntEnum):
@@ -64,7 +61,7 @@ class SaveInProgress:
     part: Future[WrittenParts]
     cancel: Callable[[], None]
     spreads: bool = False
-    naming: Future[None] | None = field(default=None)
+    naming: Future[None] | None = None
 
     @property
     def partial(self) -> Path:
@@ -182,16 +179,13 @@ class PendingSaves:
 
     def _contents(self, save: SaveInProgress, parts: Sequence[WrittenParts]) -> dict[str, Any]:
         """What the index says of the files."""
-        checksums = {name: crc for part in parts for name, crc in part.checksums.items()}
         by_node = {
             name: self._mesh.nodes.name(rank)
             for rank, part in enumerate(parts)
             for name in part.checksums
         }
         return {
-            "checksums": checksums,
-            "files": {name: mark for part in parts for name, mark in part.files.items()},
-            "optimizer": sorted({n.split("/")[0] for n in checksums} - {"model"}),
+            **contents_of(parts),
             **({} if save.sites.shared else {"nodes": by_node}),
         }
 

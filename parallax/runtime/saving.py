@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from parallax.plan.plan import Plan
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
 from parallax.runtime.checkpoint.masters import HeldMasters
+from parallax.runtime.checkpoint.writing import WRITER
 from parallax.runtime.health.nonfinite import unfit
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.parts.collecting import collect
 from parallax.runtime.parts.fence import Fence
 from parallax.runtime.parts.held import whole_checkpoints
-from parallax.runtime.pending import WRITER, PendingSaves, SaveInProgress
+from parallax.runtime.pending import PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
 
 logger = logging.getLogger("parallax")
@@ -175,14 +177,21 @@ class Saving:
             )
         )
 
-    def _known(self, step: int, fence: Fence, marks: Sequence[dict[str, int]]) -> dict[str, Any]:
-        """What the index says before anything is written; ``marks`` are those of each rank."""
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What model and plan it is: a run changes neither."""
         return {
-            "step": step,
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
             "dtype": str(self._chain.dtype),
             "plan": self._plan.hash(),
+        }
+
+    def _known(self, step: int, fence: Fence, marks: Sequence[dict[str, int]]) -> dict[str, Any]:
+        """What the index says before anything is written; ``marks`` are those of each rank."""
+        return {
+            "step": step,
+            **self._identity,
             "trained_by": self._optimizer.name,
             "scale": self._scale.state(),
             "started": fence.started,

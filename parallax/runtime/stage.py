@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -143,6 +144,16 @@ class Stage(nn.Module):
         super().train(mode)
         self.norms.freeze()
         return self
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In evaluation mode while inside."""
+        before = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(before)
 
     def _make(
         self, chain: Chain, share: float, device: torch.device

@@ -247,7 +247,10 @@ def plain_loss(case: Case, blocks: list[nn.Module], batch: TensorRows) -> Tensor
     return loss / case.loss.count(targets) if hasattr(case.loss, "count") else loss
 
 
-def plain_training(case: Case) -> Outcome:
+def plain_training(
+    case: Case, batches: Sequence[TensorRows] = (), *, skips: bool = False
+) -> Outcome:
+    """On these ``batches``, or the case's; one that ``skips`` takes no step where the loss is no number."""
     blocks, tensors = plain_blocks(case)
     trained = [t for t in tensors.values() if t.requires_grad]
     groups = [
@@ -256,9 +259,11 @@ def plain_training(case: Case) -> Outcome:
     ]
     optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     outcome = Outcome([], [], tensors)
-    for step, batch in enumerate(case.batches()):
+    for step, batch in enumerate(batches or case.batches()):
         optimizer.zero_grad()
         loss = plain_loss(case, blocks, batch)
+        if skips and not torch.isfinite(loss):
+            continue
         loss.backward()
         outcome.norms.append(float(nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip_norm)))
         for group in optimizer.param_groups:

@@ -19,15 +19,12 @@ from parallax.runtime.health.search import culprits
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import (
-    OPTIMIZER,
     POISON,
-    STEPS,
     Case,
     Weights,
     gpt,
     make_batch,
-    plain_blocks,
-    plain_loss,
+    plain_training,
     poisoned,
 )
 from tests.plans import make_plan
@@ -40,27 +37,6 @@ def batches() -> list[TensorRows]:
     found = [make_batch(8, step) for step in range(4)]
     found[BAD].targets(0, 8)[ROW, 3] = POISON
     return found
-
-
-def plain_skipping(case: Case) -> Weights:
-    blocks, tensors = plain_blocks(case)
-    trained = [t for t in tensors.values() if t.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    for step, batch in enumerate(batches()):
-        optimizer.zero_grad()
-        loss = plain_loss(case, blocks, batch)
-        if not torch.isfinite(loss):
-            continue
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER.rate(step, STEPS)
-        optimizer.step()
-    return tensors
 
 
 def skipping(case: Case, *, given: bool) -> tuple[Weights, list[StepResult], float]:
@@ -99,7 +75,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
     case = replace(Case(gpt(tied=False), loss=poisoned), skips=2).under(replicas, **options)
     found = pool.run(skipping_as, case.world, case, True)
     without = pool.run(skipping_as, case.world, case, False)
-    expected = plain_skipping(case)
+    expected = plain_training(case, batches(), skips=True).weights
     for (weights, results, held_out), (others, _, other) in zip(found, without):
         assert held_out == other
         assert [result.skipped_steps for result in results] == [0, 1, 1, 1]

@@ -85,9 +85,6 @@ class LateCopies:
         self._lock = threading.Lock()
         self.strays = 0
 
-    def empty_host(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8)
-
     def arena(self, count: int) -> Arena:
         return PlainArena(count)
 

@@ -49,7 +49,7 @@ NUMBER_FORMATS = {
 }
 """What safetensors calls torch's number formats."""
 
-_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
+FORMAT_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,27 @@ def _without_values(name: str, part: Any) -> Tensor:
     return torch.empty(part.get_shape(), dtype=NUMBER_FORMATS[kind], device="meta")
 
 
+def file_head(held: Mapping[str, Tensor]) -> bytes:
+    """What stands in a safetensors file before the values of the tensors ``held``, which follow in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in held.items():
+        stop = start + tensor.nbytes
+        kind, shape = FORMAT_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of eight
+    return struct.pack("<Q", len(text)) + text
+
+
 def write_tensors(
     path: Path, held: Mapping[str, Tensor], recipes: Sequence[Recipe], read: Read
 ) -> None:
     """Write the tensors that ``recipes`` make, in their order, to a safetensors file; ``held``: all of them, in the
     same order, without values."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, tensor in held.items():
-        stop = start + tensor.nbytes
-        kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # values begin at a multiple of eight
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(file_head(held))
         names = iter(held.items())
         for recipe in recipes:
             for name, tensor in recipe.make(read).items():

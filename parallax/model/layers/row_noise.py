@@ -76,7 +76,7 @@ class RowNoise:
 
     def _there(self, numbers: np.ndarray[Any, Any]) -> Tensor:
         """On the device; the host does not wait."""
-        here = torch.from_numpy(np.ascontiguousarray(numbers).copy())
+        here = torch.from_numpy(numbers.copy())
         if self.device.type in ("cpu", "meta"):
             return here.to(self.device)
         return here.pin_memory().to(self.device, non_blocking=True)

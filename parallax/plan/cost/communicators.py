@@ -22,6 +22,8 @@ def way_bytes(
     """What the ways to other stages take on a rank that has the blocks of ``parts``, each from its first to behind its
     last: two for every rank of the stages ``beside`` each part, which have as many replicas where nobody says, and a
     group for each parameter that other stages have too."""
+    if not (device.collective_bytes or device.edge_bytes):
+        return 0
     blocks, count = {block for part in parts for block in range(*part)}, len(profile.blocks)
     before, after = beside or (replicas, replicas)
     ranks = sum((start > 0) * before + (stop < count) * after for start, stop in parts)

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
-from parallax.plan.cluster import Cluster, Device
+from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.microbatches import sizes
 from parallax.plan.plan import Directive
@@ -104,18 +104,13 @@ def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
 
 def _with(request: Request, memory: int, tier: int) -> Cluster:
     """The same cluster, whose devices have no less than this."""
-
-    def larger(device: Device) -> Device:
-        return replace(
+    return request.cluster.with_devices(
+        replace(
             device,
             memory_bytes=max(device.memory_bytes, memory),
             tier_bytes=max(device.tier_bytes, tier),
         )
-
-    nodes = request.cluster.nodes
-    return replace(
-        request.cluster,
-        nodes=tuple(replace(node, devices=tuple(map(larger, node.devices))) for node in nodes),
+        for device in request.cluster.devices
     )
 
 

@@ -31,7 +31,7 @@ PREDICTED = 8  # pipelines that are predicted in full, whether or not they can w
 EFFORT = 300_000  # passes of blocks that the event simulator runs through while one may win
 CANDIDATES = 20  # of the exact search
 NAMED = 4  # runners-up that the plan names
-CPU = "cpu"  # the kind of device whose memory inputs are in already
+CPUS = ("cpu", "cpu-core")  # kinds of devices whose memory inputs are in already
 TIE = 1e-6  # of the step: a gain that is none
 
 
@@ -169,7 +169,7 @@ def _with_inputs_ahead(
     """``pipeline`` with every action of its forecast, which those that it was compared with need not keep. On
     accelerators the inputs of a second micro-batch are on the device, where they fit."""
     ahead = replace(pipeline.stages[0], inputs_ahead=True)
-    accelerated = all(device.kind != CPU for device in cluster.devices)
+    accelerated = all(device.kind not in CPUS for device in cluster.devices)
     if accelerated and pipeline.micro_batches > 1:
         changed = replace(pipeline, stages=(ahead, *pipeline.stages[1:]))
         with contextlib.suppress(InfeasiblePlan):

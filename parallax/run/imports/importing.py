@@ -26,6 +26,7 @@ from parallax.run.job import build_chain, built_model, open_source
 from parallax.run.prepare import RUNS, check_name, free_name
 from parallax.run.resume import STORED
 from parallax.runtime import checkpoint
+from parallax.runtime.checkpoint.writing import contents_of
 from parallax.swap.optimizer.buckets import MASTER
 from parallax.train.data import TextSource
 
@@ -154,16 +155,14 @@ class _Import:
         except BaseException:
             checkpoint.remove_partial(folder)
             raise
-        keys = sorted({name.split("/")[0] for name in written.checksums} - {"model"})
+        contents = contents_of([written])
         index = {
             "step": step,
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
             "dtype": str(self._chain.dtype),
-            "trained_by": self._optimizer.name if keys else "",
-            "checksums": written.checksums,
-            "files": written.files,
-            "optimizer": keys,
+            "trained_by": self._optimizer.name if contents["optimizer"] else "",
+            **contents,
             "state": state,
         }
         checkpoint.finish(partial, index)

@@ -19,7 +19,6 @@ from parallax.runtime.checkpoint.checksums import mark
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.checkpoint.folder import (
     UNTOUCHED,
-    VERSION,
     begin,
     checkpoint_name,
     digest,
@@ -38,7 +37,6 @@ __all__ = [
     "ALL_STAY",
     "PART_BYTES",
     "UNTOUCHED",
-    "VERSION",
     "CheckpointConfig",
     "CheckpointReader",
     "PartWriter",

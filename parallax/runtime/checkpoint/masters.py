@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, printable
+from parallax.model.precision import DTYPES
 from parallax.runtime.checkpoint.reading import CheckpointReader
 from parallax.swap.optimizer.buckets import MASTER
 from parallax.swap.weights import stepped_in
@@ -51,7 +52,8 @@ class HeldMasters:
         found = self._reader.read(f"model/{name}")
         if found.dtype is tensor.dtype:
             return found
-        return self._reader.states(name).get(MASTER, found)
+        master = self._reader.state_of(name, MASTER)
+        return found if master is None else master
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """What the optimizer is to know of ``tensor``, with its master where it is too short to be stepped."""
@@ -79,5 +81,4 @@ class HeldMasters:
 
 def _word(tensor: Tensor) -> str:
     """Its number format, as settings name it."""
-    usual = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"}
-    return {**usual, torch.float16: "fp16"}.get(tensor.dtype, str(tensor.dtype))
+    return {dtype: name for name, dtype in DTYPES.items()}.get(tensor.dtype, str(tensor.dtype))

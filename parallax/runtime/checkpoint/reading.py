@@ -184,6 +184,10 @@ class CheckpointReader:
         """The optimizer's states of a parameter; of one that never had a gradient there are none."""
         return {key: self.read(f"{key}/{name}") for key in self._states_of(name)}
 
+    def state_of(self, name: str, key: str) -> Tensor | None:
+        """One of them; None where there is none."""
+        return self.read(f"{key}/{name}") if key in self._states_of(name) else None
+
     def _states_of(self, name: str) -> list[str]:
         return [key for key in self._optimizer if f"{key}/{name}" in self._checksums]
 

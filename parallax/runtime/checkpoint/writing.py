@@ -7,8 +7,6 @@ which gives the checksums of the tensors, the digest of the file and the file it
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable
@@ -23,7 +21,7 @@ from parallax.common.files import sync
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, printable
 from parallax.machine.pinned import PlainArena
-from parallax.model.files.tensors import NUMBER_FORMATS
+from parallax.model.files.tensors import FORMAT_NAMES, file_head
 from parallax.runtime.checkpoint.checksums import bytes_of
 from parallax.runtime.checkpoint.folder import UNTOUCHED, free_words
 from parallax.runtime.checkpoint.snapshot import SnapshotMemory
@@ -31,7 +29,7 @@ from parallax.runtime.checkpoint.snapshot import SnapshotMemory
 PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
 _CHUNK_BYTES = 2**20  # written and digested at one time
 _ALIGNMENT = 64  # bytes at which a tensor begins in its buffer
-_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
+WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
 
 Check = Callable[[str, Tensor], None]
 """Looks at a tensor, by its name, before it is written; raises where it must not be."""
@@ -43,6 +41,20 @@ class WrittenParts:
 
     checksums: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
+    """What the index of a checkpoint says of its files."""
+    whole = WrittenParts()
+    for part in parts:
+        whole.checksums.update(part.checksums)
+        whole.files.update(part.files)
+    kinds = {name.split("/")[0] for name in whole.checksums}
+    return {
+        "checksums": whole.checksums,
+        "files": whole.files,
+        "optimizer": sorted(kinds - {"model"}),
+    }
 
 
 class PartWriter:
@@ -72,7 +84,7 @@ class PartWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor."""
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in FORMAT_NAMES:
             raise CheckpointError(
                 f"{printable(name)} is of {tensor.dtype}, which no safetensors file holds; {UNTOUCHED}"
             )
@@ -130,26 +142,20 @@ def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]
     ``checksums``. Raises :class:`CheckpointError`."""
     # The largest numbers first, so that all are aligned.
     ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in ordered:
-        span = [at, at + tensor.nbytes]
-        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        header[name], at = entry, span[1]  # type: ignore[assignment]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    head, size = file_head(dict(ordered)), sum(tensor.nbytes for _, tensor in ordered)
     whole = hashlib.sha256()
     try:
         with path.open("wb", buffering=_CHUNK_BYTES) as file:
-            _put(file, struct.pack("<Q", len(text)) + text, whole)
+            _put(file, head, whole)
             for name, tensor in ordered:
                 checksums[name] = _put(file, bytes_of(tensor), whole)
         sync(path)
     except OSError as error:
         reason = printable(error.strerror or str(error))
         raise CheckpointError(
-            f"cannot write {format_bytes(at)} to {path}: {reason}{free_words(path)}; {UNTOUCHED}"
+            f"cannot write {format_bytes(size)} to {path}: {reason}{free_words(path)}; {UNTOUCHED}"
         ) from error
-    return {"bytes": 8 + len(text) + at, "sha256": whole.hexdigest()}
+    return {"bytes": len(head) + size, "sha256": whole.hexdigest()}
 
 
 def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
@@ -168,7 +174,7 @@ def write_parts(
 ) -> WrittenParts:
     """Write named tensors and wait for it; see :class:`PartWriter`."""
     memory = SnapshotMemory(PlainArena, 2 * part_bytes)
-    with ThreadPoolExecutor(1, "parallax-checkpoint") as thread:
+    with ThreadPoolExecutor(1, WRITER) as thread:
         writer = PartWriter(folder, part, memory, thread, part_bytes=part_bytes)
         for name, tensor in tensors:
             writer.add(name, tensor)

@@ -68,7 +68,7 @@ class Life:
         return ""
 
     def _reads_or_writes(self) -> bool:
-        """Whether the main thread waits for a disk, which shows in nothing else, or a thread that it waits for."""
+        """Whether any thread waits for a disk, which shows in nothing else: the main one may wait for it."""
         for stat in self._threads.glob("*/stat"):
             with contextlib.suppress(OSError, IndexError):
                 if stat.read_text().rpartition(")")[2].split()[0] == "D":

@@ -47,16 +47,14 @@ class KeptBuffers:
     def restore(self) -> None:
         """As they were when :meth:`remember` was called."""
         for kept in self._kept.values():
-            if kept.owner[kept.name] is not kept.tensor:
-                kept.owner[kept.name] = kept.tensor
+            kept.owner[kept.name] = kept.tensor
             if not kept.counted or kept.tensor._version != kept.version:
                 kept.tensor.copy_(kept.values)
 
 
 def _copied(before: _Kept | None, module: nn.Module, name: str, tensor: Tensor) -> _Kept:
     counted = tensor.nbytes > _ALWAYS_BYTES
-    same = before is not None and before.tensor is tensor
-    if same and before is not None:
+    if before is not None and before.tensor is tensor:
         if counted and before.version == tensor._version:
             return before
         before.values.copy_(tensor)

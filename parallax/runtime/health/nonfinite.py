@@ -23,6 +23,7 @@ from parallax.model.ragged import opened
 from parallax.plan.plan import Plan
 from parallax.plan.rows import micro_batch_rows
 from parallax.runtime.batch import Rows
+from parallax.runtime.failure.report import name as name_of
 from parallax.runtime.optim.scaling import LossScale
 
 _ROWS = 64  # of a batch that are looked at together
@@ -95,8 +96,7 @@ def find(mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[NamedValu
     if not found:
         return Cause(f"the sum over all gradients overflows; {_TRAINING}", searches=False)
     (order, _), rank, text = min(found)
-    stage, replica = mesh.plan.locate(rank)
-    who = f"rank {rank} (stage {stage}, replica {replica})"
+    who = name_of(rank, mesh.plan.locate(rank))
     remedy = _DATA if order == 0 else _TRAINING
     return Cause(f"{text}, seen first by {who}; {remedy}", searches=order > 1)
 

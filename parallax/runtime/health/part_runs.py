@@ -98,12 +98,8 @@ class PartRuns:
 
     def forward(self, part: Rows, first_row: int) -> None:
         """Its forward alone, as in an evaluation."""
-        was_training = self.stage.training
-        self.stage.eval()
-        try:
+        with self.stage.evaluating():
             self._run(part, training=False, update=lambda share: None, first_row=first_row)
-        finally:
-            self.stage.train(was_training)
 
     def parts(self, batch: Rows) -> list[Interval]:
         """The rows of its micro-batches."""

@@ -14,7 +14,6 @@ and a fourth time differ, or agree with neither, the path is none that repeats, 
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ from torch import Tensor, nn
 from parallax.errors import printable
 from parallax.model.block import tensors_in
 from parallax.runtime.batch import Rows
+from parallax.runtime.checkpoint.checksums import checksum
+from parallax.runtime.failure.report import name as name_of
 from parallax.runtime.health.part_runs import PartRuns, RepeatedRows
 
 _OUTPUT, _GRADIENT, _PARAMETER = range(3)  # in the order in which they are computed
@@ -42,8 +43,7 @@ def digest(tensor: Tensor) -> int:
         plain = (
             plain.values() if jagged else torch.cat([part.reshape(-1) for part in plain.unbind()])
         )
-    flat = plain.contiguous().cpu().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)
+    return checksum(plain.contiguous().cpu())
 
 
 @dataclass(slots=True)
@@ -109,18 +109,17 @@ class Recheck:
     def _again(self, batch: Rows, step: int) -> str:
         """Compute a micro-batch twice."""
         first, second = self._run(batch, step), self._run(batch, step)
-        if not self._anywhere(first.differences(second)):
+        found = first.differences(second)
+        if not self._anywhere(found):
             return ""
         third, fourth = self._run(batch, step), self._run(batch, step)
         if self._anywhere(third.differences(fourth)):
             return ""  # every run gives something else: the path does not repeat
         if self._anywhere(third.differences(first)) and self._anywhere(third.differences(second)):
             return ""  # neither of the first two was the usual one
-        found = [*first.differences(second)]
         answers = self._mesh.gather_objects(found[0] if found else None)
         (kind, order, name), rank = min((a, rank) for rank, a in enumerate(answers) if a)
-        stage, replica = self._plan.locate(rank)
-        who = f"rank {rank} (stage {stage}, replica {replica})"
+        who = name_of(rank, self._plan.locate(rank))
         if kind == _OUTPUT:
             what = f"block {order} put out other values the second time"
         elif kind == _GRADIENT:
@@ -193,6 +192,6 @@ class Recheck:
         stage, name, rank = min(found)
         others = [r for r in groups[stage, hosts[rank]] if r != rank]
         one_of_two = "; which of the two is right, nobody knows" if len(others) == 1 else ""
-        who = f"rank {rank} (stage {stage}, replica {self._plan.locate(rank)[1]})"
+        who = name_of(rank, self._plan.locate(rank))
         words = what.format(printable(name.lstrip("0") or "0" if name.isdecimal() else name))
         return f"{who}: {words} rank {others[0]}{one_of_two}"

