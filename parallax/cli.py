@@ -157,8 +157,6 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser with the options of the ``chosen`` command, the only one whose module is imported."""
-    from parallax.machine.preflight.start import check_process
-
     parser = _Parser(
         prog="parallax",
         description="Train PyTorch models that are too large for their devices.",
@@ -174,6 +172,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
+            from parallax.machine.preflight.start import check_process
+
             check_process()
             module = importlib.import_module(
                 f"parallax.commands.{name}{'_' * keyword.iskeyword(name)}"

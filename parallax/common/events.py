@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from parallax.common.documents import plain_json, read_lines
 from parallax.common.files import AppendedFile
 from parallax.errors import ConfigError, printable
+
+COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans
 
 
 class Span(NamedTuple):
@@ -97,16 +99,20 @@ def span_of(data: Any) -> Span:
     return span
 
 
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """How long these actions computed, without what they waited."""
+    return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
+
+
 def bubble_fraction(spans: Sequence[Span]) -> float:
     """Idle share of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
 
     Only forward and backward (both of its halves) count as compute, and their waits for swapped data do not: the same
     definition for a predicted and for a measured timeline (GPipe, Huang et al. 2019, section 2).
     """
-    compute = [span for span in spans if span.kind in ("forward", "backward", "backward_weight")]
+    compute = [span for span in spans if span.kind in COMPUTES]
     if not compute:
         return 0.0
     ranks = len({span.rank for span in compute})
     length = max(span.end for span in compute) - min(span.start for span in compute)
-    busy = sum(span.end - span.start - span.wait for span in compute)
-    return max(0.0, 1.0 - busy / (ranks * length)) if length > 0 else 0.0
+    return max(0.0, 1.0 - busy_seconds(compute) / (ranks * length)) if length > 0 else 0.0

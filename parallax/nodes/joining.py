@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from parallax.errors import AbsentError, ConfigError, printable
 from parallax.machine.host import interface_of, own_address
 from parallax.nodes.objects import sign_with
-from parallax.nodes.secret import agree, run_secret
+from parallax.nodes.secret import agree, ranks_in_words, run_secret
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
 JOIN_SECONDS = 300.0  # for all ranks to come
@@ -153,12 +153,13 @@ def wait_for_all(
             absent = [each for each in range(size) if not store.check([f"rank {each}"])]
             if seconds > join_seconds and absent:
                 raise AbsentError(
-                    f"{_listed(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
+                    f"{ranks_in_words(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
                     f"{join_seconds:g} s: see what hinders its process from starting, or its host"
                 )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
+                who = f"{len(absent)} of {size} ranks: {ranks_in_words(absent)}"
                 print(
-                    f"parallax: waiting for {len(absent)} of {size} ranks: {_listed(absent)}; up to {join_seconds:g} s",
+                    f"parallax: waiting for {who}; up to {join_seconds:g} s",
                     file=sys.stderr,
                 )
             noted = True
@@ -177,11 +178,6 @@ def _check_size(store: Any, rank: int, size: int) -> None:
         store.set("another size", text)
         time.sleep(1.0 if rank == 0 else 0.0)  # its store goes with it
         raise ConfigError(text)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:5]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 5} more' if len(ranks) > 5 else ''}"
 
 
 def stop_processes() -> None:

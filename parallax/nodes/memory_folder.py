@@ -16,12 +16,10 @@ import stat
 import time
 from pathlib import Path
 
-import psutil
-
 from parallax.common.files import disk_free_bytes
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError, printable
-from parallax.machine.host import node_name
+from parallax.machine.host import available_memory, node_name
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "parallax-memory-"
@@ -79,7 +77,7 @@ class MemoryFolder:
                 disk_free_bytes(self._root),
                 "make that larger (docker run --shm-size)",
             ),
-            ("memory", psutil.virtual_memory().available, "use a host with more"),
+            ("memory", available_memory(), "use a host with more"),
         ):
             if needed_bytes > free + held:
                 raise ConfigError(

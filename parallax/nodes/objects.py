@@ -9,10 +9,12 @@ from __future__ import annotations
 import hmac
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallax.common.units import format_bytes
 from parallax.errors import TransportError
@@ -34,21 +36,20 @@ def sign_with(key: bytes) -> None:
 
 def all_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """One value of every rank of ``group`` (torch's world), on every rank; called by all of them."""
-    label, mine, device = _label(group), dist.get_rank(group), _device(group)
-    data = _sealed(value, label, mine)
-    count = dist.get_world_size(group)
-    sizes = torch.empty(count, dtype=torch.int64, device=device)
-    own = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.all_gather(list(sizes.split(1)), own, group=group)
-    lengths = [_checked(int(size), rank) for rank, size in enumerate(sizes.tolist())]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    found = [torch.empty_like(padded) for _ in range(count)]
+    label = _label(group)
+    padded, lengths = _padded(_sealed(value, label, dist.get_rank(group)), group)
+    found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded, group=group)
-    return [
-        _opened(tensor[:length].cpu().numpy().tobytes(), label, rank)
-        for rank, (tensor, length) in enumerate(zip(found, lengths))
-    ]
+    return _all_opened(found, lengths, label)
+
+
+def objects_for_first(value: object) -> list[Any]:
+    """One value of every rank of torch's world, on rank 0, and nothing on others; called by all of them."""
+    label, mine = _label(None), dist.get_rank()
+    padded, lengths = _padded(_sealed(value, label, mine), None)
+    found = [torch.empty_like(padded) for _ in lengths] if mine == 0 else []
+    dist.gather(padded, found or None)
+    return _all_opened(found, lengths, label)
 
 
 def object_of_first(value: object) -> Any:
@@ -61,6 +62,25 @@ def object_of_first(value: object) -> Any:
     held = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
     dist.broadcast(held, 0)
     return value if rank == 0 else _opened(held.numpy().tobytes(), label, 0)
+
+
+def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """``data`` in as many bytes as that of any rank takes, and how many that of each does."""
+    device, count = _device(group), dist.get_world_size(group)
+    sizes = torch.empty(count, dtype=torch.int64, device=device)
+    own = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes.split(1)), own, group=group)
+    lengths = [_checked(int(size), rank) for rank, size in enumerate(sizes.tolist())]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return padded, lengths
+
+
+def _all_opened(found: Sequence[Tensor], lengths: Sequence[int], label: str) -> list[Any]:
+    return [
+        _opened(tensor[:length].cpu().numpy().tobytes(), label, rank)
+        for rank, (tensor, length) in enumerate(zip(found, lengths))
+    ]
 
 
 def _label(group: dist.ProcessGroup | None) -> str:

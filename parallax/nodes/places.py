@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallax.common.lock import PRIVATE
 from parallax.errors import ConfigError, printable
 from parallax.machine.host import host_identity, node_name
 from parallax.nodes.together import from_all, from_first, rank_and_size
@@ -112,7 +113,7 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
     def put() -> None:
         try:
             # Where it is there, this asks the server of a network's file system.
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             for left in path.parent.glob(f"{_MARK}*"):  # of processes that were killed
                 if time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import hmac
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from parallax.errors import ConfigError, printable
 SECRET, SECRET_FILE = "PARALLAX_SECRET", "PARALLAX_SECRET_FILE"
 _SHORTEST, _LONGEST = 16, 4096  # bytes
 _NONE = b"none"
+_NAMED = 5  # ranks
 
 
 def run_secret() -> bytes:
@@ -68,7 +70,7 @@ def agree(store: Any, rank: int, size: int, secret: bytes) -> bytes:
         return b""
     if without or not secret:
         raise ConfigError(
-            f"{_listed(without)} of {size} has no secret, and others have one: set {SECRET_FILE} on all hosts"
+            f"{ranks_in_words(without)} of {size} has no secret, and others have one: set {SECRET_FILE} on all hosts"
         )
     key = hmac.digest(secret, b"parallax start\0" + b"\0".join(nonces), "sha256")
     store.set(f"proof {rank}", _proof(key, rank, size))
@@ -80,7 +82,7 @@ def agree(store: Any, rank: int, size: int, secret: bytes) -> bytes:
     ]
     if strangers:
         raise ConfigError(
-            f"{_listed(strangers)} of {size} has another secret than rank {rank}: give all hosts the same "
+            f"{ranks_in_words(strangers)} of {size} has another secret than rank {rank}: give all hosts the same "
             f"{SECRET_FILE}, or see who else is on the network"
         )
     return key
@@ -90,5 +92,8 @@ def _proof(key: bytes, rank: int, size: int) -> str:
     return hmac.digest(key, f"rank {rank} of {size}".encode(), "sha256").hex()
 
 
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:5])) or '(unknown)'}"
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """The first of them by number."""
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    shown = ", ".join(map(str, ranks[:_NAMED])) or "(unknown)"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -62,7 +62,7 @@ class Inputs:
         """Read a file of :meth:`save`; raises :class:`PlanError` for anything else."""
         try:
             data = read_json(path, DOCUMENT_BYTES, largest=LARGEST_NUMBER)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise PlanError(
                 f"cannot read {path}, which holds the profile and the cluster of the plan beside it: "
                 f"{printable(str(error))}; write both with `parallax plan`"

@@ -72,7 +72,7 @@ class Occupancy:
             raise ConfigError(
                 f"{path} is missing: rank {rank} wrote it on its own host; copy it from there"
             ) from error
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise ConfigError(
                 f"cannot read {printable(str(path))} ({printable(str(error))[:200]}): train again to write it anew"
             ) from error

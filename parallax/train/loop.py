@@ -22,7 +22,7 @@ from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.health.checkup import Checkup
-from parallax.train.monitor import LoggerConfig, StepLine, Unwritten
+from parallax.train.monitor import LoggerConfig, StepLine, Unwritten, finite
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import WARM_UP, RunRecord
@@ -359,7 +359,7 @@ class _Run:
             self._saves.save(
                 voice,
                 state,
-                {"loss": _number(result.loss), "validation_loss": _number(found)},
+                finite({"loss": result.loss, "validation_loss": found}),
                 last=last or self._stopping.at_once,
             )
             self._stopping.ask()
@@ -417,10 +417,6 @@ def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
 
 def _trouble(result: StepResult) -> str:
     return f" was skipped, {result.trouble}" if result.trouble else ""
-
-
-def _number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _due(every: int, step: int) -> bool:

@@ -140,12 +140,16 @@ def load_curves(logger: LoggerConfig) -> None:
             curves.close()
 
 
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """``record``, in which numbers that are not finite are none."""
+    return {key: value if is_finite(value) else None for key, value in record.items()}
+
+
 class MetricsLog:
     """Appends records to ``metrics.jsonl`` in ``directory``, and their numbers to ``tensorboard/``.
 
     Each line is flushed, so a killed run loses at most the line it was writing; that half line is cut off
-    when the file is opened again. A run resumed from an older checkpoint repeats steps: the later line of a
-    step counts.
+    when the file is opened again.
     """
 
     def __init__(
@@ -164,9 +168,8 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``, which has a ``step``; numbers that are not finite become null."""
-        plain = {key: value if is_finite(value) else None for key, value in record.items()}
         with self._unwritten.trying(self.path):
-            self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
+            self._file.append((json.dumps(finite(record), allow_nan=False) + "\n").encode())
         # A writer that has failed once is of no use any more.
         curves, self._curves = self._curves, NoCurves()
         with self._unwritten.trying(self._folder):

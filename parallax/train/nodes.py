@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parallax.mesh import Mesh
 from parallax.nodes.links import clock_offset
-from parallax.nodes.objects import all_objects
+from parallax.nodes.objects import objects_for_first
 from parallax.nodes.places import find_sites
 from parallax.report.occupancy import occupancy_path
 from parallax.runtime.engine import StepResult
@@ -45,9 +45,7 @@ class NodeRecords:
         """Bring what other nodes have written to rank 0's directory; called by every rank."""
         if self._sites.shared:
             return
-        found = all_objects(self._own_files())
-        if self._rank != 0:
-            return
+        found = objects_for_first(self._own_files())
         for name, content in (each for files in found if files for each in files.items()):
             path = self._directory / name
             with unwritten.trying(path):

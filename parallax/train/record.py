@@ -18,7 +18,7 @@ from parallax.report import timeline_png
 from parallax.report.occupancy import Occupancy, computed, occupancy_path
 from parallax.report.swap import SwapRecord, swaps
 from parallax.runtime.engine import StepResult
-from parallax.train.monitor import Unwritten, is_finite
+from parallax.train.monitor import Unwritten, finite
 from parallax.train.nodes import events_path
 from parallax.train.repeats import METRICS, forget_steps, note_restart, noted_restarts
 
@@ -138,10 +138,9 @@ class RunRecord:
         path, trying = self._directory / "summary.json", self._unwritten.trying
         if self._mesh.rank != 0 or (not self._recent and path.exists()):
             return
-        plain = {key: value if is_finite(value) else None for key, value in summary.items()}
         with trying(path):
             try:
-                path.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+                path.write_text(json.dumps(finite(summary), indent=1), encoding="utf-8")
             except OSError:
                 path.unlink(missing_ok=True)  # half of it says nothing
                 raise

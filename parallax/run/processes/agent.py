@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from parallax.common.documents import DOCUMENT_BYTES, any_json, read_text
 from parallax.common.files import temporary_folder
 from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, heeding, stopped_by
-from parallax.errors import printable
+from parallax.errors import ConfigError, printable
 from parallax.run.processes.forkserver import ForkServer, ServerLost
 from parallax.run.processes.restarts import Failure, Restarts
+from parallax.run.sweep.points import is_complete, summary_of
 from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
 from parallax.runtime.failure.report import FailureKind, FailureReport
 
@@ -139,11 +139,8 @@ class Agent:
         """Whether the ranks have come to the run's end."""
         path = self.directory / "summary.json"
         try:
-            return (
-                path.stat().st_mtime >= since
-                and any_json(read_text(path, DOCUMENT_BYTES))["ended"] == "steps"
-            )
-        except (OSError, ValueError, KeyError):
+            return path.stat().st_mtime >= since and is_complete(summary_of(self.directory))
+        except (OSError, ConfigError):
             return False
 
 

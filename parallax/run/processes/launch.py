@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from parallax import config as configuration
-from parallax.common.documents import DOCUMENT_BYTES, any_json, read_text
 from parallax.common.signals import heeding, interrupt
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths
 from parallax.common.units import format_seconds
 from parallax.config import RunConfig
-from parallax.errors import ParallaxError
+from parallax.errors import ConfigError, ParallaxError
 from parallax.machine.accelerators import accelerator_named
 from parallax.machine.local import choose_devices
 from parallax.model.factory.huggingface import HuggingFaceConfig
@@ -37,6 +36,7 @@ from parallax.run.prepare import PreparedRun, write_run
 from parallax.run.processes.agent import Agent
 from parallax.run.processes.rank import ON_DRIFT
 from parallax.run.resume import STORED, load_stored, read_stored
+from parallax.run.sweep.points import summary_of
 from parallax.run.working import working
 from parallax.train.loop import OnDrift
 from parallax.train.stop import Drifted
@@ -73,11 +73,9 @@ def _slow_ranks(directory: Path) -> dict[int, float]:
 def _summary(directory: Path) -> dict[str, Any]:
     """What a run wrote at its end; nothing where it did not."""
     try:
-        # A loss may be none.
-        found = any_json(read_text(directory / "summary.json", DOCUMENT_BYTES))
-    except (OSError, ValueError):
+        return summary_of(directory) or {}
+    except ConfigError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
@@ -176,6 +174,4 @@ def rank_environment(run: PreparedRun) -> dict[str, str]:
     wanted = {"OMP_NUM_THREADS": str(choice.threads)}
     if choice.kind != "cpu":
         wanted |= accelerator_named(choice.kind).environment
-    # With gloo, restarts find stale keys otherwise.
-    wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return {key: value for key, value in wanted.items() if key not in os.environ}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +29,7 @@ from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
 from parallax.run.preflight import check_start_together, check_versions
 from parallax.run.prepare import PreparedRun
+from parallax.run.processes.forkserver import die_with
 from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
 from parallax.run.resume import Trusts
 from parallax.runtime.engine import Engine
@@ -48,7 +47,6 @@ from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
 
 ON_DRIFT = "PARALLAX_ON_DRIFT"  # what the launcher asks of its ranks
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 # No action takes longer than its step; predictions are not better than that.
 _STEPS_IN_ONE_ACTION = 2
@@ -63,8 +61,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
     watch: Watch | None = None
     held = contextlib.ExitStack()  # what ends with the process, however it ends
     try:
-        if sys.platform == "linux":  # no rank is left over when the launcher is killed
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        die_with(os.getppid())  # no rank is left over when the launcher is killed
         if not faulthandler.is_enabled():
             # A crash in compiled code says where it was called from.
             faulthandler.enable(all_threads=False)

@@ -46,8 +46,8 @@ class Failure:
             return cls(report=_killed(rank, killed[rank], known), exit_code=killed[rank])
         rank, code = next(iter(ended.items()))
         if told is None:
-            told = FailureReport(rank, FailureKind.LOST, f"rank {rank}", _ended(code), code=code)
-            told = replace(told, code=code if code == UserError.exit_code else 1)
+            said = code if code == UserError.exit_code else 1
+            told = FailureReport(rank, FailureKind.LOST, f"rank {rank}", _ended(code), code=said)
         return cls(report=told, exit_code=ended.get(told.rank, code))
 
     @classmethod

@@ -112,7 +112,7 @@ def read_json(path: Path) -> Any:
         return documents.read_json(path, documents.DOCUMENT_BYTES)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
 

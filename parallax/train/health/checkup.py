@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from parallax.common.events import busy_seconds
 from parallax.errors import CorruptionError
 from parallax.runtime.batch import Rows
 from parallax.runtime.engine import Engine, StepResult
 from parallax.runtime.health.recheck import Recheck
 from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
-from parallax.train.health.stragglers import Straggler, StragglerJudge, busy_seconds
+from parallax.train.health.stragglers import Straggler, StragglerJudge
 
 _HIDDEN = 0.1  # of a device's seconds: reading that takes no more than that does not matter
 

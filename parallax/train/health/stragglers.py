@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallax.common.events import Span
 from parallax.errors import printable
 from parallax.plan.plan import Plan
 from parallax.plan.rows import micro_batch_rows, replica_rows
@@ -29,13 +28,7 @@ MOST = 7  # of these that must be slow
 SLOW = 2.0  # times the others' seconds
 UNPREDICTED_SLOW = 3.0  # where no plan says how unequal the ranks' work is
 HOLDS_UP = 0.2  # of the step, that a rank takes more than it should
-_COMPUTES = ("forward", "backward", "backward_weight")
 _PREDICTED = ("forward", "backward", "recompute")
-
-
-def busy_seconds(spans: Iterable[Span]) -> float:
-    """How long the actions of one rank computed, without what they waited."""
-    return sum(s.end - s.start - s.wait for s in spans if s.kind in _COMPUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +50,14 @@ class StragglerJudge:
 
     def __init__(self, plan: Plan) -> None:
         self._places = [plan.locate(rank) for rank in range(plan.world_size)]
+        self._peers = [
+            [
+                other
+                for other, place in enumerate(self._places)
+                if place[0] == stage and other != rank
+            ]
+            for rank, (stage, _) in enumerate(self._places)
+        ]
         self._rows = [_rows(plan, *place) for place in self._places]
         stages = plan.prediction.stages
         self._predicted = [
@@ -98,7 +99,7 @@ class StragglerJudge:
         stage, replica = self._places[rank]
         than = (
             "those of the other replicas of its stage"
-            if self._peers(rank)
+            if self._peers[rank]
             else "predicted, beside the other ranks"
             if self._predicted
             else "the other ranks'"
@@ -107,7 +108,7 @@ class StragglerJudge:
         return Straggler(rank, round(factor, 2), where, than)
 
     def _slow(self, rank: int) -> bool:
-        least = SLOW if self._predicted or self._peers(rank) else UNPREDICTED_SLOW
+        least = SLOW if self._predicted or self._peers[rank] else UNPREDICTED_SLOW
 
         def holds_up(step: float, busy: float, factor: float) -> bool:
             return factor >= least and busy * (1 - 1 / factor) >= HOLDS_UP * step
@@ -121,15 +122,11 @@ class StragglerJudge:
         ratios = [seconds / other for seconds, other in zip(busy, known)]
         found = []
         for rank in range(len(busy)):
-            peers, others = self._peers(rank), [r for r in range(len(busy)) if r != rank]
+            peers = self._peers[rank]
             seconds = by_row if peers else ratios
-            usual = [seconds[other] for other in peers or others]
+            usual = [seconds[r] for r in peers or range(len(busy)) if r != rank]
             found.append(seconds[rank] / statistics.median_low(usual) if usual else 1.0)
         return found
-
-    def _peers(self, rank: int) -> list[int]:
-        stage = self._places[rank][0]
-        return [r for r, place in enumerate(self._places) if place[0] == stage and r != rank]
 
 
 def _rows(plan: Plan, stage: int, replica: int) -> int:

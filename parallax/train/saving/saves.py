@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.errors import CorruptionError, NonFiniteError
+from parallax.runtime.checkpoint import step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.train.onlooker import Onlooker
@@ -37,19 +38,15 @@ class Saves:
     ) -> None:
         self._engine, self._directory, self._config = engine, directory, config
         self._retention, self._onlooker = config.retention(keep_last), onlooker
-        self._step = 0  # of the save that is under way
-        self._since = self._seconds = 0.0
+        self.seconds = 0.0
+        """For how long training has waited for checkpoints so far."""
+        self._told = 0.0  # of them by :meth:`numbers`
 
     def numbers(self) -> tuple[float, float]:
         """How far this rank is with what is being written, and for how long its training has waited for checkpoints
         since the last call."""
-        seconds, self._since = self._since, 0.0
-        return float(self._engine.saving.pending.progress), seconds
-
-    @property
-    def seconds(self) -> float:
-        """For how long training has waited for checkpoints so far."""
-        return self._seconds
+        waited, self._told = self.seconds - self._told, self.seconds
+        return float(self._engine.saving.pending.progress), waited
 
     def advance(self, voice: Voice, progress: Sequence[float]) -> None:
         """Go on with what is being written as far as all ranks are; all call it."""
@@ -67,7 +64,6 @@ class Saves:
             self.finish(voice, next_step=step)
             told = {"state": state, "metrics": {k: v for k, v in metrics.items() if v is not None}}
             self._engine.saving.begin(self._directory, step, told, self._retention)
-            self._step = step
             if last or not self._config.asynchronous:
                 self.finish(voice)
 
@@ -96,16 +92,13 @@ class Saves:
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         """Training waits, for a checkpoint."""
-        start, before = time.perf_counter(), self._since
+        start, before = time.perf_counter(), self.seconds
         try:
             with self._onlooker.phase(_PHASE):
                 yield
         finally:
-            # Once where it is nested.
-            self._seconds -= self._since - before
-            self._since = before + time.perf_counter() - start
-            self._seconds += self._since - before
+            self.seconds = before + time.perf_counter() - start  # once where it is nested
 
     def _say(self, voice: Voice, path: Path | None) -> None:
         if path is not None:
-            voice.note(f"step {self._step}: checkpoint {path}")
+            voice.note(f"step {step_of(path)}: checkpoint {path}")

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallax.common.events import Span
+from parallax.common.events import Span, busy_seconds
 from parallax.model.describe import describe
 from parallax.model.gpt import GPTConfig
 from parallax.plan.plan import Plan, StagePrediction
-from parallax.train.health.stragglers import StragglerJudge, busy_seconds
+from parallax.train.health.stragglers import StragglerJudge
 from tests.plans import make_plan
 
 
