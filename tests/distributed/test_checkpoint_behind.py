@@ -66,7 +66,7 @@ KINDS: dict[str, Any] = {
     "mixed": Mixed((1, 1), {}),
     "mixed, below": Mixed((1,), {"optimizer_offload": 1.0}),
     "mixed, sharded": Mixed((2,), {"shard": True}),
-    "accumulating": replace(SINGLE, sizes=(8, 8, 8, 8)).under((1, 1), microbatch=1),
+    "accumulating": SINGLE.under((1, 1), microbatch=1),
     "batch norm": pictures("sync", sizes=(8, 8, 8, 8)).under((2,)),
     "buffers": replace(SINGLE, factory=with_buffers).under((1, 1)),
     "offloaded activations": SINGLE.under((1, 1), "offload"),

@@ -24,20 +24,22 @@ MIB = 2**20
 
 
 class Wide(nn.Module):
-    """Some work, so that what the ranks do beside it does not count; ``pause`` seconds more on the last rank."""
+    """Some work, of so many ``seconds`` that what the ranks do beside it does not count."""
 
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.linear, self.pause = nn.Linear(64, 64), pause
+        self.linear, self.seconds = nn.Linear(64, 64), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.002 + self.pause)
+        time.sleep(self.seconds)
         out: Tensor = self.linear(x)
         return out
 
 
 def build(pause: float) -> nn.Module:
-    return nn.Sequential(Wide(), Wide(), Wide(pause), Wide(pause))
+    """Two blocks, and two that take ``pause`` seconds more, six times as long."""
+    usual = pause / 5 or 0.002
+    return nn.Sequential(*(Wide(usual + more) for more in (0.0, 0.0, pause, pause)))
 
 
 class Rows:
@@ -108,19 +110,19 @@ def test_the_share_of_a_step_that_waits_for_rows_is_shown(
 ) -> None:
     """Of rows that are made before the step, and of such as are made when they are asked for."""
     for name, source in (
-        ("before", Rows(before=0.06)),
-        ("demand", Rows(on_demand=0.03)),
+        ("before", Rows(before=0.3)),
+        ("demand", Rows(on_demand=0.15)),
         ("neither", Rows()),
     ):
         folder = tmp_path / name
         folder.mkdir()
-        summary = running(folder, source, (1,), 3, 0.0)
+        summary = running(folder, source, (1,), 3, 0.05 if name == "neither" else 0.0)
         metrics = [m for m in read_metrics(folder / "metrics.jsonl") if "loss" in m]
         lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
         if name == "neither":
             assert summary["input_share"] < 0.25
             continue
-        assert all(0.06 <= m["input_seconds"] < 0.3 for m in metrics)
+        assert all(0.3 <= m["input_seconds"] < 1.5 for m in metrics)
         assert all(0.25 < m["input_share"] <= 1 for m in metrics)
         assert 0.25 < json.loads((folder / "summary.json").read_text())["input_share"] <= 1
         assert ["  input " in line and "%" in line for line in lines[:3]] == [True] * 3
@@ -128,7 +130,7 @@ def test_the_share_of_a_step_that_waits_for_rows_is_shown(
 
 def test_a_slow_rank_is_named_once_and_trained_with(pool: Pool, tmp_path: Path) -> None:
     """It sleeps in its actions, for five times as long as the others compute."""
-    for summary in pool.run(running, 2, tmp_path, Rows(), (1, 1), 14, 0.01):
+    for summary in pool.run(running, 2, tmp_path, Rows(), (1, 1), 14, 0.05):
         (found,) = summary["stragglers"]
         assert found["rank"] == 1
         assert found["where"].startswith("stage 1, replica 0, on ")

@@ -15,11 +15,11 @@ from torch import Tensor
 from parallax.errors import CheckpointError
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.checkpoint import checkpoint_name
-from parallax.runtime.engine import Engine
 from parallax.runtime.optim.scaling import FIRST_FACTOR
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import make_batch
 from tests.distributed.test_precision import FORMATS, STREAMED, engine
+from tests.held import held
 
 PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "one rank": ((1,), {}),
@@ -29,15 +29,6 @@ PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 PAIRS = list(itertools.permutations(FORMATS, 2))
 HALF, WHOLE = 2, 4
-
-
-def held(built: Engine) -> dict[str, Tensor]:
-    """Weights, and what is known of them."""
-    found = {f"weight {name}": weight for name, weight in built.parameters.items()}
-    for name, tensor in built._stage.named_tensors().items():
-        states = built._optimizer.states(tensor)
-        found |= {f"{key} {name}": value for key, value in states.items()}
-    return {name: value.detach().clone().contiguous() for name, value in found.items()}
 
 
 def taking_over(

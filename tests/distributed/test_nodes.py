@@ -248,6 +248,7 @@ def test_a_node_that_has_lost_its_checkpoints_is_named(pool: Pool, tmp_path: Pat
     newer = tmp_path / "x" / "checkpoints" / checkpoint_name(9)
     shutil.copytree(newer.with_name(checkpoint_name(1)), newer)
     found = pool.run(there, 3, hosts, tmp_path, usable, tmp_path)
+    assert found == found[:1] * 3
     for usable_ones, (remark,) in found:
         assert usable_ones == [checkpoint_name(1)]
         assert re.match(

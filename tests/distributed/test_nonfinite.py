@@ -39,7 +39,7 @@ def batches() -> list[TensorRows]:
     return found
 
 
-def skipping(case: Case, *, given: bool) -> tuple[Weights, list[StepResult], float]:
+def skipping(case: Case, given: bool) -> tuple[Weights, list[StepResult], float]:
     """Training in which one step's batch is bad, or is not ``given`` at all; the weights, what was said, and the loss
     of an evaluation."""
     with tempfile.TemporaryDirectory() as folder:
@@ -73,8 +73,8 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
     pool: Pool, replicas: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     case = replace(Case(gpt(tied=False), loss=poisoned), skips=2).under(replicas, **options)
-    found = pool.run(skipping_as, case.world, case, True)
-    without = pool.run(skipping_as, case.world, case, False)
+    found = pool.run(skipping, case.world, case, True)
+    without = pool.run(skipping, case.world, case, False)
     expected = plain_training(case, batches(), skips=True).weights
     for (weights, results, held_out), (others, _, other) in zip(found, without):
         assert held_out == other
@@ -85,10 +85,6 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
         for name, weight in weights.items():
             assert torch.equal(weight, others[name])
             assert torch.allclose(weight, expected[name], rtol=1e-8, atol=1e-12)
-
-
-def skipping_as(case: Case, given: bool) -> Any:
-    return skipping(case, given=given)
 
 
 # ---- one rank

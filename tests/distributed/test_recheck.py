@@ -45,7 +45,7 @@ def first_token(outputs: Tensor, targets: Tensor) -> Tensor:
 # ---- nothing of it stays
 
 
-def trained(case: Case, *, checked: bool) -> Any:
+def trained(case: Case, checked: bool) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         engine = case.engine(folder)
         torch.manual_seed(5)
@@ -76,15 +76,11 @@ def test_training_with_it_is_training_without(
 ) -> None:
     case = Case(factory).under(replicas, **options)
     case = replace(case, loss=first_token) if factory is normed else case
-    jobs = [pool.run(training, case.world, case, checked) for checked in (True, False)]
+    jobs = [pool.run(trained, case.world, case, checked) for checked in (True, False)]
     for (losses, weights, drawn), (others, other_weights, other) in zip(*jobs):
         assert losses == others
         assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
         assert drawn == other
-
-
-def training(case: Case, checked: bool) -> Any:
-    return trained(case, checked=checked)
 
 
 # ---- what is wrong
@@ -217,7 +213,7 @@ def mlp_that_flips() -> nn.Module:
 
 
 class Wrong(nn.Module):
-    """Wrong at its sixth call: of a run of steps with one micro-batch each, in the second check after two steps."""
+    """Wrong at its fourth call: of a run of steps with one micro-batch each, the second of the check after two."""
 
     calls = 0
 

@@ -15,11 +15,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from parallax.runtime.checkpoint import checkpoint_name
-from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Scaled
+from tests.held import held
 
 HALF, WHOLE = 2, 4
 WIDTH = 8
@@ -147,23 +147,15 @@ class Part:
     after: bytes
 
 
-def held(engine: Engine) -> bytes:
-    found = {f"weight {name}": tensor.detach() for name, tensor in engine.parameters.items()}
-    for name, tensor in engine._stage.named_tensors().items():
-        states = engine._optimizer.states(tensor)
-        found |= {f"{key} {name}": value for key, value in states.items()}
-    return save({name: tensor.clone().contiguous() for name, tensor in found.items()})
-
-
 def training(case: Case, folder: Path, first: int, last: int) -> Part:
     """Steps ``first`` to ``last``, from the checkpoint before them, if any, and into one after them."""
     engine = case.engine(folder)
     if first:
         assert engine.load(folder / checkpoint_name(first)) == {"source": {"position": 7}}
         assert engine.completed_steps == first
-    before = held(engine)
+    before = save(held(engine))
     losses = [engine.step(batch).loss for batch in case.batches()[first:last]]
-    after = held(engine)
+    after = save(held(engine))
     if not first:
         engine.save(folder, {"source": {"position": 7}})
     engine.close()

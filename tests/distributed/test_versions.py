@@ -10,7 +10,7 @@ from tests.distributed.pool import Pool
 
 def meets(odd: int) -> str:
     nodes = Nodes.gather()
-    own = preflight.versions()
+    plain, own = preflight.versions, preflight.versions()
     if nodes.rank == odd:
         preflight.versions = lambda: {**own, "torch": "2.9.1"}  # type: ignore[assignment]
     try:
@@ -18,7 +18,7 @@ def meets(odd: int) -> str:
     except PreflightError as error:
         return str(error)
     finally:
-        preflight.versions = lambda: own  # type: ignore[assignment]
+        preflight.versions = plain
     return ""
 
 

@@ -139,6 +139,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def check_same_weights(run: Path, other: Path) -> None:
+    """Bit for bit."""
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), f"{name} of {run} is not that of {other}"
+
+
 DGX = ["cluster=dgx_a100", "cluster.devices=4", "trainer.global_batch=16", "experiment=tiny"]
 GPT2 = ["model=transformer", "model.layers=4", "model.hidden=128", "model.heads=2"]
 

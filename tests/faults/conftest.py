@@ -75,4 +75,4 @@ def small(tmp_path: Path) -> Iterator[Path]:
     if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a small file system can be mounted by root alone")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

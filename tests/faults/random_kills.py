@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
 
 from parallax.train.repeats import RESTARTS
 from tests.faults.commands import (
     MODULE,
+    check_same_weights,
     finish,
     fork_server,
     prepared,
@@ -36,9 +36,9 @@ from tests.faults.commands import (
     start,
     temporary,
     wait_for,
-    weights,
 )
 from tests.faults.killing import kill_at
+from tests.leaks import names
 
 STEPS = 60
 SETTINGS = [
@@ -126,9 +126,7 @@ def files_of(run: Path) -> set[str]:
 
 def compare(run: Path, plain: Path) -> None:
     """Raise AssertionError where anything differs from the undisturbed run."""
-    ours, theirs = weights(run), weights(plain)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours), f"weights of {run} differ"
+    check_same_weights(run, plain)
     assert files_of(run) == files_of(plain)
     assert temporary() == []
 
@@ -157,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--round", type=int, default=0, help="the first, after an error")
     parsed = parser.parse_args()
-    shared = {*Path("/dev/shm").iterdir()}
+    shared = names()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         for name in ("here", "tmp", "cache"):
             (Path(folder) / name).mkdir()
@@ -169,7 +167,7 @@ def main() -> None:
             )
         finally:
             os.chdir("/")
-    left = {*Path("/dev/shm").iterdir()} - shared
+    left = names() - shared
     print(f"{victims.total()} kills: nothing lost; left in shared memory: {len(left)} files")
     sys.exit(bool(left))
 

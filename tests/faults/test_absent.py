@@ -23,14 +23,16 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def start(folder: Path, rank: int, size: int, port: int) -> subprocess.Popen[str]:
+def start(
+    folder: Path, rank: int, size: int, port: int, join_seconds: int = JOIN_SECONDS
+) -> subprocess.Popen[str]:
     """One rank, by hand."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     which = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     return subprocess.Popen(
         [sys.executable, "-m", "parallax", "train", "experiment=tiny"],
         cwd=folder,
-        env={**os.environ, **where, **which, "PARALLAX_JOIN_SECONDS": str(JOIN_SECONDS)},
+        env={**os.environ, **where, **which, "PARALLAX_JOIN_SECONDS": str(join_seconds)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,7 +74,7 @@ def test_a_port_that_another_program_has(tmp_path: Path) -> None:
 
 
 def test_ranks_that_count_otherwise_are_told_so(tmp_path: Path, port: int) -> None:
-    both = start(tmp_path, 0, 2, port), start(tmp_path, 1, 3, port)
+    both = start(tmp_path, 0, 2, port, 60), start(tmp_path, 1, 3, port, 60)
     for code, said in map(ended, both):
         assert code == 2
         assert "as one of 3" in said[-1]

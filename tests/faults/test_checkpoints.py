@@ -22,7 +22,6 @@ SETTINGS = [
     "trainer.checkpoint_every=100",
     "trainer.keep_checkpoints=0",
     "trainer.eval_every=0",
-    "trainer.max_restarts=0",
     "logger.tensorboard=false",
 ]
 Called = Callable[..., tuple[int, str, str]]

@@ -163,7 +163,7 @@ def test_a_hang_beside_the_steps_is_named(here: Path, stuck: Stuck) -> None:
     _, code, err = stuck("writing=sleeps", *every, code=MODEL + WRITING)
     assert code == 1
     assert re.fullmatch(
-        r"parallax: rank 1 \(stage 1, replica 0\) has been writing a checkpoint beside its steps, \d s without a sign "
+        r"parallax: rank 1 \(stage 1, replica 0\) has been writing a checkpoint beside its steps, \d+ s without a sign "
         r"of life; the limit is 2 s \(trainer.watchdog_seconds; 0 sets none\); it is in how \(\S*stuck.py:\d+\); its "
         r"stacks: runs/run/stacks-rank1.txt",
         one_line(err),

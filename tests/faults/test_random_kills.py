@@ -15,5 +15,4 @@ pytestmark = pytest.mark.faults
 def test_random_kills(here: Path, count: int) -> None:
     """What lies in the temporary folder and in shared memory afterwards fails any test."""
     victims = play(count, 15, print)
-    assert victims.total() >= count
     assert victims["rank"] > count / 2

@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from parallax.runtime.checkpoint import checkpoint_name, list_checkpoints
-from tests.faults.commands import one_line, prepared, running, temporary, weights
+from tests.faults.commands import (
+    check_same_weights,
+    one_line,
+    prepared,
+    running,
+    temporary,
+)
 from tests.faults.killing import kill_at
 from tests.faults.test_left_over import SWAPPING
 from tests.faults.test_swap_disk import offloading
@@ -51,6 +56,4 @@ def test_a_request_in_the_middle_of_a_transfer(
         code, out, err = called("train", "--run-dir", str(each))
         assert (code, err) == (0, "")
         assert ("continuing after step" in out) == (each == run)
-    ours, theirs = weights(run), weights(whole)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    check_same_weights(run, whole)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from parallax import cli, config
 from parallax.runtime.checkpoint import list_checkpoints
@@ -22,6 +21,7 @@ from tests.faults.commands import (
     ON_ONE_RANK_AND_ON_TWO,
     TINY,
     TORCHRUN,
+    check_same_weights,
     finish,
     one_line,
     prepared,
@@ -30,7 +30,6 @@ from tests.faults.commands import (
     start,
     temporary,
     wait_for,
-    weights,
 )
 from tests.results import read_metrics
 
@@ -179,9 +178,7 @@ def test_what_was_stopped_goes_on_bit_for_bit(
     assert is_served(here, cut, process, signal.SIGTERM, 143) < 60
     for run in (cut, whole):
         assert called("train", "--run-dir", str(run))[0] == 0
-    first, second = weights(whole), weights(cut)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    check_same_weights(cut, whole)
     losses = [
         [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
         for run in (whole, cut)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from parallax.common.events import read_events
 from parallax.train.repeats import last_step
 from tests.distributed.pool import ROOT
 from tests.faults.commands import (
     MODULE,
+    check_same_weights,
     finish,
     fork_server,
     one_line,
@@ -30,7 +30,6 @@ from tests.faults.commands import (
     started,
     temporary,
     wait_for,
-    weights,
 )
 from tests.faults.failing import fail_at
 from tests.faults.killing import kill_at
@@ -68,9 +67,7 @@ def plain(called: Called, *settings: str) -> Path:
 
 def check_as_if_nothing_had_been(run: Path, plain: Path) -> None:
     """The same weights, and each step told once."""
-    ours, theirs = weights(run), weights(plain)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    check_same_weights(run, plain)
     mine, others = (
         [(record["step"], record["loss"]) for record in records if "loss" in record]
         for records in (read_metrics(each / "metrics.jsonl") for each in (run, plain))

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from parallax.common.files import cache_directory
@@ -29,6 +28,7 @@ from tests.faults.commands import (
     TINY,
     TORCHRUN,
     call,
+    check_same_weights,
     finish,
     one_line,
     prepared,
@@ -38,7 +38,6 @@ from tests.faults.commands import (
     started,
     temporary,
     wait_for,
-    weights,
 )
 
 
@@ -113,9 +112,7 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     assert code == 0
     assert not [line for line in err.splitlines() if line.startswith(NOISE)], err
     assert out.count("results: runs/b") == 1
-    resumed, whole = weights(run), weights(Path("runs/b"))
-    assert resumed.keys() == whole.keys()
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    check_same_weights(run, Path("runs/b"))
 
 
 def test_a_wrong_prediction_is_planned_again_and_corrected(

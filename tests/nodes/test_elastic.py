@@ -66,6 +66,11 @@ def losses(host: Host) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in found if "loss" in each}
 
 
+def memory_folders(host: str) -> set[Path]:
+    """Those of this machine that belong to ``host``."""
+    return {*Path("/dev/shm").glob(f"parallax-memory-*{host}")}
+
+
 def restarts(host: Host) -> int:
     return output(host).count("continuing after step")
 
@@ -155,10 +160,11 @@ def test_a_lost_host_takes_one_step_with_it_where_memory_has_copies(
 ) -> None:
     """Hosts that share nothing, and no checkpoint on any disk; the one that comes back has nothing either."""
     line = (*SETTINGS, STEP, "trainer.checkpoint_every=0", "checkpoint.memory=true")
+    before = memory_folders("node-*")
     begin(hosts, line)
     reached = max(losses(hosts.a))
     hosts.b.kill()
-    for left in Path("/dev/shm").glob("parallax-memory-*node-b*"):
+    for left in memory_folders("node-b*") - before:
         shutil.rmtree(left)
     shutil.rmtree(hosts.b.folder / "runs")
     wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
@@ -169,4 +175,4 @@ def test_a_lost_host_takes_one_step_with_it_where_memory_has_copies(
     reaches(hosts, max(losses(hosts.a)) + 3)
     assert (hosts.b.folder / "runs/both/plan.yaml").is_file()
     ends_well(hosts, tmp_path / "alone")
-    assert not list(Path("/dev/shm").glob("parallax-memory-*node-*"))
+    assert memory_folders("node-*") <= before

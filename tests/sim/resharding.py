@@ -15,20 +15,12 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
+from tests.held import held
 from tests.plans import make_plan
 from tests.sim import group
 from tests.sim.device import SIM
 from tests.sim.engines import SEQUENCE, Shared, batch
 from tests.sim.races import judge
-
-
-def held(engine: Engine) -> bytes:
-    """Weights, and what is known of them."""
-    found = {f"weight {name}": weight for name, weight in engine.parameters.items()}
-    for name, tensor in engine._stage.named_tensors().items():
-        states = engine._optimizer.states(tensor)
-        found |= {f"{key} {name}": value for key, value in states.items()}
-    return save({n: value.detach().cpu().clone().contiguous() for n, value in found.items()})
 
 
 def go_on(
@@ -61,9 +53,9 @@ def go_on(
             )
             if loaded is not None:
                 engine.load(loaded)
-            found.append(held(engine))
+            found.append(save(held(engine)))
             losses = [engine.step(batch()).loss for _ in range(steps)]
-            found.append(held(engine))
+            found.append(save(held(engine)))
             found.append(losses)
             engine.save(folder, {})
             engine.close()

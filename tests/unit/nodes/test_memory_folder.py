@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallax.errors import ConfigError
+from parallax.nodes import memory_folder
 from parallax.nodes.memory_folder import MemoryFolder
 
 
@@ -24,7 +25,8 @@ def test_it_is_found_again_by_who_knows_the_word(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_process_uses_it(tmp_path: Path) -> None:
+def test_one_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_folder, "_LEAVING_SECONDS", 0.2)
     folder, other = MemoryFolder("word", tmp_path), MemoryFolder("word", tmp_path)
     folder.open(0, "copies")
     with pytest.raises(ConfigError, match=r"cannot use .*checkpoint.memory=false"):

@@ -83,7 +83,9 @@ def test_a_port_is_open_on_the_named_interface_alone(monkeypatch: pytest.MonkeyP
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family is socket.AF_INET and not entry.address.startswith("127.")
+        if entry.family is socket.AF_INET
+        and not entry.address.startswith("127.")
+        and psutil.net_if_stats()[name].isup
     ]
     if not outside:
         pytest.skip("this host has no address but loopback")
