@@ -35,7 +35,7 @@ shift 3
 least=${nodes%%:*} most=${nodes#*:} join=${JOIN:-300}
 for count in "$least" "$most" "$processes" "$join"; do
     if [[ ! $count =~ ^[1-9][0-9]*$ ]]; then
-        echo "torchrun.sh: $count: accepted are whole numbers from 1, first of hosts, then of ranks on each" >&2
+        echo "torchrun.sh: $count: accepted are whole numbers from 1: hosts, ranks on each, and JOIN, in seconds" >&2
         exit 2
     fi
 done

@@ -73,7 +73,8 @@ class Requested:
 
 
 class Drifted:
-    """Steps are not as the plan predicted, which ``judge`` finds; where it ``ends`` the run, another plan goes on."""
+    """Steps are not as the plan predicted, or a rank stays slow, which ``judge`` finds; where it ``ends`` the run,
+    another plan goes on."""
 
     name, then = "drift", "another plan continues from here"
 
@@ -89,7 +90,7 @@ class Drifted:
         return self._judge()
 
     def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """How far off the prediction is."""
+        """How far off the prediction is, or who is slow."""
         return {"drift": agreed.words}
 
 

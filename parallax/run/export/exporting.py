@@ -86,6 +86,6 @@ def _check_room(out: Path, size: int) -> None:
     free = disk_free_bytes(out)
     if size > free:
         raise CheckpointError(
-            f"--out {printable(str(out))}: the weights are {format_bytes(size)}, and {format_bytes(free)} are free "
+            f"--out {printable(str(out))}: its tensors take {format_bytes(size)}, and {format_bytes(free)} are free "
             "there; make room, or name a folder on another disk"
         )

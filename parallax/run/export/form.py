@@ -18,7 +18,7 @@ from parallax.runtime.checkpoint import CheckpointReader
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, of which step, how many bytes of weights, which ``files``, and ``remarks`` on what was
+    """What was written: where, of which step, how many bytes of tensors, which ``files``, and ``remarks`` on what was
     not to be had."""
 
     directory: Path

@@ -308,7 +308,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_
     if lacking == "room":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exporting, "disk_free_bytes", lambda path: 1000)
-            with pytest.raises(CheckpointError, match=r"the weights are .*1000 B are free there"):
+            with pytest.raises(CheckpointError, match=r"its tensors take .*1000 B are free there"):
                 export(run, HF, out)
     elif lacking == "empty":
         out.mkdir()
