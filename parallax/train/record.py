@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.events import EventLog, Span, bubble_fraction, read_events
+from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.plan.plan import Plan
 from parallax.plan.simulation.calibrate import seconds_by_term
@@ -134,24 +135,34 @@ class RunRecord:
         occupancy.save(self._directory)
 
     def write(self, summary: dict[str, Any], *, picture: bool) -> None:
-        """What rank 0 leaves of a run; one that was complete already keeps its summary."""
+        """What rank 0 leaves of a run; one that was complete already keeps its summary, and gets what a process that
+        was killed has not come to."""
         path, trying = self._directory / "summary.json", self._unwritten.trying
-        if self._mesh.rank != 0 or (not self._recent and path.exists()):
+        if self._mesh.rank != 0:
             return
-        with trying(path):
-            try:
-                path.write_text(json.dumps(finite(summary), indent=1), encoding="utf-8")
-            except OSError:
-                path.unlink(missing_ok=True)  # half of it says nothing
-                raise
         with trying(self._directory / MEASURED_EVENTS):
-            (self._directory / MEASURED_EVENTS).unlink(missing_ok=True)
-            with EventLog(self._directory / MEASURED_EVENTS) as events:
-                events.extend(self._measured)
+            self._write_measured(self._directory / MEASURED_EVENTS)
+        if self._recent or not path.exists():
+            with trying(path):
+                try:
+                    path.write_text(json.dumps(finite(summary), indent=1), encoding="utf-8")
+                except OSError:
+                    path.unlink(missing_ok=True)  # half of it says nothing
+                    raise
         # A picture takes longer than saving did.
-        if picture and self._measured and (predicted := self._predicted_spans()):
-            with trying(self._directory / "timeline.png"):
-                timeline_png(predicted, self._measured, self._directory / "timeline.png")
+        drawn = self._directory / "timeline.png"
+        if picture and (self._recent or not drawn.exists()):
+            with trying(drawn):
+                measured = self._measured or _spans_of(self._directory / MEASURED_EVENTS)
+                if measured and (predicted := self._predicted_spans()):
+                    timeline_png(predicted, measured, drawn)
+
+    def _write_measured(self, path: Path) -> None:
+        """Before the summary: where there is one, there is this."""
+        if self._measured or not path.exists():
+            path.unlink(missing_ok=True)
+            with EventLog(path) as events:
+                events.extend(self._measured)
 
     def _typical_spans(self) -> list[Span]:
         """The spans of all ranks for the recent step of median length, as rank 0 measured it."""
@@ -168,6 +179,14 @@ class RunRecord:
         """What the plan said of each action; none where there is no such file."""
         path = self._directory / PREDICTED_EVENTS
         return list(read_events(path)) if path.is_file() else []
+
+
+def _spans_of(path: Path) -> list[Span]:
+    """What the start before has measured; none where that cannot be read."""
+    try:
+        return list(read_events(path))
+    except ConfigError:
+        return []
 
 
 def _terms(plan: Plan, stage: int) -> dict[str, int]:

@@ -127,7 +127,10 @@ def files_of(run: Path) -> set[str]:
 def compare(run: Path, plain: Path) -> None:
     """Raise AssertionError where anything differs from the undisturbed run."""
     check_same_weights(run, plain)
-    assert files_of(run) == files_of(plain)
+    ours, theirs = files_of(run), files_of(plain)
+    assert ours == theirs, (
+        f"{run} has {ours - theirs or 'nothing'} more than {plain}, and lacks {theirs - ours}"
+    )
     assert temporary() == []
 
 

@@ -146,6 +146,29 @@ def test_the_summary_says_where_the_seconds_went(tmp_path: Path) -> None:
     assert spans[0].step >= WARM_UP
 
 
+def test_a_report_that_was_cut_off_is_completed(tmp_path: Path) -> None:
+    """By a start that has no step to take; what there is stays as it was."""
+    with EventLog(tmp_path / PREDICTED_EVENTS) as events:
+        events.extend(
+            [Span(0, 0, "forward", 0, 0, 0.0, 1.0), Span(0, 0, "backward", 0, 0, 1.0, 4.0)]
+        )
+    looping(tmp_path, 1.0, OnDrift.IGNORE)
+    measured, summary = tmp_path / MEASURED_EVENTS, tmp_path / "summary.json"
+    known = measured.read_bytes(), summary.read_bytes()
+    assert known[0]
+    (tmp_path / "timeline.png").unlink()
+    looping(tmp_path, 1.0, OnDrift.IGNORE)
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+    assert (measured.read_bytes(), summary.read_bytes()) == known
+    summary.unlink()
+    looping(tmp_path, 1.0, OnDrift.IGNORE)
+    assert summary.exists()
+    assert measured.read_bytes() == known[0]
+    measured.unlink()
+    looping(tmp_path, 1.0, OnDrift.IGNORE)
+    assert measured.exists()
+
+
 # ---- the swap explains itself
 
 LIMIT = 1024  # bytes: enough for one micro-batch, too few for the two that gpipe has in flight
