@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -23,6 +24,9 @@ from parallax.machine.host import available_memory, node_name
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "parallax-memory-"
+_TOKEN = (
+    "memory-token"  # of a run directory: its folder is found by it, and by those who have it alone
+)
 _STALE_SECONDS = 3600.0  # of a folder that nobody uses
 _LEAVING_SECONDS = 20.0  # of processes whose rank was killed
 
@@ -37,9 +41,10 @@ class MemoryFolder:
         self.path = root / f"{_PREFIX}{os.getuid()}-{name}-{mark}"
         self._root, self._handle = root, -1
 
-    def open(self, needed_bytes: int, what: str) -> None:
+    def open(self, needed_bytes: int, what: str, *, left_bytes: int = 0) -> None:
         """Make it, or take what the start before has left. Raises :class:`ConfigError`, with the arithmetic, where
-        there is no room for ``needed_bytes``, of which ``what`` says what they are."""
+        there is no room for ``needed_bytes``, of which ``what`` says what they are, or less than ``left_bytes`` of the
+        host's memory would be left beside them."""
         self._sweep()
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -56,7 +61,7 @@ class MemoryFolder:
                 f"checkpoint.memory: cannot use {printable(str(self.path))}: {error.strerror}; remove it, or use "
                 "checkpoint.memory=false"
             ) from error
-        self._check_room(needed_bytes, what)
+        self._check_room(needed_bytes, what, left_bytes)
 
     def _lock(self, until: float) -> None:
         """Children of a rank that was killed hold it for some seconds more."""
@@ -69,7 +74,7 @@ class MemoryFolder:
                     raise
             time.sleep(0.1)
 
-    def _check_room(self, needed_bytes: int, what: str) -> None:
+    def _check_room(self, needed_bytes: int, what: str, left_bytes: int) -> None:
         held = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
         for place, free, remedy in (
             (
@@ -77,7 +82,7 @@ class MemoryFolder:
                 disk_free_bytes(self._root),
                 "make that larger (docker run --shm-size)",
             ),
-            ("memory", available_memory(), "use a host with more"),
+            ("memory", available_memory() - left_bytes, "use a host with more"),
         ):
             if needed_bytes > free + held:
                 raise ConfigError(
@@ -108,3 +113,30 @@ class MemoryFolder:
                     shutil.rmtree(path, ignore_errors=True)
                 finally:
                     os.close(handle)
+
+
+def has_copies(directory: Path) -> bool:
+    """Whether the run in ``directory`` has had a folder in memory."""
+    return (directory / _TOKEN).is_file()
+
+
+def forget_copies(directory: Path) -> None:
+    """The run in ``directory`` is to have none any more."""
+    (directory / _TOKEN).unlink(missing_ok=True)
+
+
+def token_of(directory: Path) -> str:
+    """What tells the run in ``directory`` from all others; made where there is none yet."""
+    path = directory / _TOKEN
+    if not path.is_file():
+        made = directory / f".{_TOKEN}.{secrets.token_hex(4)}"
+        made.write_text(secrets.token_hex(16), encoding="utf-8")
+        try:
+            path.hardlink_to(made)
+        except FileExistsError:  # another host's, where they share the directory
+            pass
+        except OSError:  # a file system without hard links
+            made.replace(path)
+        made.unlink(missing_ok=True)
+    # With its place: a directory that was copied is another run.
+    return f"{path.read_text(encoding='utf-8')[:64]} {directory.resolve()}"

@@ -302,13 +302,13 @@ class _Run:
             swap.limit_bytes,
             self._unwritten.has_news,
             *self._saves.numbers(),
+            *self._copies.numbers(),
             *self._checkup.numbers(),
             *self._stopping.numbers(),
         )
-        table = torch.zeros(len(budgets), len(mine), dtype=torch.float64)
-        table[self._rank] = torch.tensor(mine, dtype=torch.float64)
-        columns = [column.tolist() for column in self._mesh.sum(table).unbind(1)]
-        peaks, stalls, transfers, out, back, limits, news, saved, waits, *numbers = columns
+        columns = self._of_all(mine)
+        peaks, stalls, transfers, out, back, limits, news, saved, waits, copies, *numbers = columns
+        self._copies.agree(copies)
         said = self._checkup.agree(numbers[: Checkup.columns])
         self._stopping.agree(numbers[Checkup.columns :])
         if any(news):
@@ -339,6 +339,12 @@ class _Run:
         for words in filter(None, (_trouble(result), wrong, *said)):
             voice.note(f"step {line.step}{words}")
         self._saves.advance(voice, saved)
+
+    def _of_all(self, mine: Sequence[float]) -> list[list[float]]:
+        """Of each number what every rank says."""
+        table = torch.zeros(self._mesh.plan.world_size, len(mine), dtype=torch.float64)
+        table[self._rank] = torch.tensor(mine, dtype=torch.float64)
+        return [column.tolist() for column in self._mesh.sum(table).unbind(1)]
 
     def _tell_unwritten(self, voice: Voice) -> None:
         for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.commands import prepared, running, temporary
+from parallax.nodes.memory_folder import has_copies
+from tests.faults.commands import one_line, prepared, running, temporary
 from tests.faults.killing import kill_at
 from tests.faults.test_restarts import STEPS, check_as_if_nothing_had_been, plain
 
@@ -44,3 +45,34 @@ def test_a_killed_rank_takes_one_step_with_it(
     assert not any(Path(where).exists() for _, where in begun)
     assert running(here) == []
     assert temporary() == []
+
+
+SLOWLY = """
+import time
+from tests.faults import killing
+
+class Rows(killing.Rows):
+    def batch(self, rows):
+        time.sleep(0.8)
+        return super().batch(rows)
+"""
+
+
+@pytest.mark.faults
+def test_nobody_has_to_ask_for_them(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
+    """After some seconds there is one, where there is room; in the end there is none."""
+    reference = plain(called, *kill_at())
+    Path("slowly.py").write_text(SLOWLY)
+    settings = [*kill_at((1, 7, "forward")), "data.target=slowly:Rows"]
+    settings += [f"trainer.steps={STEPS}", "trainer.max_restarts=3", "trainer.checkpoint_every=0"]
+    run = prepared(*settings)
+    code, out, err = called("train", "--run-dir", str(run))
+    assert code == 0, err
+    assert one_line(err).endswith(f"; starting again from {FROM} (2 of 3 restarts left)")
+    ((after, where),) = re.findall(r"continuing after step (\d+) from (/dev/shm/\S+)", out)
+    assert 3 <= int(after) <= 7
+    check_as_if_nothing_had_been(run, reference)
+    assert not Path(where).parent.exists()
+    assert not has_copies(run)

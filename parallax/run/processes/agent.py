@@ -35,14 +35,13 @@ _BY_REQUEST = {-number for number in REQUESTS} | {exit_code(number) for number i
 @dataclass(frozen=True)
 class Agent:
     """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, at most ``max_restarts`` times again from
-    the newest checkpoint in ``checkpoints``, or from ``copies`` in memory. They find ``libraries`` imported."""
+    the newest checkpoint in ``checkpoints``, or from copies in memory. They find ``libraries`` imported."""
 
     name: str
     directory: Path
     ranks: int
     max_restarts: int
     checkpoints: Path
-    copies: bool = False
     libraries: tuple[str, ...] = ()
 
     def start(self, told: Mapping[str, str]) -> int:
@@ -51,7 +50,7 @@ class Agent:
         The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
         """
         relay, begun = Relay(), time.time()
-        restarts = Restarts(self.max_restarts, self.directory, self.checkpoints, copies=self.copies)
+        restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder, heeding(relay, signal.SIGQUIT):
             try:
                 while (code := self._attempts(told, relay, restarts, folder)) is None:

@@ -144,7 +144,6 @@ def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
         run.plan.world_size,
         config.trainer.max_restarts,
         config.checkpoint.folder(directory, config.name),
-        copies=bool(config.checkpoint.memory),
         libraries=_libraries(config) if kind == "cpu" else (),
     )
     return agent.start(told)

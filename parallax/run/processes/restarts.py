@@ -14,6 +14,7 @@ from pathlib import Path
 
 from parallax.common.signals import REQUESTS
 from parallax.errors import UserError
+from parallax.nodes.memory_folder import has_copies
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.repeats import METRICS, last_step
@@ -90,12 +91,10 @@ def _ended(code: int) -> str:
 
 class Restarts:
     """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``, or from
-    ``copies`` in memory, where it has such."""
+    copies in memory, where it has such."""
 
-    def __init__(
-        self, limit: int, directory: Path, checkpoints: Path, *, copies: bool = False
-    ) -> None:
-        self.limit, self._left, self._copies = limit, limit, copies
+    def __init__(self, limit: int, directory: Path, checkpoints: Path) -> None:
+        self.limit, self._left, self._directory = limit, limit, directory
         self._metrics, self._checkpoints = directory / METRICS, checkpoints
         self._before: Failure | None = None
         self._step, self._times = -1, 0
@@ -129,4 +128,5 @@ class Restarts:
         """What is known of that here: of copies the ranks alone know whether they are whole."""
         found = list_checkpoints(self._checkpoints)
         where = found[-1].name if found else "the beginning: there is no checkpoint yet"
-        return f"the newest copy in memory, or else {where}" if self._copies else where
+        copies = has_copies(self._directory)
+        return f"the newest copy in memory, or else {where}" if copies else where
