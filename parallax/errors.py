@@ -11,6 +11,7 @@
     │   ├── PreflightError            this host has less than the run takes
     │   ├── DataError                 no rows, unreadable folder, too little text
     │   └── CheckpointError           missing, damaged, or of another model
+    │       └── LaterStartError       another start of the run goes on
     ├── BudgetExceeded                the swap manager has nothing left to move
     ├── SwapError                     a tier failed to write or read (path and bytes)
     ├── TransportError                a channel between stages broke its contract
@@ -78,6 +79,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or of another model."""
+
+
+class LaterStartError(CheckpointError):
+    """This run was started again, and goes on there: this start of it saves nothing any more."""
 
 
 class BudgetExceeded(ParallaxError):

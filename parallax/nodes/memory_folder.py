@@ -41,11 +41,9 @@ class MemoryFolder:
         self.path = root / f"{_PREFIX}{os.getuid()}-{name}-{mark}"
         self._root, self._handle = root, -1
 
-    def open(self, needed_bytes: int, what: str, *, left_bytes: int = 0) -> None:
-        """Make it, or take what the start before has left. Raises :class:`ConfigError`, with the arithmetic, where
-        there is no room for ``needed_bytes``, of which ``what`` says what they are, or less than ``left_bytes`` of the
-        host's memory would be left beside them."""
-        self._sweep()
+    def open(self) -> None:
+        """Make it, or take what the start before has left. Raises :class:`ConfigError` where somebody else has it."""
+        sweep_memory(self._root, self.path)
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -56,12 +54,14 @@ class MemoryFolder:
                     "checkpoint.memory=false"
                 )
             self._lock(time.monotonic() + _LEAVING_SECONDS)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
+            self.close(remove=False)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(
                 f"checkpoint.memory: cannot use {printable(str(self.path))}: {error.strerror}; remove it, or use "
                 "checkpoint.memory=false"
             ) from error
-        self._check_room(needed_bytes, what, left_bytes)
 
     def _lock(self, until: float) -> None:
         """Children of a rank that was killed hold it for some seconds more."""
@@ -74,20 +74,23 @@ class MemoryFolder:
                     raise
             time.sleep(0.1)
 
-    def _check_room(self, needed_bytes: int, what: str, left_bytes: int) -> None:
+    def check_room(
+        self, needed_bytes: int, what: str, *, spare_bytes: int = 0, coming_bytes: int = 0
+    ) -> None:
+        """Raise :class:`ConfigError`, with the arithmetic, where there is no room for ``needed_bytes``, of which
+        ``what`` says what they are, beside ``spare_bytes`` that are to stay free, and ``coming_bytes`` of memory that
+        others will take. What is in the folder counts as free: it will be replaced."""
         held = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+        in_folder = disk_free_bytes(self._root) - spare_bytes + held
+        in_memory = available_memory() - spare_bytes - coming_bytes + held
         for place, free, remedy in (
-            (
-                str(self._root),
-                disk_free_bytes(self._root),
-                "make that larger (docker run --shm-size)",
-            ),
-            ("memory", available_memory() - left_bytes, "use a host with more"),
+            (str(self._root), in_folder, "make that larger (docker run --shm-size)"),
+            ("memory", in_memory, "use a host with more"),
         ):
-            if needed_bytes > free + held:
+            if needed_bytes > free:
                 raise ConfigError(
                     f"checkpoint.memory: {what} need {format_bytes(needed_bytes)} on {node_name()}, and {place} has "
-                    f"{format_bytes(free + held)}: {remedy}, or use checkpoint.memory=false"
+                    f"{format_bytes(max(0, free))} to spare: {remedy}, or use checkpoint.memory=false"
                 )
 
     def close(self, *, remove: bool) -> None:
@@ -99,20 +102,21 @@ class MemoryFolder:
         os.close(self._handle)
         self._handle = -1
 
-    def _sweep(self) -> None:
-        """Remove what runs of this user have left here, and nobody has come for."""
-        for path in self._root.glob(f"{_PREFIX}{os.getuid()}-*"):
-            with contextlib.suppress(OSError):
-                found = path.lstat()
-                old = time.time() - found.st_mtime > _STALE_SECONDS
-                if path == self.path or not old or found.st_uid != os.getuid():
-                    continue
-                handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(handle)
+
+def sweep_memory(root: Path = SHARED_MEMORY, mine: Path | None = None) -> None:
+    """Remove what runs of this user have left below ``root``, and nobody has come for; not ``mine``."""
+    for path in root.glob(f"{_PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            old = time.time() - found.st_mtime > _STALE_SECONDS
+            if path == mine or not old or found.st_uid != os.getuid():
+                continue
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def has_copies(directory: Path) -> bool:
@@ -122,21 +126,33 @@ def has_copies(directory: Path) -> bool:
 
 def forget_copies(directory: Path) -> None:
     """The run in ``directory`` is to have none any more."""
-    (directory / _TOKEN).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (directory / _TOKEN).unlink(missing_ok=True)
 
 
 def token_of(directory: Path) -> str:
-    """What tells the run in ``directory`` from all others; made where there is none yet."""
+    """What tells the run in ``directory`` from all others; made where there is none yet. Raises :class:`ConfigError`
+    where it cannot be written."""
     path = directory / _TOKEN
-    if not path.is_file():
-        made = directory / f".{_TOKEN}.{secrets.token_hex(4)}"
-        made.write_text(secrets.token_hex(16), encoding="utf-8")
-        try:
-            path.hardlink_to(made)
-        except FileExistsError:  # another host's, where they share the directory
-            pass
-        except OSError:  # a file system without hard links
-            made.replace(path)
-        made.unlink(missing_ok=True)
-    # With its place: a directory that was copied is another run.
-    return f"{path.read_text(encoding='utf-8')[:64]} {directory.resolve()}"
+    try:
+        if not path.is_file():
+            _make_token(path)
+        # With its place: a directory that was copied is another run.
+        return f"{path.read_text(encoding='utf-8')[:64]} {directory.resolve()}"
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.memory: cannot use {printable(str(path))}: {error.strerror}; make room there, or use "
+            "checkpoint.memory=false"
+        ) from error
+
+
+def _make_token(path: Path) -> None:
+    made = path.with_name(f".{_TOKEN}.{secrets.token_hex(4)}")
+    made.write_text(secrets.token_hex(16), encoding="utf-8")
+    try:
+        path.hardlink_to(made)
+    except FileExistsError:  # another host's, where they share the directory
+        pass
+    except OSError:  # a file system without hard links
+        made.replace(path)
+    made.unlink(missing_ok=True)

@@ -70,6 +70,7 @@ class Saving:
         fence = self._fence_of(directories)
         found: list[tuple[float, str, Path]] = []
         told: list[str] = []
+        missing: list[str] = []
         for directory in directories:
             sites = self._sites_of(directory)
 
@@ -82,9 +83,15 @@ class Saving:
             whole, lost = whole_checkpoints(directory, sites, self._mesh.nodes)
             found += [(each.started, each.name, directory / each.name) for each in whole]
             told += lost
-        if told and not found:
-            raise CheckpointError(told[-1])
+            if directory not in self._apart:  # what hosts had in memory is gone for good
+                missing = missing or lost
+        if missing and not found:
+            raise CheckpointError(missing[-1])
         return [path for _, _, path in sorted(found, key=lambda each: each[:2])], told
+
+    def begin_start(self, *directories: Path) -> None:
+        """What this start of the run saves is later than whatever is in ``directories``."""
+        self._fence_of(directories)
 
     def _fence_of(self, directories: Sequence[Path]) -> Fence:
         """This start's, which is made once."""

@@ -118,8 +118,7 @@ class Ledger:
         now = self._now
         if self.resident > now.high_water:
             now.high_water = self.resident
-        if now.wants_sample():
-            now.keep(time.perf_counter(), self.resident, self._store.slots.used_bytes)
+        self.sample()
 
     def sample(self) -> None:
         """Something changed, on the device or below it."""

@@ -271,9 +271,10 @@ class _Run:
 
     def _resume(self) -> Path | None:
         """Load the last good checkpoint of the run directory; the one loaded."""
-        if self._trainer.resume != "auto":
-            return None
         folders = (self._checkpoints, *self._copies.folders)
+        if self._trainer.resume != "auto":
+            self._engine.saving.begin_start(*folders)
+            return None
         found, self._refused = self._engine.checkpoints(*folders)
         first: CheckpointError | None = None
         for path in reversed(found):
@@ -354,7 +355,8 @@ class _Run:
     def _evaluate_and_save(self, voice: Voice, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
-        self._copies.keep(voice, lambda: {"source": self._source.state_dict()})
+        if not (last or self._stopping.at_once):  # what follows is on a disk
+            self._copies.keep(voice, lambda: {"source": self._source.state_dict()})
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):

@@ -22,6 +22,7 @@ from types import FrameType
 from parallax.common.files import temporary_folder
 from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import ConfigError, printable
+from parallax.nodes.memory_folder import sweep_memory
 from parallax.run.processes.forkserver import ForkServer, ServerLost
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.run.sweep.points import is_complete, summary_of
@@ -49,6 +50,7 @@ class Agent:
 
         The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
         """
+        sweep_memory()
         relay, begun = Relay(), time.time()
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder, heeding(relay, signal.SIGQUIT):

@@ -11,6 +11,7 @@ was just allocated it would have to wait for all of that, because the device may
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,8 +59,9 @@ class Buffers:
 
     def close(self) -> None:
         """Release those that were given back and are no longer read; the others go with who has them."""
-        while self._back and self._back[0][1].done():
-            self._back.popleft()[0].close()
+        with contextlib.suppress(RuntimeError):  # a device that failed tells nothing any more
+            while self._back and self._back[0][1].done():
+                self._back.popleft()[0].close()
 
 
 class Landing(Protocol):

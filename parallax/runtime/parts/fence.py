@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from parallax.common.documents import SMALL_BYTES, read_json
-from parallax.errors import CheckpointError, printable
+from parallax.errors import LaterStartError, printable
 from parallax.machine.host import node_name
 from parallax.runtime.checkpoint import partial_folder
 
@@ -35,13 +35,13 @@ class Fence:
         return cls(secrets.token_hex(16), max(time.time(), before + 1.0))
 
     def hold(self, directory: Path) -> None:
-        """Leave this start's word in ``directory``, if that is there. Raises :class:`CheckpointError` where a later
+        """Leave this start's word in ``directory``, if that is there. Raises :class:`LaterStartError` where a later
         start has left its own."""
         found = _read(directory)
         if found.get("word") == self._word or not directory.is_dir():
             return
         if _time_of(found) > self.started:
-            raise CheckpointError(
+            raise LaterStartError(
                 f"{printable(str(directory))}: this run was started again meanwhile, on "
                 f"{printable(str(found.get('node')))}, and goes on there; this start of it ends here, and saves nothing"
             )

@@ -16,11 +16,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import psutil
-
-from parallax.errors import ConfigError
+from parallax.errors import CheckpointError, ConfigError, LaterStartError
+from parallax.machine.host import data_bytes
+from parallax.machine.preflight.needs import PROCESS_BYTES
 from parallax.mesh import Mesh
 from parallax.nodes.memory_folder import MemoryFolder, forget_copies, has_copies, token_of
 from parallax.nodes.together import from_all
@@ -119,29 +119,42 @@ class AsTheyCost:
         self._next = time.monotonic() + max(self._least, seconds / self._share)
 
 
+class CopyPlace(NamedTuple):
+    """Where this host's copies are: ``folder``, in which ``leads`` says whether this rank works, the bytes that they
+    take, which are ``what``, and what its ranks will still take of the host's memory, as their plan says."""
+
+    folder: MemoryFolder
+    leads: bool
+    size: int
+    what: str
+    coming_bytes: int
+
+
 class MemoryCopies:
-    """Of the state of ``engine``, in the folder that ``find`` opens for the run in ``directory`` when the first is due;
-    None is none for good. ``leads``: this rank removes what nobody goes on from. Called by all ranks."""
+    """Of the state of ``engine``, which trains the run in ``directory``, when ``pace`` says; called by all ranks. The
+    folder is opened when it is needed first. ``asked``: where that or a copy fails the run ends; otherwise it goes on
+    without copies. Without ``resumes`` those of the start before go."""
 
     def __init__(
         self,
         engine: Engine,
         directory: Path,
-        find: Callable[[], MemoryFolder | None],
-        leads: bool,
         pace: Pace,
         onlooker: Onlooker,
+        *,
+        asked: bool,
+        resumes: bool,
     ) -> None:
-        self._engine, self._find, self._leads, self._pace = engine, find, leads, pace
-        self._directory, self._onlooker = directory, onlooker
-        self._folder: MemoryFolder | None = None
+        self._engine, self._directory, self._pace = engine, directory, pace
+        self._onlooker, self._asked, self._resumes = onlooker, asked, resumes
+        self._place: CopyPlace | None = None
         self._due = self._none = False
         self._seconds: list[float] = []
 
     @property
     def folders(self) -> tuple[Path, ...]:
         """This host's."""
-        return () if self._folder is None else (self._folder.path,)
+        return () if self._place is None else (self._place.folder.path,)
 
     def numbers(self) -> tuple[float]:
         """By this rank's clock."""
@@ -151,37 +164,82 @@ class MemoryCopies:
         """One where any rank wants one."""
         self._due = any(wanted)
 
-    def open(self) -> None:
-        """Find the folder now."""
-        if self._folder is None and not self._none:
-            self._folder = self._find()
-            self._none = self._folder is None
+    def find(self) -> None:
+        """Open the folder of the start before, or do without copies."""
+        try:
+            self.open()
+        except ConfigError:  # another process has it
+            self._none = True
+
+    def open(self) -> CopyPlace:
+        """Open the folder. Raises :class:`ConfigError` where it cannot be used."""
+        place = _place(self._engine, self._directory)
+
+        def begin() -> None:
+            place.folder.open()
+            if not self._resumes:
+                for path in list_checkpoints(place.folder.path):
+                    shutil.rmtree(path, ignore_errors=True)
+
+        from_all(begin if place.leads else lambda: None)
+        self._place = place
+        return place
+
+    def check_room(self, place: CopyPlace) -> None:
+        """Raise :class:`ConfigError` where there is no room; where nobody asked, as much again has to stay free, and
+        what the plan will take."""
+        spare, coming = (0, 0) if self._asked else (place.size, place.coming_bytes)
+        from_all(
+            lambda: (
+                place.folder.check_room(
+                    place.size, place.what, spare_bytes=spare, coming_bytes=coming
+                )
+                if place.leads
+                else None
+            )
+        )
 
     def keep(self, voice: Voice, state: Callable[[], dict[str, Any]]) -> None:
         """A copy, where one is due; training waits for it."""
-        if not self._due:
+        if not self._due or self._none:
             return
-        step, start = self._engine.completed_steps, time.perf_counter()
-        with self._onlooker.phase("copying the state in memory"):
-            self.open()
-            if self._folder is None:
-                return
-            path = self._folder.path
-            if not self._seconds and self._leads:  # those that this start did not go on from
-                found = map(step_of, list_checkpoints(path))
-                remove(path, [each for each in found if each is not None and each > step])
-            self._engine.saving.copy(path, step, {"state": state()})
-        self._seconds.append(time.perf_counter() - start)
-        self._pace.took(self._seconds[-1])
+        step = self._engine.completed_steps
+        try:
+            with self._onlooker.phase("copying the state in memory"):
+                self._keep(step, state)
+        except LaterStartError:
+            raise
+        except (ConfigError, CheckpointError) as error:
+            if self._asked:
+                raise
+            self._none = True
+            self.close()
+            voice.note(f"step {step}: the state is not copied into memory: {error}")
+            return
         if len(self._seconds) == _TOLD_AFTER:
             took = sorted(self._seconds)[_TOLD_AFTER // 2]
-            voice.note(f"step {step}: a copy in memory takes {1000 * took:.0f} ms ({path})")
+            where = ", ".join(map(str, self.folders))
+            voice.note(f"step {step}: a copy in memory takes {1000 * took:.0f} ms ({where})")
+
+    def _keep(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        place = self._place or self.open()
+        path = place.folder.path
+        if not self._seconds:
+            self.check_room(place)
+            if place.leads:  # those that this start did not go on from
+                found = map(step_of, list_checkpoints(path))
+                remove(path, [each for each in found if each is not None and each > step])
+        start = time.perf_counter()
+        self._engine.saving.copy(path, step, {"state": state()})
+        self._seconds.append(time.perf_counter() - start)
+        self._pace.took(self._seconds[-1])
 
     def close(self) -> None:
         """Nobody needs them any more."""
-        if self._folder is not None:
-            self._folder.close(remove=True)
+        if self._place is not None:
+            self._place.folder.close(remove=True)
             forget_copies(self._directory)
+            self._place = None
 
 
 def open_copies(
@@ -192,76 +250,52 @@ def open_copies(
     *,
     resumes: bool,
 ) -> Copies:
-    """The copies that ``config`` asks for, of the run in ``directory``; called by all ranks. Without ``resumes`` those
-    of the start before go. Raises :class:`~parallax.errors.ConfigError` where there is no room for those that were
-    asked for; of those that were not there are none then."""
+    """The copies that ``config`` asks for, of the run in ``directory``; called by all ranks. Raises
+    :class:`~parallax.errors.ConfigError` where there is no room for those that were asked for."""
     asked = config.memory != "auto"
-    if not config.memory:
-        return NoCopies()
-    mesh = engine.mesh
-    leads = mesh.nodes.hosts.index(mesh.nodes.hosts[mesh.nodes.rank]) == mesh.nodes.rank
-    copies = MemoryCopies(
-        engine,
-        directory,
-        lambda: _open_folder(engine, directory, resumes=resumes, asked=asked),
-        leads,
-        EveryFew(int(config.memory)) if asked else AsTheyCost(),
-        onlooker,
-    )
-    if asked or any(from_all(lambda: leads and has_copies(directory))):
-        copies.open()
-    return copies
+    pace = EveryFew(int(config.memory)) if asked and config.memory else AsTheyCost()
+    copies = MemoryCopies(engine, directory, pace, onlooker, asked=asked, resumes=resumes)
+    if asked and config.memory:
+        copies.check_room(copies.open())
+    elif any(from_all(lambda: has_copies(directory))):
+        copies.find()
+    if config.memory:
+        return copies
+    copies.close()
+    return NoCopies()
 
 
-def _open_folder(
-    engine: Engine, directory: Path, *, resumes: bool, asked: bool
-) -> MemoryFolder | None:
-    """That of this host. Where it was not ``asked`` for: None where less would be left than it takes."""
-    nodes = engine.mesh.nodes
+def _place(engine: Engine, directory: Path) -> CopyPlace:
+    """That of this rank's host."""
+    mesh, nodes = engine.mesh, engine.mesh.nodes
     hosts = list(dict.fromkeys(nodes.hosts))
     first = nodes.hosts.index(nodes.hosts[nodes.rank])
-    leads = first == nodes.rank
-    told = from_all(
-        lambda: (
-            token_of(directory) if leads else "",
-            engine.saving.part_bytes,
-            still_to_come(engine.plan, engine.mesh),
-        )
-    )
+    leads, part = first == nodes.rank, engine.saving.part_bytes
+    coming = _coming_bytes(engine.plan, mesh)
+    told = from_all(lambda: (token_of(directory) if leads else "", part, coming))
     folder = MemoryFolder(f"{told[first][0]} {nodes.hosts[nodes.rank]}")
     engine.saving.keep_apart(folder.path)
-    by_host = [
-        sum(size for rank, (_, size, _) in enumerate(told) if nodes.hosts[rank] == host)
-        for host in hosts
-    ]
+
+    def added(host: str, column: int) -> int:
+        return sum(int(each[column]) for rank, each in enumerate(told) if nodes.hosts[rank] == host)
+
     here = hosts.index(nodes.hosts[nodes.rank])
-    held = _AT_ONCE * (by_host[here] + (by_host[here - 1] if len(hosts) > 1 else 0))
-    coming = sum(n for rank, (_, _, n) in enumerate(told) if nodes.hosts[rank] == hosts[here])
-    whose = "this host's part and that of the one before" if len(hosts) > 1 else "the state"
-
-    def make() -> bool:
-        try:
-            left = 0 if asked else coming + held
-            folder.open(held, f"{_AT_ONCE} copies of {whose}", left_bytes=left)
-        except ConfigError:
-            if asked:
-                raise
-            return False
-        if not resumes:
-            for path in list_checkpoints(folder.path):
-                shutil.rmtree(path, ignore_errors=True)
-        return True
-
-    if all(from_all(make if leads else lambda: True)):
-        return folder
-    folder.close(remove=True)
-    forget_copies(directory)
-    return None
+    size, what = added(hosts[here], 1), "the state"
+    if len(hosts) > 1:
+        size += added(hosts[here - 1], 1)
+        what = "this host's part and that of the one before"
+    return CopyPlace(
+        folder,
+        leads,
+        _AT_ONCE * size,
+        f"{_AT_ONCE} copies of {what}",
+        added(hosts[here], 2),
+    )
 
 
-def still_to_come(plan: Plan, mesh: Mesh) -> int:
-    """Bytes of its host's memory that a rank will take beyond what it has by now, as its plan says."""
+def _coming_bytes(plan: Plan, mesh: Mesh) -> int:
+    """What a rank will take of its host's memory beyond what it has by now, as its plan says."""
     predicted = plan.prediction.ranks[mesh.rank]
     due = predicted.peak_bytes if mesh.device.type == "cpu" else 0
     due += predicted.tier_peak_bytes if tier_named(plan.tier).in_ram else 0
-    return max(0, due - psutil.Process().memory_info().rss)
+    return max(0, PROCESS_BYTES + due - data_bytes())

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from parallax.errors import ConfigError
-from parallax.machine.host import available_memory
-from parallax.nodes.memory_folder import MemoryFolder, forget_copies, has_copies, token_of
+from parallax.errors import CheckpointError, ConfigError
+from parallax.model.describe import describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.nodes.memory_folder import forget_copies, has_copies, token_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
-from parallax.train.saving.memory_copies import AsTheyCost, EveryFew
+from parallax.runtime.engine import Engine
+from parallax.train.monitor import StepLine
+from parallax.train.onlooker import Nobody
+from parallax.train.saving.memory_copies import AsTheyCost, EveryFew, MemoryCopies, open_copies
+from tests.faults.test_full_disk import files_of_at_most
+from tests.plans import make_plan
 
 
 @dataclass
@@ -55,15 +63,6 @@ def test_what_was_asked_for_is_by_steps() -> None:
     assert EveryFew(True).due(7)
 
 
-def test_as_much_again_must_be_left(tmp_path: Path) -> None:
-    folder = MemoryFolder("word", tmp_path)
-    folder.open(1000, "copies", left_bytes=available_memory() // 2)
-    folder.close(remove=True)
-    with pytest.raises(ConfigError, match="and memory has"):
-        folder.open(1000, "copies", left_bytes=2 * available_memory())
-    folder.close(remove=True)
-
-
 def test_a_run_knows_whether_it_has_any(tmp_path: Path) -> None:
     assert not has_copies(tmp_path)
     token = token_of(tmp_path)
@@ -77,3 +76,82 @@ def test_a_run_knows_whether_it_has_any(tmp_path: Path) -> None:
 def test_other_words_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="accepted are auto, true, false or a whole number"):
         CheckpointConfig(memory=value)
+
+
+class Voice:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def step(self, line: StepLine, metrics: dict[str, Any]) -> None: ...
+
+    def evaluation(self, step: int, loss: float) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    chain = describe(GPTConfig(layers=1, hidden=16, heads=2, sequence=8).build)
+    made = Engine.build(chain, make_plan(chain), loss=GPT.loss, scratch=tmp_path / "scratch")
+    yield made
+    made.close()
+
+
+def copies_of(engine: Engine, run: Path, *, asked: bool) -> MemoryCopies:
+    return MemoryCopies(engine, run, EveryFew(1), Nobody(), asked=asked, resumes=True)
+
+
+def keep(copies: MemoryCopies, voice: Voice) -> None:
+    copies.agree(copies.numbers())
+    copies.keep(voice, dict)
+
+
+def test_what_nobody_asked_for_fails_without_harm(engine: Engine, tmp_path: Path) -> None:
+    """A full file system of shared memory ends the copies, not the run; those that are there go."""
+    voice, copies = Voice(), copies_of(engine, tmp_path, asked=False)
+    keep(copies, voice)
+    (folder,) = copies.folders
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000000"]
+    with files_of_at_most(1000):
+        keep(copies, voice)
+    (note,) = voice.notes
+    assert note.startswith("step 0: the state is not copied into memory: ")
+    assert "File too large" in note
+    assert not folder.exists()
+    assert not has_copies(tmp_path)
+    keep(copies, voice)
+    assert copies.numbers() == (0.0,)
+    assert len(voice.notes) == 1
+
+
+def test_what_was_asked_for_fails_with_the_run(engine: Engine, tmp_path: Path) -> None:
+    voice, copies = Voice(), copies_of(engine, tmp_path, asked=True)
+    keep(copies, voice)
+    with files_of_at_most(1000), pytest.raises(CheckpointError, match="File too large"):
+        keep(copies, voice)
+    copies.close()
+
+
+def test_those_of_before_go_where_none_are_wanted(engine: Engine, tmp_path: Path) -> None:
+    copies = copies_of(engine, tmp_path, asked=False)
+    keep(copies, Voice())
+    (folder,), place = copies.folders, copies._place
+    assert place is not None
+    place.folder.close(remove=False)  # as a killed process leaves it
+    none = open_copies(engine, tmp_path, CheckpointConfig(memory=False), Nobody(), resumes=True)
+    assert none.folders == ()
+    assert not folder.exists()
+    assert not has_copies(tmp_path)
+
+
+def test_those_of_before_are_found_without_a_word(engine: Engine, tmp_path: Path) -> None:
+    copies = copies_of(engine, tmp_path, asked=False)
+    keep(copies, Voice())
+    place = copies._place
+    assert place is not None
+    place.folder.close(remove=False)
+    again = open_copies(engine, tmp_path, CheckpointConfig(), Nobody(), resumes=True)
+    assert again.folders == copies.folders
+    assert list(again.folders[0].glob("step-*"))
+    again.close()
