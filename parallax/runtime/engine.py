@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from parallax.common.events import Span
+from parallax.errors import CutShortError
 from parallax.machine.device import CopyEngine, copies_for
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
@@ -32,13 +33,21 @@ from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime.batch import Rows, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
-from parallax.runtime.executor import CurrentAction, Executor, Keep, RankProgram, StepContext
-from parallax.runtime.health.buffers import KeptBuffers, NothingKept
+from parallax.runtime.executor import (
+    Asked,
+    CurrentAction,
+    Executor,
+    Keep,
+    RankProgram,
+    StepContext,
+)
+from parallax.runtime.health.buffers import KeptBuffers
 from parallax.runtime.health.part_runs import PartRuns
 from parallax.runtime.inputs import open_inputs
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import device_memory
 from parallax.runtime.meters.spans import spans_of
+from parallax.runtime.meters.step import StepResult
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.optim.tiers import Tiers
@@ -53,22 +62,8 @@ from parallax.swap.config import SwapConfig
 from parallax.swap.statistics import SwapStatistics
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
-    high water since the engine was built (on a CPU: of the process, beyond what it had before). ``loss_scale`` is what
-    the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed,
-    ``trouble`` why this one was not taken, where that is to be said."""
-
-    loss: float
-    gradient_norm: float
-    seconds: float
-    peak_bytes: int
-    swap: SwapStatistics
-    spans: list[Span] = field(repr=False)
-    loss_scale: float = 1.0
-    skipped_steps: int = 0
-    trouble: str = ""
+def _never() -> bool:
+    return False
 
 
 class Engine:
@@ -109,7 +104,9 @@ class Engine:
         kept = self._stage, self._optimizer, self._scale
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
         self._update = self._open_update(configs)
-        self._buffers = KeptBuffers(self._stage.modules()) if self._scale.skips else NothingKept()
+        self._buffers = KeptBuffers(self._stage.modules())
+        meets = configs.replicas.batchnorm == "sync" and max(s.replicas for s in plan.stages) > 1
+        self._can_cut = not (plan.gather_loss or meets)
         self._executor = self._open_executor(loss, configs, swap, copies)
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
@@ -260,15 +257,26 @@ class Engine:
         """All-reduces of replicated gradients since the engine was built."""
         return self._sync.all_reduces
 
-    def step(self, batch: Rows) -> StepResult:
+    def step(self, batch: Rows, asked: Asked | None = None) -> StepResult:
         """One optimizer update over a global batch of any number of rows, the same on every rank. Raises
         :class:`~parallax.errors.NonFiniteError` on all ranks where the loss or a gradient is not finite and the step
-        may not be skipped; nothing is updated then."""
+        may not be skipped; nothing is updated then.
+
+        Once ``asked``, of any rank, says so, the step is given up at that rank's next action, and all raise
+        :class:`~parallax.errors.CutShortError`, as if it had not begun; one that is as good as done is taken."""
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
-        update, done = partial(self._update.run, self._step, batch), self._update
-        spans = self._run(batch, training=True, update=update, scale=scale)
+        done, asked = self._update, asked if asked is not None and self._can_cut else _never
+
+        def update(share: Tensor) -> None:
+            done.run(self._step, batch, share, cut=self._executor.cut)
+
+        spans = self._run(batch, training=True, update=update, scale=scale, asked=asked)
+        if done.cut:
+            self._buffers.restore()
+            self._take_statistics()
+            raise CutShortError(f"step {self._step} was cut short")
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
         trouble = "" if done.judgement.accepted else self._skipped(batch)
@@ -378,6 +386,7 @@ class Engine:
         scale: float = 1.0,
         keep: Keep | None = None,
         first_row: int = 0,
+        asked: Asked = _never,
     ) -> list[Span]:
         micro_batches = self.plan.micro_batches(row_count(batch, self._step))
         step = StepContext(
@@ -391,6 +400,7 @@ class Engine:
             scale=scale,
             keep=keep,
             first_row=first_row,
+            asked=asked,
         )
         try:
             with self._precision.products():

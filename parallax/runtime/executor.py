@@ -41,7 +41,9 @@ from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.swap.activations.manager import SwapManager
 
 Keep = Callable[[int, Any], None]
+Asked = Callable[[], object]
 Key = tuple[int, int]  # stage, micro-batch
+_LAST = (Kind.REDUCE, Kind.UPDATE)  # a step that has come so far is taken
 CurrentAction = tuple[Action, int, float]  # what is done, in which step, and since when
 
 
@@ -82,7 +84,8 @@ class StepContext:
     """What one run of a program is about. The loss is divided by ``denominator``: the rows of the whole batch, or its
     counted targets; its gradient is multiplied by ``scale``. At UPDATE ``update`` is called with this rank's share of
     the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows.
-    ``first_row``: the place of the first one in the batch that this is a part of, on which randomness depends."""
+    ``first_row``: the place of the first one in the batch that this is a part of, on which randomness depends. When
+    ``asked`` says so the step is cut short."""
 
     index: int
     batch: Rows
@@ -94,10 +97,16 @@ class StepContext:
     scale: float = 1.0
     keep: Keep | None = None
     first_row: int = 0
+    asked: Asked = lambda: False
 
 
 class Executor:
-    """One rank's interpreter of action lists. ``current`` is what it does now, or failed in, for whoever watches it."""
+    """One rank's interpreter of action lists. ``current`` is what it does now, or failed in, for whoever watches it.
+
+    A step is cut short at the next action where this rank is asked to. Messages that others wait for still go, with
+    nothing in them; whoever is sent such inputs cuts its own step short; replicas get zeros for the gradients that they
+    sum; and nothing is computed. So every rank soon comes to its update, where ``cut`` says that there is none.
+    """
 
     def __init__(
         self,
@@ -114,6 +123,7 @@ class Executor:
         spans: SpanClock,
     ) -> None:
         self.current: CurrentAction | None = None
+        self.cut = False
         self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
@@ -135,6 +145,7 @@ class Executor:
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else HostSpans()
         post, ahead = self._crossings.post, self._crossings.posts
+        self.cut = False
         self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
@@ -143,8 +154,9 @@ class Executor:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
                 self.current = action, index, spans.begin()
+                self.cut = self.cut or (action.kind not in _LAST and bool(step.asked()))
                 try:
-                    waited = _DO[action.kind](self, action, step)
+                    waited = (_PASS if self.cut else _DO)[action.kind](self, action, step)
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
@@ -189,6 +201,7 @@ class Executor:
         inputs = self._crossings.receive(action, entry.copy if entry is not None else torch.clone)
         if inputs is not None:
             self._received[key] = inputs, entry
+            self.cut |= not inputs
         return time.perf_counter() - start
 
     def _send(self, action: Action, step: StepContext) -> float:
@@ -309,6 +322,38 @@ class Executor:
         step.update(self.loss_share)
         return 0.0
 
+    # ---- the same of a step that is cut short
+
+    def _take(self, action: Action, step: StepContext) -> float:
+        waited = self._receive(action, step)
+        self.cut = True
+        self._received.pop((action.stage, action.micro), None)
+        self._gradients.pop((action.stage, action.micro), None)
+        return waited
+
+    def _pass(self, action: Action, step: StepContext) -> float:
+        del action, step
+        return 0.0
+
+    def _pass_forward(self, action: Action, step: StepContext) -> float:
+        del action, step
+        before = self._stall_seconds()
+        self._stage.skip()
+        return self._stall_seconds() - before
+
+    def _pass_backward(self, action: Action, step: StepContext) -> float:
+        self._flights.pop((action.stage, action.micro), None)
+        if not step.program.splits and self._completes(action, step):
+            self._sync.arm(action.stage)
+            self._sync.ended(action.stage)
+        return 0.0
+
+    def _pass_weights(self, action: Action, step: StepContext) -> float:
+        self._flights.pop((action.stage, action.micro), None)
+        if self._completes(action, step):
+            self._sync.split(action.stage, ())
+        return 0.0
+
     # ---- parts of actions
 
     def _parts_of_model(self, program: RankProgram) -> Iterator[Part]:
@@ -369,4 +414,13 @@ _DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {
     Kind.BACKWARD_WEIGHT: Executor._backward_weight,
     Kind.REDUCE: Executor._reduce,
     Kind.UPDATE: Executor._update,
+}
+
+_PASS = _DO | {
+    Kind.RECEIVE_ACTIVATION: Executor._take,
+    Kind.RECEIVE_GRADIENT: Executor._take,
+    Kind.FETCH: Executor._pass,
+    Kind.FORWARD: Executor._pass_forward,
+    Kind.BACKWARD: Executor._pass_backward,
+    Kind.BACKWARD_WEIGHT: Executor._pass_weights,
 }

@@ -23,7 +23,8 @@ from parallax.runtime.stage import Stage
 
 class Update:
     """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
-    After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step."""
+    After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step, and ``cut`` says
+    whether any has cut it short."""
 
     def __init__(
         self,
@@ -41,26 +42,29 @@ class Update:
         self._scale, self._config, self._steps = scale, config, steps
         self._later, self._dtype = later, torch.promote_types(dtype, torch.float32)
         self.loss = self.norm = 0.0
-        self.judgement = Judgement()
+        self.judgement, self.cut = Judgement(), False
 
-    def measure(self, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """Agree on ``loss`` and ``norm``, of which this rank has a share; that share, and the tensors that this rank
-        answers for."""
+    def measure(self, loss: Tensor, *, cut: bool = False) -> tuple[float, dict[str, Tensor]]:
+        """Agree on ``loss`` and ``norm``, of which this rank has a share, and on ``cut``; that share, and the tensors
+        that this rank answers for."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only thing in a step for which the host waits for the device.
         loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
         mine /= self._scale.factor
         # ** would raise where the square is too large.
-        self.loss, total = agreed_sum(self._mesh, loss_share, mine * mine)
-        self.norm = total**0.5
+        self.loss, total, cuts = agreed_sum(self._mesh, loss_share, mine * mine, float(cut))
+        self.norm, self.cut = total**0.5, cuts > 0
         return loss_share, owned
 
-    def run(self, step: int, batch: Rows, loss: Tensor) -> None:
-        """Update after ``step``, or drop its gradients, as all ranks decide."""
+    def run(self, step: int, batch: Rows, loss: Tensor, *, cut: bool) -> None:
+        """Update after ``step``, or drop its gradients, as all ranks decide; always where any has ``cut`` it short."""
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         factor = self._scale.factor
-        share, owned = self.measure(loss)
+        share, owned = self.measure(loss, cut=cut)
+        if self.cut:
+            self._optimizer.skip()
+            return
 
         def find() -> Cause:
             parts = (

@@ -23,7 +23,7 @@ from parallax.errors import ConfigError, check_choice
 from parallax.machine.accelerators import accelerator_of
 from parallax.machine.host import resident_bytes
 from parallax.report.trace import chrome_trace
-from parallax.runtime.engine import StepResult
+from parallax.runtime.meters.step import StepResult
 
 RECORDS = ("off", "trace", "profiler", "memory")
 Call = Callable[[], None]

@@ -14,10 +14,17 @@ from typing import Any
 import torch
 
 from parallax.common.events import EventLog
-from parallax.errors import CheckpointError, check_choice, check_count, check_positive
+from parallax.errors import (
+    CheckpointError,
+    CutShortError,
+    check_choice,
+    check_count,
+    check_positive,
+)
 from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
-from parallax.runtime.engine import Engine, StepResult
+from parallax.runtime.engine import Engine
+from parallax.runtime.meters.step import StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
@@ -25,14 +32,11 @@ from parallax.train.health.checkup import Checkup
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten, finite
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
-from parallax.train.record import WARM_UP, RunRecord
+from parallax.train.record import RunRecord
 from parallax.train.saving.memory_copies import Copies, NoCopies, open_copies
 from parallax.train.saving.saves import Saves
-from parallax.train.stop import Drifted, Requested, Stopping, StopReason
+from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
 from parallax.train.voice import Voice, open_voice
-
-JUDGED = 5  # steps after the warm-up from which a prediction is judged
-DRIFT = 0.2  # a prediction this far off is worth another plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +131,8 @@ def train(
     ``checkpoints`` is where these go, a folder of the run directory where nothing else is said; ``checkpoint``: how.
 
     ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where there is
-    a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint.
+    a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint; a request
+    ends the step that is under way as if it had not begun.
 
     The summary's ``ended`` is "steps", or the name of that reason: "drift", of which ``drift`` says why, or "stopped",
     of which ``stopped`` is the signal's number.
@@ -147,17 +152,6 @@ def train(
         onlooker or Nobody(),
     )
     return run.run()
-
-
-def drift(seconds: Sequence[float], predicted: float) -> str:
-    """Why steps of ``seconds``, in order, show a prediction to be wrong; empty where they do not, or not yet."""
-    timed = seconds[WARM_UP:]
-    if len(timed) < JUDGED or predicted <= 0:
-        return ""
-    measured = statistics.median(timed)
-    if abs(measured / predicted - 1) <= DRIFT:
-        return ""
-    return f"a step takes {measured:.3f} s, {measured / predicted:.2f} times the {predicted:.3f} s that were predicted"
 
 
 class _Run:
@@ -221,9 +215,14 @@ class _Run:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             while self._engine.completed_steps < total and not self._stopping.now:
                 with phase("fetching rows"):
+                    before = self._state()
                     batch = self._checkup.fetch(self._fetch)
-                with self._recording.step(), self._saves.saved_before(voice):
-                    result = self._nodes.told(self._engine.step(batch))
+                try:
+                    with self._recording.step(), self._saves.saved_before(voice):
+                        result = self._nodes.told(self._engine.step(batch, self._onlooker.asked))
+                except CutShortError:
+                    self._save_before(voice, before)
+                    break
                 self._checkup.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
@@ -243,6 +242,10 @@ class _Run:
 
     def _fetch(self) -> Rows:
         return self._source.batch(self._trainer.global_batch)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the engine's state."""
+        return {"source": self._source.state_dict()}
 
     def _end(self) -> dict[str, Any]:
         self._onlooker.served()
@@ -285,6 +288,7 @@ class _Run:
                 self._refused.append(str(error))
                 continue
             self._source.load_state_dict(state["source"])
+            self._saves.resumed(path)
             return path
         if first is not None:
             raise first
@@ -356,14 +360,14 @@ class _Run:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
         if not (last or self._stopping.at_once):  # what follows is on a disk
-            self._copies.keep(voice, lambda: {"source": self._source.state_dict()})
+            self._copies.keep(voice, self._state)
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):
                 found = self._evaluate(voice, step)
         if saves or self._stopping.at_once:
             with self._onlooker.phase("saving a checkpoint"):
-                state = {"source": self._source.state_dict()}
+                state = self._state()
             self._saves.save(
                 voice,
                 state,
@@ -373,6 +377,12 @@ class _Run:
             self._stopping.ask()
             for words in self._stopping.judge() if not last else ():
                 voice.note(f"step {step}: {words}")
+
+    def _save_before(self, voice: Voice, state: dict[str, Any]) -> None:
+        """A step was given up, as a rank was asked to end: all end after the one before, whose ``state`` this was."""
+        self._stopping.ask()
+        voice.note(f"step {self._engine.completed_steps + 1} is given up: a rank was asked to end")
+        self._saves.save(voice, state, {}, last=True)
 
     def _evaluate(self, voice: Voice, step: int) -> float | None:
         """The validation loss; where a rank has been asked to end, it stays unknown."""

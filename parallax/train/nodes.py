@@ -14,7 +14,7 @@ from parallax.nodes.links import clock_offset
 from parallax.nodes.objects import objects_for_first
 from parallax.nodes.places import find_sites
 from parallax.report.occupancy import occupancy_path
-from parallax.runtime.engine import StepResult
+from parallax.runtime.meters.step import StepResult
 from parallax.train.monitor import Unwritten
 
 _MOST_BYTES = 8 * 2**20  # of a rank's events that are sent: their end

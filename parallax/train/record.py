@@ -18,7 +18,7 @@ from parallax.plan.simulation.calibrate import seconds_by_term
 from parallax.report import timeline_png
 from parallax.report.occupancy import Occupancy, computed, occupancy_path
 from parallax.report.swap import SwapRecord, swaps
-from parallax.runtime.engine import StepResult
+from parallax.runtime.meters.step import StepResult
 from parallax.train.monitor import Unwritten, finite
 from parallax.train.nodes import events_path
 from parallax.train.repeats import METRICS, forget_steps, note_restart, noted_restarts

@@ -12,6 +12,7 @@ in the list of whoever trains.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,8 +21,11 @@ import torch
 
 from parallax.mesh import Mesh
 from parallax.train.onlooker import Onlooker
+from parallax.train.record import WARM_UP
 
 COMPLETE = "steps"  # how a run ended that took all of its steps
+JUDGED = 5  # steps after the warm-up from which a prediction is judged
+DRIFT = 0.2  # a prediction this far off is worth another plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,17 @@ class Drifted:
     def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
         """How far off the prediction is, or who is slow."""
         return {"drift": agreed.words}
+
+
+def drift(seconds: Sequence[float], predicted: float) -> str:
+    """Why steps of ``seconds``, in order, show a prediction to be wrong; empty where they do not, or not yet."""
+    timed = seconds[WARM_UP:]
+    if len(timed) < JUDGED or predicted <= 0:
+        return ""
+    measured = statistics.median(timed)
+    if abs(measured / predicted - 1) <= DRIFT:
+        return ""
+    return f"a step takes {measured:.3f} s, {measured / predicted:.2f} times the {predicted:.3f} s that were predicted"
 
 
 class Stopping:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from parallax.errors import NonFiniteError
 from parallax.model.describe import describe
 from parallax.runtime.batch import TensorRows
-from parallax.runtime.engine import Engine, StepResult
+from parallax.runtime.engine import Engine
 from parallax.runtime.health.search import culprits
+from parallax.runtime.meters.step import StepResult
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import (

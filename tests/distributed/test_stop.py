@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from parallax.model.describe import describe
 from parallax.model.mlp import MLP, MLPConfig
 from parallax.runtime.batch import TensorRows
-from parallax.runtime.checkpoint import list_checkpoints
+from parallax.runtime.checkpoint import list_checkpoints, step_of
 from parallax.runtime.engine import Engine
 from parallax.train import loop
 from parallax.train.loop import TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
+from parallax.train.onlooker import Nobody
 from parallax.train.stop import Agreed, StopReason
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
@@ -63,11 +66,15 @@ class Full:
         return {"full": [agreed.number, agreed.words, ended]}
 
 
-def running(folder: Path, afters: dict[int, int], every: int) -> tuple[dict[str, Any], list[str]]:
-    """The summary of a run with one reason more, and its checkpoints."""
+def an_engine(folder: Path) -> Engine:
     chain = describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
     plan = make_plan(chain, replicas=(1, 1), global_batch=4)
-    engine = Engine.build(chain, plan, loss=MLP.loss, scratch=folder / "swap")
+    return Engine.build(chain, plan, loss=MLP.loss, scratch=folder / "swap")
+
+
+def running(folder: Path, afters: dict[int, int], every: int) -> tuple[dict[str, Any], list[str]]:
+    """The summary of a run with one reason more, and its checkpoints."""
+    engine = an_engine(folder)
     usual = loop._Run._reasons
 
     def reasons(run: Any, on_drift: Any) -> list[StopReason]:
@@ -109,3 +116,73 @@ def test_a_reason_more_ends_all_ranks_after_the_same_step(
         assert [summary["ended"], summary["full"]] == facts
         assert (summary["steps"], summary["stopped"], summary["drift"]) == (steps, 0, "")
         assert int(checkpoints[-1].rpartition("-")[2]) == steps
+
+
+class Counted(SameRows):
+    """Rows that say which they are."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def batch(self, size: int) -> TensorRows:
+        self.taken += 1
+        return self.validation(self.taken, size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Asked(Nobody):
+    """Asks this rank to end in the midst of its third step."""
+
+    def __init__(self, source: Counted) -> None:
+        self._source, self._calls = source, 0
+
+    def asked(self) -> int:
+        self._calls += self._source.taken == 3
+        return 15 if self._calls > 4 else 0
+
+
+Ended = tuple[list[dict[str, Any]], dict[str, Tensor], list[tuple[int, dict[str, Any]]]]
+
+
+def in_parts(folder: Path, every: int, asked: bool) -> Ended:
+    """The summaries of a run that one rank is asked to end, and that goes on; its weights; what the checkpoints said
+    that were there in between."""
+    summaries, between = [], []
+    for ask in (asked, False):
+        engine, source = an_engine(folder), Counted()
+        onlooker = Asked(source) if ask and engine.mesh.rank == 1 else Nobody()
+        trainer = TrainerConfig(
+            steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=every
+        )
+        logger = LoggerConfig(tensorboard=False, events=False)
+        told = train(engine, source, trainer, logger, folder, tokens_per_row=1, onlooker=onlooker)
+        summaries.append(told)
+        weights = {name: tensor.clone() for name, tensor in engine.parameters.items()}
+        engine.close()
+        for path in list_checkpoints(folder / "checkpoints") if ask == asked and asked else ():
+            index = json.loads((path / "checkpoint.json").read_text())
+            between.append((step_of(path), index))
+        if not asked:
+            break
+    return summaries, weights, between
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_request_in_a_step_ends_all_before_it(pool: Pool, tmp_path: Path, every: int) -> None:
+    parts = pool.run(in_parts, 2, tmp_path / "parts", every, True)
+    whole = pool.run(in_parts, 2, tmp_path / "whole", every, False)
+    for (summaries, weights, between), (_, others, _) in zip(parts, whole):
+        first, second = summaries
+        assert (first["ended"], first["stopped"], first["steps"]) == ("stopped", 15, 2)
+        assert (second["ended"], second["steps"]) == ("steps", STEPS)
+        step, index = between[-1]
+        assert (step, index["state"]["source"]) == (2, {"taken": 2})
+        # It was there, and was not written again without what was known of it.
+        assert ("loss" in index["metrics"]) == bool(every)
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C, SIGHUP, SIGUSR1: all ranks end after the same step, with a checkpoint that goes on bit for bit."""
+"""SIGTERM, Ctrl-C, SIGHUP, SIGUSR1: all ranks give up the same step, and end with a checkpoint of the one before."""
 
 from __future__ import annotations
 
@@ -61,9 +61,11 @@ class Rows:
         pass
 
 class Slow(nn.Module):
+    calls = 0
     def forward(self, x):
         if self.training:
-            ask("step")
+            ask(f"step {self.calls // 2}")
+            self.calls += 1
         return x.clone()
 
 def build():
@@ -125,7 +127,7 @@ def last_step(run: Path) -> int:
         pytest.param(signal.SIGUSR1, 0, "all", (1, 1), marks=pytest.mark.faults),
     ],
 )
-def test_a_request_is_served_after_a_step(
+def test_a_request_is_served_at_the_next_action(
     here: Path,
     capfd: pytest.CaptureFixture[str],
     number: signal.Signals,
@@ -223,7 +225,10 @@ OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batc
     [
         pytest.param("building", r"stopped by SIGUSR1 .*", marks=pytest.mark.faults),
         pytest.param(
-            "step",
+            "step 0", r"stopped by SIGUSR1 before the first step", marks=pytest.mark.faults
+        ),
+        pytest.param(
+            "step 1",
             r"stopped by SIGUSR1 after step 1 of 6, which is saved",
             marks=pytest.mark.faults,
         ),
@@ -251,11 +256,13 @@ def test_whatever_the_run_is_doing(
         err
     )
     assert ("validation loss" in out) == (where == "checkpoint")
+    given_up = int(where[-1]) + 1 if where.startswith("step") else 0
+    assert re.findall(r"step (\d+) is given up", out) == [str(given_up)] * bool(given_up)
     if where == "evaluation 1":  # goes on as from a checkpoint
         return
     code, out, err = called("train", "--run-dir", str(run))
     assert (code, err) == (0, "")
-    assert ("continuing after step" in out) == (where != "building")
+    assert ("continuing after step" in out) == (where not in ("building", "step 0"))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +283,7 @@ def test_what_cannot_be_saved_in_time_ends_without(
     asking = ASKING.replace("SIGUSR1", number.name).replace("time.sleep(0.3)", "time.sleep(60)")
     (here / "asking.py").write_text(asking)
     run = prepared(*OWN, "trainer.grace_seconds=1")
-    monkeypatch.setenv("ASK", "step")
+    monkeypatch.setenv("ASK", "step 0")
     found, _, err = called("train", "--run-dir", str(run))
     assert found == code
     assert re.fullmatch(
@@ -292,7 +299,9 @@ def test_what_cannot_be_saved_in_time_ends_without(
 
 @ON_ONE_RANK_AND_ON_TWO
 def test_a_second_ctrl_c_ends_at_once(here: Path, replicas: tuple[int, ...]) -> None:
-    (here / "asking.py").write_text(ASKING.replace('ask("step")', "time.sleep(5)"))
+    (here / "asking.py").write_text(
+        ASKING.replace('ask(f"step {self.calls // 2}")', "time.sleep(5)")
+    )
     run = prepared(*OWN, "trainer.steps=1000", replicas=replicas)
     process = start([*MODULE, "train", "--run-dir", str(run)])
     wait_for(lambda: (run / "metrics.jsonl").exists(), "the loop")

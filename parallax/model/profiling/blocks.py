@@ -35,7 +35,8 @@ class BlockSizes:
             parameter_bytes=sum(counts) * dtype.itemsize,
             frozen_bytes=(sum(counts) - sum(trained)) * dtype.itemsize,
             largest_bytes=max(trained, default=0) * dtype.itemsize,
-            buffer_bytes=sum(
+            buffer_bytes=2  # as they were before the step, too, in case that it is given up
+            * sum(
                 buffer.numel() * (dtype if buffer.is_floating_point() else buffer.dtype).itemsize
                 for buffer in module.buffers()
             ),

@@ -207,7 +207,8 @@ def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
     number, step = int(summary["stopped"]), summary["steps"]
     ours = EXIT_REPORT in os.environ
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
-    what = f"after step {step} of {run.config.trainer.steps}, which is saved"
+    saved = f"after step {step} of {run.config.trainer.steps}, which is saved"
+    what = saved if step else "before the first step"
     say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, exit_code(number)))
 
 

@@ -218,7 +218,9 @@ class StageIO:
     def _without_rows(self, action: Action) -> frozenset[int]:
         """Which of the tensors that a send or receive is about have no rows."""
         cut = action.stage if action.kind in _ABOVE else action.stage - 1
-        return self._summed[cut] if action.kind in _GRADIENTS else self._rowless[cut]
+        if action.kind in _GRADIENTS:  # none are known, nor come back, where no forward has run
+            return self._summed.get(cut, frozenset())
+        return self._rowless[cut]
 
     def _part(self, size: int) -> _Part:
         """This rank's part of a micro-batch of ``size`` rows; a step has micro-batches of two sizes at most."""

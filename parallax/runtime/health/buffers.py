@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallax.model.private import copy_to_each
+
 # Larger ones, such as tables, by their version. Kernels of BatchNorm write running statistics without counting one.
 _ALWAYS_BYTES = 2**20
 
@@ -28,7 +30,7 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``: they take as much memory once more."""
+    """Copies of the buffers of ``modules``: they take as much memory once more, which a profile counts."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
@@ -36,12 +38,25 @@ class KeptBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """As they are now. Copies only what may have changed since the last time."""
+        """As they are now. Copies only what may have changed since the last time, all of a type at once."""
+        changed: dict[torch.dtype, list[_Kept]] = {}
         for place, module in enumerate(self._modules):
             for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    key = place, name
-                    self._kept[key] = _copied(self._kept.get(key), module, name, tensor)
+                if tensor is None:
+                    continue
+                key = place, name
+                kept = self._kept.get(key)
+                if kept is None or kept.tensor is not tensor:
+                    counted = tensor.nbytes > _ALWAYS_BYTES
+                    values = tensor.clone()
+                    self._kept[key] = _Kept(
+                        module._buffers, name, tensor, values, tensor._version, counted
+                    )
+                elif not kept.counted or kept.version != tensor._version:
+                    self._kept[key] = kept = kept._replace(version=tensor._version)
+                    changed.setdefault(tensor.dtype, []).append(kept)
+        for each in changed.values():
+            copy_to_each([kept.values for kept in each], [kept.tensor for kept in each])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -50,23 +65,3 @@ class KeptBuffers:
             kept.owner[kept.name] = kept.tensor
             if not kept.counted or kept.tensor._version != kept.version:
                 kept.tensor.copy_(kept.values)
-
-
-def _copied(before: _Kept | None, module: nn.Module, name: str, tensor: Tensor) -> _Kept:
-    counted = tensor.nbytes > _ALWAYS_BYTES
-    if before is not None and before.tensor is tensor:
-        if counted and before.version == tensor._version:
-            return before
-        before.values.copy_(tensor)
-        return before._replace(version=tensor._version)
-    return _Kept(module._buffers, name, tensor, tensor.clone(), tensor._version, counted)
-
-
-class NothingKept:
-    """Every step is taken, or the run ends."""
-
-    def remember(self) -> None:
-        """Nothing will go back."""
-
-    def restore(self) -> None:
-        """Nobody asks."""

@@ -10,8 +10,9 @@ from typing import Any
 from parallax.common.events import busy_seconds
 from parallax.errors import CorruptionError
 from parallax.runtime.batch import Rows
-from parallax.runtime.engine import Engine, StepResult
+from parallax.runtime.engine import Engine
 from parallax.runtime.health.recheck import Recheck
+from parallax.runtime.meters.step import StepResult
 from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
 from parallax.train.health.stragglers import Straggler, StragglerJudge

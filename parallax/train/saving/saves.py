@@ -41,6 +41,8 @@ class Saves:
         self.seconds = 0.0
         """For how long training has waited for checkpoints so far."""
         self._told = 0.0  # of them by :meth:`numbers`
+        # The step after which the last was begun; before the first there is nothing to lose.
+        self._saved: int | None = 0
 
     def numbers(self) -> tuple[float, float]:
         """How far this rank is with what is being written, and for how long its training has waited for checkpoints
@@ -54,16 +56,24 @@ class Saves:
             with self._waiting():
                 self._say(voice, self._engine.saving.pending.advance(progress))
 
+    def resumed(self, path: Path) -> None:
+        """The run goes on from there."""
+        if path.parent == self._directory:
+            self._saved = step_of(path)
+
     def save(
         self, voice: Voice, state: dict[str, Any], metrics: dict[str, float | None], *, last: bool
     ) -> None:
-        """A checkpoint with the caller's ``state``, judged by ``metrics``. It is waited for where it is the ``last``,
-        or not to be asynchronous."""
+        """A checkpoint with the caller's ``state``, judged by ``metrics``, where there is none of this step. It is
+        waited for where it is the ``last``, or not to be asynchronous."""
         step = self._engine.completed_steps
         with self._waiting():
             self.finish(voice, next_step=step)
-            told = {"state": state, "metrics": {k: v for k, v in metrics.items() if v is not None}}
-            self._engine.saving.begin(self._directory, step, told, self._retention)
+            if step != self._saved:
+                known = {k: v for k, v in metrics.items() if v is not None}
+                told = {"state": state, "metrics": known}
+                self._engine.saving.begin(self._directory, step, told, self._retention)
+                self._saved = step
             if last or not self._config.asynchronous:
                 self.finish(voice)
 

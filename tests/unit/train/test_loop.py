@@ -18,9 +18,10 @@ from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from parallax.train.loop import JUDGED, OnDrift, TrainerConfig, drift, train
+from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
 from parallax.train.record import MEASURED_EVENTS, PREDICTED_EVENTS, WARM_UP
+from parallax.train.stop import JUDGED, drift
 from tests.plans import GIB, make_plan
 from tests.results import read_metrics
 
