@@ -41,6 +41,11 @@ class MemoryFolder:
         self.path = root / f"{_PREFIX}{os.getuid()}-{name}-{mark}"
         self._root, self._handle = root, -1
 
+    @classmethod
+    def of_run(cls, token: str, host: str) -> MemoryFolder:
+        """That of the run with ``token`` (:func:`token_of`) on ``host``, as host_identity says it."""
+        return cls(f"{token} {host}")
+
     def open(self) -> None:
         """Make it, or take what the start before has left. Raises :class:`ConfigError` where somebody else has it."""
         sweep_memory(self._root, self.path)

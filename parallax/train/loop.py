@@ -214,14 +214,7 @@ class _Run:
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             while self._engine.completed_steps < total and not self._stopping.now:
-                with phase("fetching rows"):
-                    before = self._state()
-                    batch = self._checkup.fetch(self._fetch)
-                try:
-                    with self._recording.step(), self._saves.saved_before(voice):
-                        result = self._nodes.told(self._engine.step(batch, self._onlooker.asked))
-                except CutShortError:
-                    self._save_before(voice, before)
+                if (result := self._take_step(voice)) is None:
                     break
                 self._checkup.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
@@ -239,6 +232,22 @@ class _Run:
             self._saves.finish(voice)
         with phase("writing the report"):
             return self._end()
+
+    def _take_step(self, voice: Voice) -> StepResult | None:
+        """None where all ranks gave it up, as one was asked to end: they have a checkpoint of the one before."""
+        with self._onlooker.phase("fetching rows"):
+            before = self._state()
+            batch = self._checkup.fetch(self._fetch)
+        try:
+            with self._recording.step(), self._saves.saved_before(voice):
+                return self._nodes.told(self._engine.step(batch, self._onlooker.asked))
+        except CutShortError:
+            self._stopping.ask()
+            voice.note(
+                f"step {self._engine.completed_steps + 1} is given up: a rank was asked to end"
+            )
+            self._saves.save(voice, before, {}, last=True)
+            return None
 
     def _fetch(self) -> Rows:
         return self._source.batch(self._trainer.global_batch)
@@ -377,12 +386,6 @@ class _Run:
             self._stopping.ask()
             for words in self._stopping.judge() if not last else ():
                 voice.note(f"step {step}: {words}")
-
-    def _save_before(self, voice: Voice, state: dict[str, Any]) -> None:
-        """A step was given up, as a rank was asked to end: all end after the one before, whose ``state`` this was."""
-        self._stopping.ask()
-        voice.note(f"step {self._engine.completed_steps + 1} is given up: a rank was asked to end")
-        self._saves.save(voice, state, {}, last=True)
 
     def _evaluate(self, voice: Voice, step: int) -> float | None:
         """The validation loss; where a rank has been asked to end, it stays unknown."""

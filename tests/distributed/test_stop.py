@@ -162,7 +162,7 @@ def in_parts(folder: Path, every: int, asked: bool) -> Ended:
         logger = LoggerConfig(tensorboard=False, events=False)
         told = train(engine, source, trainer, logger, folder, tokens_per_row=1, onlooker=onlooker)
         summaries.append(told)
-        weights = {name: tensor.clone() for name, tensor in engine.parameters.items()}
+        weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
         engine.close()
         for path in list_checkpoints(folder / "checkpoints") if ask == asked and asked else ():
             index = json.loads((path / "checkpoint.json").read_text())
@@ -174,6 +174,8 @@ def in_parts(folder: Path, every: int, asked: bool) -> Ended:
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_request_in_a_step_ends_all_before_it(pool: Pool, tmp_path: Path, every: int) -> None:
+    for name in ("parts", "whole"):
+        (tmp_path / name).mkdir()
     parts = pool.run(in_parts, 2, tmp_path / "parts", every, True)
     whole = pool.run(in_parts, 2, tmp_path / "whole", every, False)
     for (summaries, weights, between), (_, others, _) in zip(parts, whole):

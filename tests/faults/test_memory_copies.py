@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallax.nodes.memory_folder import has_copies
+from parallax.runtime.checkpoint import list_checkpoints, step_of
 from tests.faults.commands import one_line, prepared, running, temporary
 from tests.faults.killing import kill_at
 from tests.faults.test_restarts import STEPS, check_as_if_nothing_had_been, plain
@@ -43,6 +44,31 @@ def test_a_killed_rank_takes_one_step_with_it(
     assert summary["lost_steps"] <= len(KILLS)
     check_as_if_nothing_had_been(run, reference)
     assert not any(Path(where).exists() for _, where in begun)
+    assert running(here) == []
+    assert temporary() == []
+
+
+@pytest.mark.faults
+def test_where_nothing_starts_again_the_last_one_goes_to_the_disk(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
+    reference = plain(called, *kill_at())
+    run = prepared(
+        *kill_at((1, 3, "forward")),
+        *(f"trainer.steps={STEPS}", "trainer.max_restarts=0"),
+        *("trainer.checkpoint_every=0", "checkpoint.memory=true"),
+    )
+    code, out, err = called("train", "--run-dir", str(run))
+    assert code == 1
+    assert "was killed by SIGKILL" in one_line(err)
+    (saved,) = list_checkpoints(run / "checkpoints")
+    assert f"step {step_of(saved)}: checkpoint {saved}, from its copy in memory" in out
+    assert 2 <= (step_of(saved) or 0) <= 3
+    assert not has_copies(run)
+    code, out, err = called("train", "--run-dir", str(run))
+    assert (code, err) == (0, "")
+    assert f"continuing after step {step_of(saved)} from {saved}" in out
+    check_as_if_nothing_had_been(run, reference)
     assert running(here) == []
     assert temporary() == []
 

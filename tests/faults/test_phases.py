@@ -44,11 +44,11 @@ class Some(TensorRows):
         return super().__len__()
 
 class Rows:
-    fetched = trains = False
+    fetched, trains = 0, False
     def __init__(self):
         stuck_in("loading data")
     def batch(self, rows):
-        self.fetched = Rows.trains = True
+        self.fetched, Rows.trains = self.fetched + 1, True
         stuck_in("fetching rows")
         return self.some(rows)
     def validation(self, index, rows):
@@ -58,7 +58,8 @@ class Rows:
     def some(self, rows):
         return Some(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     def state_dict(self):
-        stuck_in("saving a checkpoint")
+        if self.fetched == 2:
+            stuck_in("saving a checkpoint")
         return {}
     def load_state_dict(self, state):
         stuck_in("loading a checkpoint")

@@ -49,13 +49,16 @@ def ask(where):
         time.sleep(0.3)  # until it is heard
 
 class Rows:
+    taken = 0
     def batch(self, rows):
-        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+        self.taken += 1
+        return self.validation(-1, rows)
     def validation(self, index, rows):
         ask(f"evaluation {index}")
-        return self.batch(rows)
+        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     def state_dict(self):
-        ask("checkpoint")
+        if self.taken == 2:
+            ask("checkpoint")
         return {}
     def load_state_dict(self, state):
         pass

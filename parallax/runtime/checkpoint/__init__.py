@@ -28,7 +28,7 @@ from parallax.runtime.checkpoint.folder import (
     remove_partial,
     step_of,
 )
-from parallax.runtime.checkpoint.reading import CheckpointReader, read_metrics
+from parallax.runtime.checkpoint.reading import CheckpointReader, lateness, read_metrics
 from parallax.runtime.checkpoint.retention import ALL_STAY, Retention, remove
 from parallax.runtime.checkpoint.snapshot import SnapshotMemory
 from parallax.runtime.checkpoint.writing import PART_BYTES, PartWriter, WrittenParts, write_parts
@@ -47,6 +47,7 @@ __all__ = [
     "checkpoint_name",
     "digest",
     "finish",
+    "lateness",
     "list_checkpoints",
     "mark",
     "partial_folder",

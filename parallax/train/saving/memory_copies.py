@@ -12,6 +12,7 @@ Two neighbours that are lost at once, or all hosts, leave the checkpoints on dis
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -164,12 +165,16 @@ class MemoryCopies:
         """One where any rank wants one."""
         self._due = any(wanted)
 
+    def make_none(self) -> None:
+        """Only what the start before has left is of use."""
+        self._none = True
+
     def find(self) -> None:
         """Open the folder of the start before, or do without copies."""
         try:
             self.open()
         except ConfigError:  # another process has it
-            self._none = True
+            self.make_none()
 
     def open(self) -> CopyPlace:
         """Open the folder. Raises :class:`ConfigError` where it cannot be used."""
@@ -242,6 +247,11 @@ class MemoryCopies:
             self._place = None
 
 
+def restarts_allowed() -> bool:
+    """Whether anybody starts these ranks again: ``parallax train``, or torchrun."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def open_copies(
     engine: Engine,
     directory: Path,
@@ -250,11 +260,14 @@ def open_copies(
     *,
     resumes: bool,
 ) -> Copies:
-    """The copies that ``config`` asks for, of the run in ``directory``; called by all ranks. Raises
-    :class:`~parallax.errors.ConfigError` where there is no room for those that were asked for."""
+    """The copies that ``config`` asks for, of the run in ``directory``; called by all ranks. Those that nobody has
+    asked for are made where ranks are started again. Raises :class:`~parallax.errors.ConfigError` where there is no
+    room for those that were asked for."""
     asked = config.memory != "auto"
     pace = EveryFew(int(config.memory)) if asked and config.memory else AsTheyCost()
     copies = MemoryCopies(engine, directory, pace, onlooker, asked=asked, resumes=resumes)
+    if not asked and not restarts_allowed():
+        copies.make_none()
     if asked and config.memory:
         copies.check_room(copies.open())
     elif any(from_all(lambda: has_copies(directory))):
@@ -273,7 +286,7 @@ def _place(engine: Engine, directory: Path) -> CopyPlace:
     leads, part = first == nodes.rank, engine.saving.part_bytes
     coming = _coming_bytes(engine.plan, mesh)
     told = from_all(lambda: (token_of(directory) if leads else "", part, coming))
-    folder = MemoryFolder(f"{told[first][0]} {nodes.hosts[nodes.rank]}")
+    folder = MemoryFolder.of_run(told[first][0], nodes.hosts[nodes.rank])
     engine.saving.keep_apart(folder.path)
 
     def added(host: str, column: int) -> int:

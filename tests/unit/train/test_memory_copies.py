@@ -154,4 +154,5 @@ def test_those_of_before_are_found_without_a_word(engine: Engine, tmp_path: Path
     again = open_copies(engine, tmp_path, CheckpointConfig(), Nobody(), resumes=True)
     assert again.folders == copies.folders
     assert list(again.folders[0].glob("step-*"))
+    assert again.numbers() == (0.0,)  # nothing starts these ranks again: no more are made
     again.close()
