@@ -82,7 +82,9 @@ PLANS: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("factory", "replicas", "options"), PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("factory", "replicas", "options"), PLANS, ids=lambda each: getattr(each, "__name__", str(each))
+)
 def test_whoever_is_asked_in_whatever_action_nothing_of_the_step_is_left(
     pool: Pool, factory: Any, replicas: tuple[int, ...], options: dict[str, Any]
 ) -> None:
