@@ -27,7 +27,7 @@ from tests.faults.commands import (
 )
 from tests.faults.failing import fail_at
 
-ALL_GONE_SECONDS = 5.0  # 2 s on a machine that has nothing else to do
+ALL_GONE_SECONDS = 2.0
 SETTINGS = [
     "trainer.steps=1000",
     "trainer.eval_every=0",
