@@ -118,10 +118,11 @@ class Ledger:
         now = self._now
         if self.resident > now.high_water:
             now.high_water = self.resident
-        self.sample()
+        if now.wants_sample():
+            now.keep(time.perf_counter(), self.resident, self._store.slots.used_bytes)
 
     def sample(self) -> None:
-        """Something changed, on the device or below it."""
+        """Something changed below the device."""
         if self._now.wants_sample():
             self._now.keep(time.perf_counter(), self.resident, self._store.slots.used_bytes)
 

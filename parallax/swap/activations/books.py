@@ -62,8 +62,11 @@ class Books:
 
     def drop(self, record: Record) -> None:
         """Nobody claims it any more."""
-        self.stop_leaving(record)
-        self.take(record)
+        if record.leaving:
+            self.stop_leaving(record)
+        if record.book is not None:
+            self._all[record.book].pop(record, None)
+            record.book = None
 
 
 class Lingering:
@@ -76,10 +79,11 @@ class Lingering:
         """Count ``size`` bytes for as long as what is watched is there."""
         self._watched.append((watch, size))
 
+    def __len__(self) -> int:
+        return len(self._watched)
+
     def gone(self) -> int:
         """Bytes that were let go of since the last call."""
-        if not self._watched:
-            return 0
         before, self._watched = (
             self._watched,
             [(watch, size) for watch, size in self._watched if watch() is not None],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
-from parallax.swap.activations.records import Record
+from parallax.swap.activations.records import Record, bytes_of
 from parallax.swap.verify import checksum, sum_bytes
 
 _UNWRITTEN = 0xA5  # nothing that training makes is full of it
@@ -56,11 +55,12 @@ class SumChecks:
         """Sum again."""
         if record.sum is None or not record.returned:
             return
+        assert record.layout is not None
         expected, found = int(record.sum), checksum(_bytes(record))
         if found != expected:
             raise SwapError(
                 f"swap.verify: {format_bytes(record.size)} that micro-batch {record.batch.micro} saved with a tensor "
-                f"of shape {list(record.shape)} came back changed (sum {found:x}, saved {expected:x}): test this "
+                f"of shape {list(record.layout[1])} came back changed (sum {found:x}, saved {expected:x}): test this "
                 "machine's memory and disk; if they are sound, a wait is missing in Parallax: train without "
                 "swap (swap=off) and report it"
             )
@@ -68,4 +68,4 @@ class SumChecks:
 
 def _bytes(record: Record) -> Tensor:
     assert record.storage is not None
-    return torch.empty(0, dtype=torch.uint8, device=record.device).set_(record.storage)
+    return bytes_of(record.storage, record.device)

@@ -7,7 +7,6 @@ tensors that stay and tensors that leave alike, with torch's own words.
 from __future__ import annotations
 
 import weakref
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,15 +15,9 @@ from parallax.machine.host import LOOK_BYTES, relieve_memory
 from parallax.model.private import operation_number
 from parallax.model.saved import NOT_PLAIN, Selector
 from parallax.swap.activations.manager import SwapManager
-from parallax.swap.activations.records import Entry
+from parallax.swap.activations.records import Entry, empty, layout_of
 
 _FEW = 2048  # saved tensors alive at one time, up to which the history of each is looked at
-
-
-@cache
-def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor without bytes: torch lets ``.data`` change within a kind of device only."""
-    return torch.empty(0, device=device, dtype=dtype)
 
 
 class _KeptTensor:
@@ -47,33 +40,44 @@ class _KeptTensor:
 class _MovedTensor:
     """A saved tensor whose storage is an entry.
 
-    ``_counter`` is a tensor without bytes that shares the version counter of what was saved: so a change is seen
-    wherever the bytes are, whoever is still alive, and through whichever view it was made.
+    ``_counter`` shares the version counter of what was saved: so a change is seen wherever the bytes are, whoever is
+    still alive, and through whichever view it was made. It is the record's alias, or a tensor without bytes where the
+    storage had been saved by another tensor.
     """
 
-    __slots__ = ("_counter", "_entry", "_leaf", "_manager", "_shape", "_version")
+    __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")
 
-    def __init__(self, tensor: Tensor, entry: Entry, manager: SwapManager) -> None:
+    def __init__(
+        self, tensor: Tensor, entry: Entry, alias: Tensor | None, manager: SwapManager
+    ) -> None:
         self._entry, self._manager = entry, manager
-        self._shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._version = tensor._version
-        self._counter = counter = tensor.detach()
-        counter.data = _nothing(tensor.device, tensor.dtype)
+        self._layout = layout_of(tensor) if alias is None else None
+        self._counter = tensor.detach() if alias is None else alias
+        if alias is None:
+            empty(self._counter)
         self._leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def unpack(self) -> Tensor:
-        counter = self._counter
+        counter, record = self._counter, self._entry.record
         if counter._version != self._version:
-            saved = torch.empty(self._shape[1], dtype=counter.dtype, device="meta")
+            size = (self._layout or record.layout or (0, counter.size()))[1]
+            saved = torch.empty(size, dtype=counter.dtype, device="meta")
             raise _changed(counter, self._version, saved)
         storage = self._manager.load(self._entry)
         if self._leaf is not None:
             leaf = self._leaf()
-            if leaf is not None and leaf.untyped_storage() is not self._entry.record.origin():
+            if leaf is not None and leaf.untyped_storage() is not record.origin():
                 return (
                     leaf  # its ``.data`` are others now, and it is these that autograd would find
                 )
-        return counter.new_empty(0).set_(storage, *self._shape)
+        # Whoever changes it in place has to be seen by others that saved it.
+        found = counter.detach()
+        if found.untyped_storage() is not storage:
+            layout = self._layout or record.layout
+            assert layout is not None
+            found.data = counter.new_empty(0).set_(storage, *layout)
+        return found
 
 
 class _Offloading(torch.autograd.graph.saved_tensors_hooks):
@@ -88,9 +92,8 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
             if reason is not None:
                 manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
                 return _KeptTensor(tensor)
-            return _MovedTensor(
-                tensor, manager.add(tensor, micro, operation=operation_number()), manager
-            )
+            entry, alias = manager.save(tensor, micro, operation_number())
+            return _MovedTensor(tensor, entry, alias, manager)
 
         super().__init__(pack, _unpack)
         self._manager = manager

@@ -66,7 +66,7 @@ class SwapManager:
         self._transfers = Transfers(store, self._ledger, self._checks)
         self.forked()
         mind_forks(self)
-        self._closed = False
+        self.closed = False  # nothing is taken any more
         self._clock = 0
         self._writing: deque[Record] = deque()
         self._unclaimed: deque[Claim] = deque()  # filled without the lock, by claims that end
@@ -109,11 +109,18 @@ class SwapManager:
             return self._store.slots.used_bytes
 
     def add(self, tensor: Tensor, micro: int, operation: int | None = None) -> Entry:
-        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says.
+        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says."""
+        return self.save(tensor, micro, operation)[0]
+
+    def save(
+        self, tensor: Tensor, micro: int, operation: int | None
+    ) -> tuple[Entry, Tensor | None]:
+        """The same, and the record's alias if it is one of ``tensor``, whose storage nobody had saved.
         ``operation``: which operator saves it. Some write into what they have saved already (the noise of ``rrelu``,
         running statistics), so while there is room nothing leaves before another operator saves, or :meth:`settle`."""
         with self._lock:
-            self._check_open()
+            if self.closed:
+                raise _closed()
             self._reap()
             storage, books = tensor.untyped_storage(), self._books
             known = self._known.get(storage.data_ptr())
@@ -131,7 +138,7 @@ class SwapManager:
                 claim = known.claim()
                 if claim is not None and known.version == tensor._version:
                     self._ledger.decide("shares memory with another", 0)
-                    return claim
+                    return claim, None
             self._make_room(storage.nbytes(), micro)
             self._clock += 1
             batch = self._open.get(micro)
@@ -149,23 +156,19 @@ class SwapManager:
                 books.put(record, books.fresh)
             self._known[record.address] = record
             relieve_memory(record.size)
-            return entry
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is taken any more."""
-        return self._closed
+            return entry, record.alias
 
     def settle(self) -> None:
         """No operator runs that saved anything: what it saved may leave."""
         with self._lock:
-            if self._books.fresh and not self._closed:
+            if self._books.fresh and not self.closed:
                 self._settle()
 
     def fetch(self, micro: int) -> None:
         """Begin to bring back what a micro-batch saved, last saved first, as far as the limit allows."""
         with self._lock:
-            self._check_open()
+            if self.closed:
+                raise _closed()
             self._reap()
             self._settle()
             if micro in self._open:
@@ -177,32 +180,34 @@ class SwapManager:
         with self._lock:
             record = entry.record
             self._reap()
-            state = record.state
-            if state is State.KEPT:  # it never left
-                record.state = State.LOADED
+            if record.state is not State.LOADED:
+                self._bring(record)
+            if record.state is State.LOADED:
+                if record.transfer is not None:
+                    self._transfers.arrive(record)
                 self._books.put(record, self._books.used)
-            else:
-                self._bring(record, state)
             self._use(record)
-            assert record.storage is not None
-            storage = record.storage
-            if self._returning.waits and not self._closed:
+            storage, size = record.storage, record.size
+            assert storage is not None
+            if self._returning.waits and not self.closed:
                 self._returning.pump(self._let_go)
-            relieve_memory(record.size)
+            relieve_memory(size)
             origin = record.origin()
-            return storage if origin is None or origin.nbytes() != record.size else origin
+            if origin is storage or origin is None or origin.nbytes() != size:
+                return storage
+            return origin
 
-    def _bring(self, record: Record, state: State) -> None:
-        """What has left, or was about to, is needed now."""
-        if state is State.QUEUED:
+    def _bring(self, record: Record) -> None:
+        """What has left, or may leave, is needed now."""
+        if record.state is State.KEPT:
+            record.state = State.LOADED
+        elif record.state is State.QUEUED:
             self._spare(record)
-        elif state is State.STORED:
-            self._check_open()
+        else:
+            if self.closed:
+                raise _closed()
             self._make_room(record.size, record.batch.micro)
             self._transfers.read(record)
-        if record.state is State.LOADED:
-            self._transfers.arrive(record)
-            self._books.put(record, self._books.used)
 
     def decide(self, reason: str, size: int) -> None:
         """Count a saved tensor that is not given to :meth:`add`, and why."""
@@ -219,21 +224,15 @@ class SwapManager:
     def close(self) -> None:
         """End all transfers and give the store back. What is on the device stays usable, the rest is lost."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             self._store.close()
             for record in [*self._writing, *self._ending]:
                 if record.state is State.QUEUED:
                     record.state, record.transfer = State.LOADED, None
             self._writing.clear()
             self._returning.clear()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SwapError(
-                "the swap tier is closed: what was offloaded is gone; run backward before closing it"
-            )
 
     def _settle(self) -> None:
         """Decide about what was fresh. Where a write fails, the rest stays fresh for the next who asks."""
@@ -263,15 +262,13 @@ class SwapManager:
 
     def _spare(self, record: Record) -> None:
         """Keep what is needed again before its write began; what is being written stays as well."""
-        if record.state is State.QUEUED:
-            record.wanted = True
-            self._books.stop_leaving(record)
-            if not self._transfers.take_back(record):
-                return
-        self._books.stay(record)
+        record.wanted = True
+        self._books.stop_leaving(record)
+        if self._transfers.take_back(record):
+            self._books.stay(record)
 
     def _decide(self, record: Record, reason: str) -> None:
-        """Count a record of which it is known now what became of it."""
+        """Count a record of which it is known now what became of it, and was not before."""
         if record.undecided:
             self._ledger.decide(reason, record.size)
             record.undecided = ""
@@ -283,7 +280,7 @@ class SwapManager:
             record.used = True
             self._decide(record, record.undecided)
             self._preferences.used(record, self._clock)
-        if not record.batch.begun and not self._closed:
+        if not record.batch.begun and not self.closed:
             self._begin(record.batch)
 
     def _begin(self, batch: Batch) -> None:
@@ -292,7 +289,9 @@ class SwapManager:
         if self._open.get(batch.micro) is batch:
             del self._open[batch.micro]
         for record in batch.last_first():
-            if record.state in (State.KEPT, State.QUEUED):
+            if record.state is State.KEPT:
+                self._books.stay(record)
+            elif record.state is State.QUEUED:
                 self._spare(record)
             elif record.state is State.STORED:
                 batch.waiting.append(record)
@@ -393,6 +392,8 @@ class SwapManager:
         """Account for what ended since the last call: claims, transfers, uses."""
         while self._unclaimed:
             record = self._records.pop(self._unclaimed.popleft().clock)
+            if record.undecided:
+                self._decide(record, record.undecided)
             self._forget(record)
             if record.transfer is None and not self._ending:
                 self._end(record)
@@ -405,7 +406,7 @@ class SwapManager:
                     self._end(record)
                 else:
                     self._ending.append(record)
-        if gone := self._lingering.gone():
+        if self._lingering and (gone := self._lingering.gone()):
             self._ledger.resize(-gone)
         while self._writing:
             record = self._writing[0]
@@ -423,13 +424,13 @@ class SwapManager:
 
     def _end(self, record: Record) -> None:
         """No transfer touches its bytes any more, and nobody claims them."""
-        self._transfers.free(record)
+        if record.slot is not None:
+            self._transfers.free(record)
         if record.storage is not None:
-            record.leave()
+            record.end()
             self._ledger.resize(-record.size)
 
     def _forget(self, record: Record) -> None:
-        self._decide(record, record.undecided)
         self._books.drop(record)
         batch = record.batch
         batch.claims.pop(record.ordinal, None)
@@ -440,3 +441,9 @@ class SwapManager:
             self._returning.forget(batch)
         if self._known.get(record.address) is record:
             del self._known[record.address]
+
+
+def _closed() -> SwapError:
+    return SwapError(
+        "the swap tier is closed: what was offloaded is gone; run backward before closing it"
+    )

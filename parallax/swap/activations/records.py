@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from enum import Enum
+from functools import cache
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,13 +15,43 @@ from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
 
 
-class State(Enum):
-    """Where the bytes of a record are."""
+class State:
+    """Where the bytes of a record are. No enum, of which each look at a member takes as long as a call."""
 
-    KEPT = "on the device, to be written when room is needed"
-    QUEUED = "on the device, to be written"
-    STORED = "in the store"
-    LOADED = "on the device, or on the way to it"
+    KEPT: Final = "on the device, to be written when room is needed"
+    QUEUED: Final = "on the device, to be written"
+    STORED: Final = "in the store"
+    LOADED: Final = "on the device, or on the way to it"
+
+
+Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
+"""Offset, size and strides of a tensor in its storage."""
+
+
+@cache
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor without bytes: torch lets ``.data`` change within a kind of device only."""
+    return torch.empty(0, device=device, dtype=dtype)
+
+
+def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """All of a storage."""
+    return _nothing(device, torch.uint8).new_empty(0).set_(storage)
+
+
+def new_bytes(size: int, device: torch.device) -> Tensor:
+    """Memory of that size on ``device``: made of a tensor, which takes two thirds of what torch.empty takes."""
+    return _nothing(device, torch.uint8).new_empty(size)
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Where it is in its storage."""
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def empty(alias: Tensor) -> None:
+    """Take the bytes from ``alias``, and leave it no more than the version counter that it shares."""
+    alias.data = _nothing(alias.device, alias.dtype)
 
 
 class Batch:
@@ -58,21 +89,24 @@ class Batch:
 class Record:
     """What the manager knows of one storage. ``origin`` finds the storage that was saved for as long as anybody, the
     record or the caller, holds it: what is written there behind autograd's back (``.data``, numpy) is what autograd
-    would find there. ``book``: the number of that of the manager's books in which it stands."""
+    would find there. ``alias`` is the tensor that was saved, without its history: it shares the version counter, and
+    the bytes for as long as they never left. ``layout`` is its offset, size and strides, from when they leave.
+    ``book``: the number of that of the manager's books in which it stands."""
 
     __slots__ = (
         "address",
+        "alias",
         "batch",
         "book",
         "claim",
         "clock",
         "device",
         "differentiable",
+        "layout",
         "leaving",
         "ordinal",
         "origin",
         "returned",
-        "shape",
         "size",
         "slot",
         "state",
@@ -91,9 +125,10 @@ class Record:
         self.storage: torch.UntypedStorage | None = storage
         self.origin = weakref.ref(storage)
         self.size, self.address = storage.nbytes(), storage.data_ptr()
-        self.device, self.version, self.shape = tensor.device, tensor._version, tensor.shape
+        self.device, self.version = tensor.device, tensor._version
+        self.alias: Tensor | None = tensor.detach()
         self.batch, self.ordinal, self.clock = batch, batch.saved, clock
-        self.state = State.KEPT
+        self.state: str = State.KEPT
         self.transfer: Pending | None = None
         self.slot: StoreSlot | None = None
         self.book: int | None = None
@@ -101,11 +136,21 @@ class Record:
         self.differentiable = tensor.requires_grad
         self.undecided = "kept"  # why it stays, until it leaves, is used or dies
         self.sum: Tensor | None = None
+        self.layout: Layout | None = None
         self.claim: Claim
 
     def leave(self) -> None:
         """Let go of the device's copy."""
         self.storage = self.transfer = None
+        self.state = State.STORED
+        if self.alias is not None:
+            # First, for who finds it empty on another thread.
+            self.layout = self.layout or layout_of(self.alias)
+            empty(self.alias)
+
+    def end(self) -> None:
+        """Nobody claims it any more, and no transfer touches its bytes."""
+        self.storage = self.transfer = self.alias = None
         self.state = State.STORED
 
 
@@ -118,8 +163,8 @@ class Entry:
 
     def __init__(self, record: Record, unclaimed: deque[Claim]) -> None:
         self.record = record
-        record.claim = Claim(self, unclaimed.append)
-        record.claim.clock = record.clock
+        record.claim = claim = Claim(self, unclaimed.append)
+        claim.clock = record.clock
 
 
 class Claim(weakref.ref[Entry]):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from parallax.errors import SwapError
 from parallax.swap.activations.checks import Checks
-from parallax.swap.activations.records import Record, State
+from parallax.swap.activations.records import Record, State, bytes_of, new_bytes
 from parallax.swap.statistics import Ledger
 from parallax.swap.stores.store import Store
 
@@ -22,7 +20,7 @@ class Transfers:
     def write(self, record: Record) -> None:
         """Begin to write."""
         assert record.storage is not None
-        flat = torch.empty(0, dtype=torch.uint8, device=record.device).set_(record.storage)
+        flat = bytes_of(record.storage, record.device)
         record.slot, record.transfer = self._store.write(flat)
         record.state, record.wanted = State.QUEUED, False
 
@@ -40,7 +38,7 @@ class Transfers:
     def read(self, record: Record) -> None:
         """Begin to read into new memory."""
         assert record.slot is not None
-        flat = torch.empty(record.size, dtype=torch.uint8, device=record.device)
+        flat = new_bytes(record.size, record.device)
         self._checks.reading(flat)
         record.transfer = self._store.read(record.slot, flat)
         record.storage, record.state, record.returned = flat.untyped_storage(), State.LOADED, True

@@ -92,7 +92,10 @@ class _EventPending:
         return False
 
     def seconds(self) -> float:
-        return sum(copy.seconds() for copy in self._copies)
+        total = 0.0
+        for copy in self._copies:
+            total += copy.seconds()
+        return total
 
 
 class HostStore:

@@ -210,6 +210,42 @@ def small_one_changed() -> list[Tensor]:
     return gradients(y, w)
 
 
+class Rewriting(torch.autograd.Function):
+    """A product by what was saved, whose backward uses that memory for its own result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (factor,) = ctx.saved_tensors
+        return factor.mul_(grad).unsqueeze_(0).squeeze_(0), None
+
+
+def rewritten_by_its_backward() -> list[Tensor]:
+    w, x = weight(), torch.randn(SIDE, SIDE) * 2
+    return gradients(further(Rewriting.apply(w * 1, x)), w)
+
+
+def rewritten_before_another_needs_it() -> list[Tensor]:
+    w, x = weight(), torch.randn(SIDE, SIDE) * 2
+    return gradients(further(Rewriting.apply(w * x, x)), w)
+
+
+def rewritten_through_a_view() -> list[Tensor]:
+    w, x = weight(), torch.randn(SIDE, SIDE) * 2
+    return gradients(further(Rewriting.apply(w * x, x.t())), w)
+
+
+def rewritten_before_a_second_backward() -> list[Tensor]:
+    w, x = weight(), torch.randn(SIDE, SIDE) * 2
+    y = further(Rewriting.apply(w * 1, x)).sum()
+    y.backward(retain_graph=True)
+    return gradients(y, w)
+
+
 # ---- tensors without plain memory
 
 
@@ -293,6 +329,10 @@ CASES = [
     other_storage,
     resized,
     small_one_changed,
+    rewritten_by_its_backward,
+    rewritten_before_another_needs_it,
+    rewritten_through_a_view,
+    rewritten_before_a_second_backward,
     dual_numbers,
     jvp_over_a_graph,
     tangent_of_zeros,
