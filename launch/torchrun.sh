@@ -13,7 +13,8 @@
 #
 # NODES=MIN:MAX is elastic: when a rank or a host is lost, or a host joins by this line, all ranks start again on the
 # hosts that are there, plan for them, and go on from the last checkpoint. HEAD must stay: while it is gone, or cut off,
-# nobody goes on, and the others wait for it.
+# nobody goes on, and the others wait for it. A host that is unfit (other versions, too little memory) is refused with
+# code 2, and the others go on without it.
 #
 # Environment:
 #   RESTARTS    how often all ranks are started again after a failure (default: 0; of an elastic run 100)
@@ -70,6 +71,8 @@ fi
 if ((least < most)); then
     # Without these a lost host is noticed after fifteen seconds, and others are waited for another thirty.
     conf+=,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5
+    # A host that is unfit is done without, where so many others are left and it is not the head.
+    export PARALLAX_LEAST_HOSTS=$least PARALLAX_AT_HEAD=$at_head
 fi
 
 cores=$(getconf _NPROCESSORS_ONLN)

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.own_process = arguments is None
     except UserError as error:
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
-        return error.exit_code
+        return _refused(error.exit_code)
     logging.basicConfig(format="%(message)s")
     for handler in logging.getLogger().handlers:
         handler.setFormatter(SafeFormatter("%(message)s"))
@@ -91,6 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
         return error.exit_code
+
+
+def _refused(code: int) -> int:
+    """The exit code of wrong input; torchrun would start a rank again that cannot even begin."""
+    if under_torchrun():
+        from parallax.runtime.failure.refusal import end
+
+        end(code)
+    return code
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@
     │   ├── PlanError                 a plan, profile or cluster that contradicts itself
     │   │   └── InfeasiblePlan        nothing fits the budgets; carries the smallest fix
     │   ├── PreflightError            this host has less than the run takes
+    │   │   └── UnfitHostError        some hosts of the run do, and others do not
     │   ├── DataError                 no rows, unreadable folder, too little text
     │   └── CheckpointError           missing, damaged, or of another model
     │       └── LaterStartError       another start of the run goes on
@@ -25,7 +26,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class ParallaxError(Exception):
@@ -71,6 +72,14 @@ class InfeasiblePlan(PlanError):
 
 class PreflightError(UserError):
     """A host has less of something than a run takes."""
+
+
+class UnfitHostError(PreflightError):
+    """Some hosts cannot take part in a run, and others can; ``why``, by the host's identity. Raised on every rank."""
+
+    def __init__(self, message: str, why: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.why = dict(why or {})
 
 
 class DataError(UserError):

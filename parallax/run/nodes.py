@@ -28,9 +28,9 @@ from parallax.machine.local import (
 )
 from parallax.machine.probes import measure_probes
 from parallax.mesh import RankDevices
+from parallax.nodes.fitness import from_hosts
 from parallax.nodes.links import RemoteLink, probe_links
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.swap.config import SwapConfig
 
@@ -40,13 +40,15 @@ Kind = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A cluster of several nodes; ``kinds`` are those of each node's devices."""
+    """A cluster of several nodes; ``kinds`` are those of each node's devices, ``device_bytes`` what each of them has on
+    one, of which the cluster counts the least of its kind."""
 
     cluster: Cluster
     kinds: tuple[Kind, ...]
+    device_bytes: tuple[int, ...]
 
-    def at_speeds(self, seconds: Sequence[float]) -> Cluster:
-        """The cluster, where the devices of a node take so many ``seconds`` for the same work."""
+    def at_speeds(self, seconds: Sequence[float]) -> Joined:
+        """The same, where the devices of a node take so many ``seconds`` for the same work."""
         nodes = tuple(
             replace(
                 node,
@@ -54,7 +56,7 @@ class Joined:
             )
             for node, taken in zip(self.cluster.nodes, seconds)
         )
-        return replace(self.cluster, nodes=nodes)
+        return replace(self, cluster=replace(self.cluster, nodes=nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +91,19 @@ def join_nodes(
     config: ClusterConfig, swap: SwapConfig, nodes: Nodes, scratch: Path | None
 ) -> Joined:
     """What all nodes have, as one cluster; called by every rank of torch's world. ``scratch`` is where swap files would
-    go. Nodes with the same kind of devices count as the weakest of them, so that a plan holds wherever it runs."""
+    go. Nodes with the same kind of devices count as the weakest of them, so that a plan holds wherever it runs.
 
-    def offer() -> _Offer | None:
-        if not nodes.leads:
-            return None
+    Raises :class:`~parallax.errors.UnfitHostError` where some have not what is asked of each.
+    """
+
+    def offer() -> _Offer:
         choice = node_devices(config, nodes)
         own = measured_cluster(config, choice, swap, scratch)
         devices = own.devices[: nodes.of.count(nodes.mine)]
         kept = replace(own.nodes[0], name=nodes.names[nodes.mine], devices=devices)
         return _Offer(replace(own, nodes=(kept,)), _kind(choice))
 
-    offers = [each for each in from_all(offer) if each is not None]
+    offers = from_hosts(offer, nodes)
     kinds = tuple(each.kind for each in offers)
     between = _between(config, nodes)
     cluster = with_buckets(
@@ -112,7 +115,8 @@ def join_nodes(
             remote_ways=between.ways,
         )
     )
-    return Joined(cluster, kinds)
+    least = tuple(min(device.memory_bytes for device in each.cluster.devices) for each in offers)
+    return Joined(cluster, kinds, least)
 
 
 def _between(config: ClusterConfig, nodes: Nodes) -> RemoteLink:

@@ -13,10 +13,11 @@ import torch
 
 import parallax
 from parallax.common.units import format_bytes
-from parallax.errors import PlanError, PreflightError, printable
+from parallax.errors import PlanError, UnfitHostError, printable
 from parallax.machine.local import choose_devices
 from parallax.machine.preflight.needs import FolderNeeds, HostNeeds, RankNeeds
 from parallax.machine.preflight.start import check_host
+from parallax.nodes.fitness import Elastic, from_hosts
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.inputs import Inputs, inputs_path
@@ -35,29 +36,38 @@ def check_start(run: PreparedRun) -> None:
 
 
 def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
-    """The same for each node and its ranks; called by every rank of torch's world."""
+    """The same for each node and its ranks; called by every rank of torch's world. Raises
+    :class:`~parallax.errors.UnfitHostError` where some of several hosts have less."""
     mine = [rank for rank, host in enumerate(nodes.hosts) if host == nodes.hosts[nodes.rank]]
     where = f"node {printable(nodes.name(nodes.rank))}"
-    leads = mine[0] == nodes.rank
 
     def check() -> None:
-        check_host(dataclasses.replace(host_needs(run, mine), process_bytes=0), where)
+        if mine[0] == nodes.rank:
+            check_host(dataclasses.replace(host_needs(run, mine), process_bytes=0), where)
 
-    from_all(lambda: check() if leads else None)
+    from_hosts(check, nodes)
 
 
 def check_versions(nodes: Nodes) -> None:
-    """Raise :class:`PreflightError` where ranks have other versions of what decides a run's numbers and files; called
-    by every rank of torch's world."""
+    """Raise :class:`~parallax.errors.UnfitHostError` where ranks have other versions of what decides a run's numbers
+    and files; called by every rank of torch's world."""
+    first = Elastic.gather(nodes).measure(nodes)
     found = from_all(versions)
+    why: dict[str, str] = {}
     for rank, theirs in enumerate(found):
-        other = [f"{name} {theirs[name]}" for name in theirs if theirs[name] != found[0].get(name)]
-        if other:
-            mine = ", ".join(f"{word.split()[0]} {found[0][word.split()[0]]}" for word in other)
-            raise PreflightError(
-                f"rank {rank} on {printable(nodes.name(rank))} has {', '.join(other)}, and rank 0 on "
-                f"{printable(nodes.name(0))} has {mine}: install the same versions on all hosts"
+        names = [name for name in theirs if theirs[name] != found[first].get(name)]
+        if names:
+            other, mine = (
+                ", ".join(f"{name} {each.get(name)}" for name in names)
+                for each in (theirs, found[first])
             )
+            text = (
+                f"rank {rank} on {printable(nodes.name(rank))} has {other}, and rank {first} on "
+                f"{printable(nodes.name(first))} has {mine}: install the same versions on all hosts"
+            )
+            why.setdefault(nodes.hosts[rank], text)
+    if why:
+        raise UnfitHostError(next(iter(why.values())), why)
 
 
 def versions() -> dict[str, str]:

@@ -21,7 +21,13 @@ from parallax.report.swap import SwapRecord, swaps
 from parallax.runtime.meters.step import StepResult
 from parallax.train.monitor import Unwritten, finite
 from parallax.train.nodes import events_path
-from parallax.train.repeats import METRICS, forget_steps, note_restart, noted_restarts
+from parallax.train.repeats import (
+    METRICS,
+    forget_steps,
+    note_restart,
+    noted_refusals,
+    noted_restarts,
+)
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
 MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
@@ -104,6 +110,7 @@ class RunRecord:
             "validation_loss": self.validation_loss,
             "restarts": restarts,
             "lost_steps": lost_steps,
+            "refused_hosts": noted_refusals(self._directory),
             "skipped_steps": self._last.skipped_steps if self._last else 0,
             "step_seconds_median": median,
             "predicted_step_seconds": plan.prediction.step_seconds,

@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from parallax.common.files import AppendedFile
 
 METRICS = "metrics.jsonl"
-RESTARTS = "restarts.jsonl"  # one line each
+RESTARTS = "restarts.jsonl"  # one line each, and one for each host that was refused
+_REFUSED = "refused"
 
 
 def last_step(path: Path) -> int:
@@ -47,19 +49,40 @@ def forget_steps(path: Path, first: int) -> int:
 
 def note_restart(directory: Path, step: int, lost_steps: int) -> None:
     """Write down that the run in ``directory`` goes on after ``step``, and takes ``lost_steps`` again."""
-    file = AppendedFile(directory / RESTARTS)
-    try:
-        file.append((json.dumps({"step": step, "lost_steps": lost_steps}) + "\n").encode())
-    finally:
-        file.close()
+    _append(directory, {"step": step, "lost_steps": lost_steps})
+
+
+def note_refusal(directory: Path, reasons: Iterable[str]) -> None:
+    """Write down why the run in ``directory`` goes on without some hosts."""
+    for reason in reasons:
+        _append(directory, {_REFUSED: reason})
+
+
+def noted_refusals(directory: Path) -> list[str]:
+    """Why the run went on without some hosts."""
+    found = (_value(line, _REFUSED) for line in _lines(directory))
+    return [each for each in found if isinstance(each, str)]
 
 
 def noted_restarts(directory: Path) -> tuple[int, int]:
     """How often the run went on after a failure, and how many steps it took again for it."""
-    path = directory / RESTARTS
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    lost = [number for line in lines if (number := _number(line, "lost_steps")) is not None]
+    lost = [
+        number for line in _lines(directory) if (number := _number(line, "lost_steps")) is not None
+    ]
     return len(lost), sum(lost)
+
+
+def _append(directory: Path, entry: Mapping[str, int | str]) -> None:
+    file = AppendedFile(directory / RESTARTS)
+    try:
+        file.append((json.dumps(entry) + "\n").encode())
+    finally:
+        file.close()
+
+
+def _lines(directory: Path) -> list[bytes]:
+    path = directory / RESTARTS
+    return path.read_bytes().splitlines() if path.is_file() else []
 
 
 def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
@@ -76,8 +99,12 @@ def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
 
 def _number(line: bytes, key: str) -> int | None:
     """A number in a line; None where it is damaged, or has none."""
+    found = _value(line, key)
+    return found if isinstance(found, int) else None
+
+
+def _value(line: bytes, key: str) -> Any:
     try:
-        found = json.loads(line)[key]
+        return json.loads(line)[key]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if isinstance(found, int) else None

@@ -176,3 +176,28 @@ def test_a_lost_host_takes_one_step_with_it_where_memory_has_copies(
     assert (hosts.b.folder / "runs/both/plan.yaml").is_file()
     ends_well(hosts, tmp_path / "alone")
     assert memory_folders("node-*") <= before
+
+
+def test_an_unfit_host_is_refused_and_the_others_go_on(
+    hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins with an older package; refused, it does not come again of itself."""
+    hosts.start(1, line, nodes="1:2", on=[hosts.a])
+    reaches(hosts, 7)
+    shutil.copytree(ROOT / "parallax", tmp_path / "old/parallax")
+    package = tmp_path / "old/parallax/__init__.py"
+    package.write_text(re.sub('__version__ = ".*"', '__version__ = "0.0.9"', package.read_text()))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'old'}{os.pathsep}{ROOT}")
+    (refused,) = hosts.start(1, line, nodes="1:2", on=[hosts.b])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert refused.wait(SOON) == 2, output(hosts.b)
+    (words,) = said(hosts.b)
+    assert "on node-b has parallax 0.0.9, and rank " in words
+    assert "install the same versions on all hosts; the others go on without this host" in words
+    reached = max(losses(hosts.a))
+    reaches(hosts, reached + 3)
+    assert stages(hosts.a) == [1]
+    ends_well(hosts, tmp_path / "alone")
+    summary = json.loads((hosts.a.folder / "runs/both/summary.json").read_text())
+    assert ["parallax 0.0.9" in each for each in summary["refused_hosts"]] == [True]
+    assert restarts(hosts.a) == 1  # for the host that came and was refused

@@ -29,6 +29,7 @@ from parallax.run.nodes import node_devices
 from parallax.run.planning import Loss, settle
 from parallax.run.preflight import check_start_together, check_versions
 from parallax.run.prepare import PreparedRun
+from parallax.run.processes.elastic import leaving_out_unfit
 from parallax.run.processes.forkserver import die_with
 from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
 from parallax.run.resume import Trusts
@@ -71,14 +72,15 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
             nodes = Nodes.gather()
-            check_versions(nodes)
-            if directory is None:
-                run = prepare_together(overrides, nodes, held)
-            else:
-                run = read_together(directory, nodes, held, trusts)
-            watch.limit(*_limits(run), run.directory)
-            compare(run)
-            check_start_together(run, nodes)
+            with leaving_out_unfit(overrides, nodes, watch):
+                check_versions(nodes)
+                if directory is None:
+                    run = prepare_together(overrides, nodes, held)
+                else:
+                    run = read_together(directory, nodes, held, trusts)
+                watch.limit(*_limits(run), run.directory)
+                compare(run)
+                check_start_together(run, nodes)
         stopped = _train(run, nodes, watch)
         watch.close()
         stop_processes()

@@ -17,21 +17,23 @@ from pathlib import Path
 from parallax import config as configuration
 from parallax.common.lock import locked
 from parallax.common.terminal import safe_console
+from parallax.common.units import format_bytes
 from parallax.config import RunConfig
-from parallax.errors import DataError, PlanError, printable
+from parallax.errors import DataError, InfeasiblePlan, PlanError, UnfitHostError, printable
+from parallax.nodes.fitness import Elastic
 from parallax.nodes.places import Nodes, find_sites
 from parallax.nodes.together import from_all, from_first
-from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.run.job import local_cluster, profile_run
-from parallax.run.nodes import join_nodes
+from parallax.run.nodes import Joined, join_nodes
 from parallax.run.prepare import RUNS, PreparedRun, prepare, run_files, write_files
 from parallax.run.processes.elastic import patience_seconds, present_settings
 from parallax.run.resume import Trusts, settings
 from parallax.train.data import Source
 
 _COMPARED_ROWS = 4  # of which the times on several kinds of devices are compared
+_CLEARLY_LESS = 0.9  # of another host's memory; what is free differs a little from host to host
 
 
 def prepare_together(
@@ -40,11 +42,17 @@ def prepare_together(
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did. Directories stay locked until
     ``held`` is closed."""
     sized = present_settings(overrides, nodes)
-    present = _present_cluster(sized, nodes) if nodes.several else None
+    joined = _join(sized, nodes) if nodes.several else None
+    present = None if joined is None else joined.cluster
     patience = patience_seconds()
-    directory = from_first(
-        lambda: prepare(sized, safe_console(), held, present, patience).directory
-    )
+    try:
+        directory = from_first(
+            lambda: prepare(sized, safe_console(), held, present, patience).directory
+        )
+    except InfeasiblePlan as error:
+        if joined is not None and Elastic.gather(nodes).least:
+            _blame_least(error, joined, nodes)
+        raise
     return _distributed(directory, nodes, held)
 
 
@@ -108,7 +116,20 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
     return PreparedRun.read(directory)
 
 
-def _present_cluster(overrides: Sequence[str], nodes: Nodes) -> Cluster:
+def _blame_least(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
+    """Raise :class:`UnfitHostError` where one host has clearly less for a device than another: all count as it does."""
+    least = min(joined.device_bytes)
+    if least < _CLEARLY_LESS * max(joined.device_bytes):
+        rank = nodes.first(joined.device_bytes.index(least))
+        most = format_bytes(max(joined.device_bytes))
+        text = (
+            f"{printable(nodes.name(rank))} has {format_bytes(least)} for each device, and other hosts up to {most}; "
+            f"with it no plan fits: {error}"
+        )
+        raise UnfitHostError(text, {nodes.hosts[rank]: text}) from error
+
+
+def _join(overrides: Sequence[str], nodes: Nodes) -> Joined:
     """The cluster of all nodes, its devices' speeds relative to those of rank 0's: a profile is measured once for each
     kind of device, by the first node of that kind; rank 0 measures when it plans."""
     config = configuration.load(
@@ -117,7 +138,7 @@ def _present_cluster(overrides: Sequence[str], nodes: Nodes) -> Cluster:
     joined = join_nodes(local_cluster(config), config.swap, nodes, RUNS)
     kinds = joined.kinds
     if len(set(kinds)) == 1:
-        return joined.cluster
+        return joined
     measures = nodes.leads and kinds.index(kinds[nodes.mine]) == nodes.mine
     seconds = from_all(lambda: _step_seconds(config, nodes) if measures else 0.0)
     return joined.at_speeds([seconds[nodes.first(kinds.index(kind))] for kind in kinds])

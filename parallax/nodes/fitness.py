@@ -1,0 +1,79 @@
+"""Hosts that are unfit for a run: which they are, and whether the others go on without them.
+
+What one host lacks is no reason to end a run that several carry, where they come and go::
+
+    host a, at HEAD    fit ──────────────────────────────> ends its ranks; torchrun starts them again without b
+    host b             torch 2.9.1, too little memory ───> says so, asks its torchrun to end: exit code 2
+
+All ranks find out in one exchange, so all decide the same. The host at HEAD, where all meet, is never done without: its
+versions are what the others are measured by.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from parallax.errors import UnfitHostError, UserError
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all
+
+LEAST = "PARALLAX_LEAST_HOSTS"  # with which an elastic run goes on
+AT_HEAD = "PARALLAX_AT_HEAD"  # "1" where this host is the one at which all meet
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What the hosts were told that started the ranks: ``heads`` are those at HEAD, ``least`` is how many must be left,
+    0 where the run is not elastic."""
+
+    heads: frozenset[str]
+    least: int
+
+    @classmethod
+    def gather(cls, nodes: Nodes) -> Elastic:
+        """Ask all; called by every rank of torch's world."""
+        found = from_all(lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0")))
+        heads = frozenset(host for host, (at_head, _) in zip(nodes.hosts, found) if at_head)
+        return cls(heads, max(int(least) if least.isdecimal() else 0 for _, least in found))
+
+    def measure(self, nodes: Nodes) -> int:
+        """The rank with which others are compared: the first at HEAD, otherwise rank 0."""
+        return next((rank for rank, host in enumerate(nodes.hosts) if host in self.heads), 0)
+
+    def goes_on(self, unfit: Mapping[str, str], nodes: Nodes) -> bool:
+        """Whether the hosts that are left, when those that are ``unfit`` have gone, go on."""
+        left = {*nodes.hosts} - unfit.keys()
+        return 0 < self.least <= len(left) and bool(self.heads) and self.heads <= left
+
+
+def from_hosts(call: Callable[[], _Found], nodes: Nodes) -> list[_Found]:
+    """What ``call`` gives on the first rank of each node, in their order; called by every rank of torch's world.
+
+    Raises :class:`UnfitHostError` where it is a :class:`UserError` on some hosts and not on others; the first's error
+    where it is one on all.
+    """
+
+    def tried() -> tuple[_Found | None, type[UserError], str | None]:
+        try:
+            return call() if nodes.leads else None, UserError, None
+        except UserError as error:
+            return None, type(error), str(error)
+
+    outcomes = [(rank, found) for rank, found in enumerate(from_all(tried)) if _leads(rank, nodes)]
+    failed = [(rank, kind, text) for rank, (_, kind, text) in outcomes if text is not None]
+    why = {nodes.hosts[rank]: text for rank, _, text in reversed(failed)}
+    if why.keys() == {*nodes.hosts}:
+        _, kind, text = failed[0]
+        raise kind(text)
+    if why:
+        raise UnfitHostError("; ".join(text for _, _, text in failed), why)
+    return [found for _, (found, _, _) in outcomes]  # type: ignore[misc]
+
+
+def _leads(rank: int, nodes: Nodes) -> bool:
+    return nodes.first(nodes.of[rank]) == rank

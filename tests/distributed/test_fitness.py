@@ -1,0 +1,62 @@
+"""What some hosts lack is told apart from what all do, on every rank alike."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from parallax.errors import ConfigError, UnfitHostError
+from parallax.nodes.fitness import AT_HEAD, LEAST, Elastic, from_hosts
+from parallax.nodes.places import Nodes
+from parallax.run import preflight
+from tests.distributed.pool import Pool
+
+
+def nodes() -> Nodes:
+    """Two hosts, the first with two ranks."""
+    return Nodes(dist.get_rank(), ("a", "b"), (0, 0, 1), ("host a", "host a", "host b"))
+
+
+def asks(failing: list[int]) -> tuple[str, str, dict[str, str]] | list[int]:
+    def call() -> int:
+        if dist.get_rank() in failing:
+            raise ConfigError(f"rank {dist.get_rank()} has too little")
+        return dist.get_rank()
+
+    try:
+        return from_hosts(call, nodes())
+    except UnfitHostError as error:
+        return "unfit", str(error), error.why
+    except ConfigError as error:
+        return "all", str(error), {}
+
+
+def test_whose_error_it_is(pool: Pool) -> None:
+    assert pool.run(asks, 3, []) == [[0, 2]] * 3
+    assert pool.run(asks, 3, [1]) == [[0, 2]] * 3  # not asked: the first of its node is
+    why = "rank 2 has too little"
+    assert pool.run(asks, 3, [2]) == [("unfit", why, {"host b": why})] * 3
+    assert pool.run(asks, 3, [0, 2]) == [("all", "rank 0 has too little", {})] * 3
+
+
+def meets_head(odd: int) -> tuple[list[str], bool]:
+    """Versions of ``odd`` differ, and the last host is HEAD: whose they are, and whether the others go on."""
+    found, plain, own = nodes(), preflight.versions, preflight.versions()
+    os.environ[LEAST], os.environ[AT_HEAD] = "1", str(int(found.rank == 2))
+    if found.rank == odd:
+        preflight.versions = lambda: {**own, "torch": "2.9.1"}  # type: ignore[assignment]
+    try:
+        preflight.check_versions(found)
+    except UnfitHostError as error:
+        return [*error.why], Elastic.gather(found).goes_on(error.why, found)
+    finally:
+        preflight.versions = plain
+        del os.environ[LEAST], os.environ[AT_HEAD]
+    return [], False
+
+
+def test_whoever_differs_from_head_is_unfit(pool: Pool) -> None:
+    assert pool.run(meets_head, 3, -1) == [([], False)] * 3
+    assert pool.run(meets_head, 3, 0) == [(["host a"], True)] * 3
+    assert pool.run(meets_head, 3, 2) == [(["host a"], True)] * 3

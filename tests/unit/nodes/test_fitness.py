@@ -1,0 +1,53 @@
+"""Which hosts may be left out of an elastic run, and what is written down of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallax.nodes.fitness import Elastic
+from parallax.nodes.places import Nodes
+from parallax.train.repeats import (
+    RESTARTS,
+    note_refusal,
+    note_restart,
+    noted_refusals,
+    noted_restarts,
+)
+
+THREE = Nodes(0, ("a", "b", "c"), (0, 0, 1, 2), ("a", "a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "least", "unfit", "goes_on"),
+    [
+        (["a"], 1, ["b"], True),
+        (["a"], 1, ["b", "c"], True),
+        (["a"], 2, ["b"], True),
+        (["a"], 2, ["b", "c"], False),  # too few are left
+        (["a"], 3, ["c"], False),
+        (["b"], 1, ["b"], False),  # HEAD must stay
+        ([], 1, ["b"], False),  # nobody knows which host is HEAD
+        (["a"], 0, ["b"], False),  # not elastic
+    ],
+)
+def test_who_is_done_without(heads: list[str], least: int, unfit: list[str], goes_on: bool) -> None:
+    elastic = Elastic(frozenset(heads), least)
+    assert elastic.goes_on(dict.fromkeys(unfit, "why"), THREE) is goes_on
+
+
+def test_versions_are_measured_by_head() -> None:
+    assert Elastic(frozenset("c"), 1).measure(THREE) == 3
+    assert Elastic(frozenset(), 1).measure(THREE) == 0
+
+
+def test_refused_hosts_are_noted_beside_restarts(tmp_path: Path) -> None:
+    assert noted_refusals(tmp_path) == []
+    note_restart(tmp_path, 5, 2)
+    note_refusal(tmp_path, ["b has torch 2.9.1", "c has no room"])
+    with (tmp_path / RESTARTS).open("a") as file:
+        file.write(json.dumps({"refused": 3}) + "\n{half")
+    assert noted_refusals(tmp_path) == ["b has torch 2.9.1", "c has no room"]
+    assert noted_restarts(tmp_path) == (1, 2)
