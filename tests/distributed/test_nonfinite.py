@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError
 from parallax.model.describe import describe
-from parallax.runtime.batch import TensorRows
+from parallax.runtime.batch import Rows, TensorRows
 from parallax.runtime.engine import Engine
+from parallax.runtime.health.part_runs import PartRuns
 from parallax.runtime.health.search import culprits
 from parallax.runtime.meters.step import StepResult
 from parallax.runtime.optim.optimizer import OptimizerConfig
@@ -106,19 +107,21 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
 
 
-def engine(build: Callable[[], nn.Module], skips: int) -> Engine:
+def engine(
+    build: Callable[[], nn.Module], skips: int, rows: int = 8, microbatch: int = 4
+) -> Engine:
     chain = describe(build)
-    plan = make_plan(chain, global_batch=8, microbatch=4)
+    plan = make_plan(chain, global_batch=rows, microbatch=microbatch)
     optimizer = OptimizerConfig(name="sgd", warmup_steps=0)
     loss = nn.functional.mse_loss
     return Engine.build(chain, plan, loss=loss, optimizer=optimizer, nonfinite_skips=skips)
 
 
-def rows(bad: Callable[[Tensor], object] = lambda inputs: None) -> TensorRows:
+def rows(bad: Callable[[Tensor], object] = lambda inputs: None, count: int = 8) -> TensorRows:
     torch.manual_seed(1)
-    inputs = torch.randn(8, 3)
+    inputs = torch.randn(count, 3)
     bad(inputs)
-    return TensorRows(inputs, torch.randn(8, 1))
+    return TensorRows(inputs, torch.randn(count, 1))
 
 
 def zero(*which: int) -> Callable[[Tensor], object]:
@@ -179,9 +182,71 @@ def test_too_many_in_a_row_end_the_run() -> None:
 def test_rows_that_only_fail_together(together: set[int], named: list[str]) -> None:
     """Rows that are too large only in their sum: the smallest half that holds them."""
 
-    def fails(micro: int, interval: tuple[int, int]) -> str:
-        mine = {row for row in together if row // 4 == micro}
-        return "loss inf" if mine and mine <= set(range(*interval)) else ""
+    def fails(micros: tuple[int, int], interval: tuple[int, int]) -> str:
+        mine = [{row for row in together if row // 4 == micro} for micro in range(*micros)]
+        return "loss inf" if any(each and each <= set(range(*interval)) for each in mine) else ""
 
     found = culprits([(0, 4), (4, 8)], fails)
     assert [str(each).partition(" of the batch")[0] for each in found] == named
+
+
+class Runs:
+    """Counts what is computed again; rows that are in ``bad`` together fail."""
+
+    def __init__(self, *bad: set[int]) -> None:
+        self.bad, self.counted = bad, 0
+
+    def fails(self, micros: tuple[int, int], rows: tuple[int, int]) -> str:
+        self.counted += 1
+        return "loss nan" if any(each <= set(range(*rows)) for each in self.bad) else ""
+
+
+@pytest.mark.parametrize("bad", [0, 77, 130, 255])
+def test_micro_batches_are_halved_first(bad: int) -> None:
+    """One row of 64 micro-batches of four: two runs for each of eight halvings, and not one for each micro-batch."""
+    runs = Runs({bad})
+    (found,) = culprits([(4 * m, 4 * m + 4) for m in range(64)], runs.fails)
+    assert str(found) == f"row {bad} of the batch (micro-batch {bad // 4}) makes loss nan by itself"
+    assert runs.counted == 2 * 8
+
+
+def test_micro_batches_that_only_fail_together() -> None:
+    runs = Runs({5, 6})
+    (found,) = culprits([(2 * m, 2 * m + 2) for m in range(8)], runs.fails)
+    assert str(found) == "rows 4 to 7 of the batch (micro-batches 2 to 3) make loss nan together"
+
+
+def test_a_failure_that_does_not_come_again_takes_two_runs() -> None:
+    runs = Runs()
+    assert culprits([(m, m + 1) for m in range(64)], runs.fails) == []
+    assert runs.counted == 2
+
+
+def test_micro_batches_that_would_be_cut_anew_are_computed_alone() -> None:
+    """Of seven rows in four micro-batches the last two hold four, which would be cut elsewhere."""
+    parts = [(0, 1), (1, 3), (3, 5), (5, 7)]
+    seen: list[tuple[int, int]] = []
+
+    def fails(micros: tuple[int, int], rows: tuple[int, int]) -> str:
+        seen.append(micros)
+        return "loss nan" if rows[0] <= 6 < rows[1] else ""
+
+    (found,) = culprits(parts, fails, fits=lambda micros: micros != (2, 4))
+    assert (found.start, found.stop, found.micros) == (6, 7, (3, 4))
+    assert seen == [(0, 2), (2, 3), (3, 4), (3, 4), (3, 4)]
+
+
+def test_one_bad_row_of_many_micro_batches_takes_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the engine itself: its action lists of fewer micro-batches, each as large as in the step."""
+    compute, runs = PartRuns.run, list[int]()
+
+    def counted(parts: PartRuns, part: Rows, first_row: int) -> tuple[float, float]:
+        runs.append(len(part))
+        return compute(parts, part, first_row)
+
+    monkeypatch.setattr(PartRuns, "run", counted)
+    trained = engine(rooted, 1, rows=64, microbatch=2)
+    trouble = trained.step(rows(zero(37), count=64)).trouble
+    trained.close()
+    assert "row 37 of the batch (micro-batch 18) makes gradients of norm nan by itself" in trouble
+    assert sorted(runs, reverse=True) == [32, 32, 16, 16, 8, 8, 4, 4, 2, 2, 2, 2]

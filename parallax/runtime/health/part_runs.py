@@ -62,19 +62,25 @@ class PartRuns:
         """Which rows of a batch make a loss or gradients that are not finite."""
         parts = self.parts(batch)
 
-        def fails(micro: int, rows: Interval) -> str:
-            loss, norm = self.run(RepeatedRows(batch, *parts[micro], *rows), parts[micro][0])
+        def fails(micros: Interval, rows: Interval) -> str:
+            low, high = parts[micros[0]][0], parts[micros[1] - 1][1]
+            loss, norm = self.run(RepeatedRows(batch, low, high, *rows), low)
             if not math.isfinite(loss):
                 return f"loss {loss}"
             return "" if math.isfinite(norm) else f"gradients of norm {norm}"
 
-        return in_words(culprits(parts, fails, halves=self.can_repeat(batch)))
+        def fits(micros: Interval) -> bool:
+            some = parts[slice(*micros)]
+            low, rows = some[0][0], some[-1][1] - some[0][0]
+            return self._cut(rows) == [(start - low, stop - low) for start, stop in some]
+
+        return in_words(culprits(parts, fails, halves=self.can_repeat(batch), fits=fits))
 
     def run(
         self, part: Rows, first_row: int, look: Callable[[], None] = lambda: None
     ) -> tuple[float, float]:
-        """The loss and the gradient norm of a part of a batch, a micro-batch or less. ``look`` is called while its
-        gradients are there."""
+        """The loss and the gradient norm of a part of a batch: some of its micro-batches, or a part of one. ``look`` is
+        called while its gradients are there."""
         kept = KeptBuffers(self.stage.modules())
         kept.remember()
         self._optimizer.finish()
@@ -103,7 +109,9 @@ class PartRuns:
 
     def parts(self, batch: Rows) -> list[Interval]:
         """The rows of its micro-batches."""
-        rows = len(batch)
+        return self._cut(len(batch))
+
+    def _cut(self, rows: int) -> list[Interval]:
         count = self.plan.micro_batches(rows)
         return [micro_batch_rows(rows, count, micro) for micro in range(count)]
 
@@ -115,8 +123,9 @@ class PartRuns:
 
 
 class RepeatedRows:
-    """Rows ``low`` to ``high`` of ``batch``, a micro-batch, with those of [start, stop) in their own places, and again
-    in all others: it has as many rows as the whole, so that whatever computes on it sees the same shapes."""
+    """Rows ``low`` to ``high`` of ``batch``, of a micro-batch or of several whole ones, with those of [start, stop) in
+    their own places, and again in all others: it has as many rows as the whole, so that whatever computes on it sees
+    the same shapes."""
 
     def __init__(self, batch: Rows, low: int, high: int, start: int, stop: int) -> None:
         self._batch, self._low, self._high = batch, low, high
