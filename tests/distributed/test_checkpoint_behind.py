@@ -155,6 +155,34 @@ def test_the_same_as_one_that_is_waited_for(pool: Pool, tmp_path: Path, kind: st
     assert {key for key in one if one[key] != other[key]} <= {"started", "sha256"}
 
 
+def named_by_one_exchange(folder: Path) -> tuple[list[str], list[int]]:
+    """The checkpoints that a start would find when ranks have told each other once that all is written, and the steps
+    in the index of the last."""
+    case = CASE.under((1, 2))
+    engine = case.engine(folder / "scratch")
+    engine.step(case.batches()[0])
+    engine.saving.begin(folder, 1, {"state": STATE})
+    assert engine.saving.pending._save is not None
+    engine.saving.pending._save.part.result(30)
+    assert engine.saving.pending.advance(progresses(engine)) is None
+    assert engine.saving.pending._save.naming is not None
+    engine.saving.pending._save.naming.result(30)
+    engine.mesh.barrier()
+    found = list_checkpoints(folder)
+    told = [path.name for path in found], [CheckpointReader(path).step for path in found]
+    engine.mesh.barrier()
+    engine.saving.pending.finish()
+    engine.close()
+    return told
+
+
+def test_a_checkpoint_counts_from_the_first_exchange_after_its_last_byte(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Only what is said of it, and the removal of older ones, waits for the next."""
+    assert pool.run(named_by_one_exchange, 3, tmp_path) == [([checkpoint_name(1)], [1])] * 3
+
+
 # ---- what fails behind
 
 
