@@ -19,7 +19,13 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from parallax import __version__
-from parallax.common.signals import ending_at_once, exit_code, stopped_by, under_torchrun
+from parallax.common.signals import (
+    ending_at_once,
+    exit_code,
+    heed_from_the_start,
+    stopped_by,
+    under_torchrun,
+)
 from parallax.errors import ConfigError, ParallaxError, UserError, printable
 
 COMMANDS = {
@@ -47,6 +53,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        heed_from_the_start()
     try:
         with ending_at_once(), _no_collection():
             from parallax.common.terminal import SafeFormatter, lines, print_exception

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +84,96 @@ def _end(number: int, frame: FrameType | None) -> None:
     if not under_torchrun():  # whoever started the ranks speaks
         os.write(2, f"parallax: {stopped_by(number)}\n".encode())
     os._exit(exit_code(number))
+
+
+def heed_from_the_start() -> None:
+    """Called in the first line of a process: what Python makes of a request to end that comes while it imports is its
+    death by that signal, which a launcher takes for a failure.
+
+    ::
+
+        python -m parallax ── imports torch ── meets the other ranks ── watches ── trains
+          a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the code of such
+          any other process    ends at once, in one line, with the same code; so does a rank at SIGTERM
+
+    Torchrun sends SIGTERM where all is over anyway. Ctrl-C stays as it is (:func:`ending_at_once`).
+    """
+    if any(signal.getsignal(number) is _early for number in REQUESTS):
+        return
+    for number in heeded():
+        before = signal.getsignal(number)
+        # Who starts ranks may ignore what they heed.
+        if before is signal.SIG_DFL or (before is signal.SIG_IGN and under_torchrun()):
+            signal.signal(number, _early)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """A forked child dies by these signals, as its parent expects who sends them."""
+    for number in REQUESTS:
+        if signal.getsignal(number) is _early:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _EarlyHandler:
+    """Keeps the first request of a rank until it is :meth:`taken`."""
+
+    def __init__(self) -> None:
+        self.first, self._keeps = 0, True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._keeps and under_torchrun() and number != signal.SIGTERM:
+            self.first = self.first or number
+        else:
+            _end(number, frame)
+
+    def taken(self) -> int:
+        self._keeps, found, self.first = False, self.first, 0
+        return found
+
+
+_early = _EarlyHandler()
+
+
+def early_request() -> int:
+    """The signal that came since :func:`heed_from_the_start`; 0 where none has. Whoever asks heeds those to come."""
+    return _early.taken()
+
+
+@contextlib.contextmanager
+def ending_after(seconds: float, end: Callable[[int], object]) -> Iterator[None]:
+    """A request that came early, or comes while inside, calls ``end`` with its number after so many ``seconds``, at
+    SIGTERM at once, from another thread, where the block still runs then. For blocks that wait in calls in which no
+    handler runs; what need not be waited for is kept."""
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    if _early.first:
+        wake.send(bytes([_early.first]))
+
+    def look_on() -> None:
+        asked, deadline = 0, float("inf")
+        while time.monotonic() < deadline:
+            left = None if not asked else deadline - time.monotonic()
+            if not select.select([woken], [], [], left)[0]:
+                break
+            if not (found := woken.recv(64)):
+                return
+            for number in REQUESTS:
+                if number in found and (not asked or number == signal.SIGTERM):
+                    asked = number
+                    deadline = time.monotonic() + (0 if number == signal.SIGTERM else seconds)
+        end(asked)
+
+    thread = threading.Thread(target=look_on, name="parallax-asked", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        wake.close()
+        thread.join()
+        woken.close()
 
 
 def under_torchrun() -> bool:

@@ -79,20 +79,6 @@ def build():
 
 
 SCRIPT = [sys.executable, "-c", "import sys; from parallax.cli import main; sys.exit(main())"]
-SLOW_TORCH = """
-import pathlib, sys, time
-
-class Slow:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            pathlib.Path("importing").touch()
-            try:
-                time.sleep(60)
-            except KeyboardInterrupt as error:
-                raise ImportError("half of it") from error
-
-sys.meta_path.insert(0, Slow())
-"""
 
 
 def stepping(run: Path, *command: str, **added: str) -> subprocess.Popen[str]:
@@ -331,23 +317,6 @@ def test_planning_ends_in_one_line(here: Path) -> None:
     assert (code, one_line(err)) == (143, "parallax: stopped by SIGTERM")
     assert not (here / "runs").exists()
     assert temporary() == []
-
-
-@pytest.mark.parametrize(
-    "launcher", [[str(Path(sys.executable).parent / "parallax")], MODULE], ids=["script", "module"]
-)
-@pytest.mark.parametrize("rank", [{}, {"TORCHELASTIC_RUN_ID": "ours"}], ids=["alone", "rank"])
-def test_what_is_still_importing_ends_in_one_line(
-    here: Path, launcher: list[str], rank: dict[str, str]
-) -> None:
-    """What an exception in the middle of an import makes of it is another exception, now and then; and of the ranks
-    none speaks."""
-    (here / "sitecustomize.py").write_text(SLOW_TORCH)
-    process = start([*launcher, "plan"], **rank)
-    wait_for((here / "importing").exists, "torch")
-    process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "", "" if rank else "parallax: stopped by SIGINT\n")
-    assert list(here.glob("*.yaml")) == []
 
 
 @pytest.mark.thorough

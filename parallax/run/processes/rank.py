@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallax.common.signals import exit_code, stopped_by
+from parallax.common.signals import ending_after, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
@@ -48,6 +48,7 @@ from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
 
 ON_DRIFT = "PARALLAX_ON_DRIFT"  # what the launcher asks of its ranks
+_MEETING_SECONDS = 10.0  # that a rank that was asked to end waits for others, to end with them
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 # No action takes longer than its step; predictions are not better than that.
 _STEPS_IN_ONE_ACTION = 2
@@ -99,7 +100,8 @@ def _meet() -> None:
                 f"{key}={printable(os.environ[key])}: accepted is a whole number, as torchrun sets it"
             )
     try:
-        start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
+        with ending_after(_MEETING_SECONDS, _give_up):
+            start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
     except (dist.DistError, ValueError) as error:
         address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
         reason = printable((str(error).splitlines() or [type(error).__name__])[0])
@@ -107,6 +109,14 @@ def _meet() -> None:
             f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
             "address that all of them reach"
         ) from error
+
+
+def _give_up(number: int) -> None:
+    """End this rank, which was asked to and waits for others."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        what = "while it waited for the other ranks"
+        say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, code=exit_code(number)))
+    os._exit(exit_code(number))
 
 
 def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import socket
 
-from parallax.common.signals import heeded
+from parallax.common.signals import early_request, heeded
 
 
 class WakeUp:
@@ -19,6 +19,8 @@ class WakeUp:
         self._wake.setblocking(False)
         self._before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+        if number := early_request():  # while this process imported, or met the others
+            self._wake.send(bytes([number]))
 
     def rouse(self) -> None:
         """Wake it up, without waiting."""

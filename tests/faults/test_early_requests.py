@@ -1,0 +1,160 @@
+"""Requests to end that come while processes still start: kept, or served at once, from their first line on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from parallax.common.signals import stopped_by
+from tests.faults.commands import (
+    MODULE,
+    TORCHRUN,
+    finish,
+    prepared,
+    rank_of,
+    running,
+    start,
+    wait_for,
+)
+from tests.faults.test_requests_to_end import ENDLESS
+
+SLOW_TORCH = """
+import pathlib, sys, time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            pathlib.Path("importing").touch()
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt as error:
+                raise ImportError("half of it") from error
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def heeds(process: psutil.Process, number: int) -> bool:
+    """Whether it has begun to, of which its first line takes care."""
+    with contextlib.suppress(OSError, psutil.Error):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        (caught,) = (line.split()[1] for line in status.splitlines() if line[:7] == "SigCgt:")
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return False
+
+
+# Torch comes late to ranks, so that there is time before.
+LATE_TORCH = """
+import os, pathlib, sys, time
+
+class Late:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "LOCAL_RANK" in os.environ:
+            sys.meta_path.remove(self)
+            pathlib.Path("importing-" + os.environ["RANK"]).touch()
+            time.sleep(1)
+
+sys.meta_path.insert(0, Late())
+"""
+
+
+def check_all_end(process: subprocess.Popen[str], here: Path) -> None:
+    """With the code of those that saved, and one line."""
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
+    assert line.startswith("parallax: stopped by SIGUSR1")
+    assert running(here) == []
+
+
+def tell(launcher: psutil.Process, whom: list[int]) -> None:
+    for each in launcher.children():
+        if rank_of(each) in whom:
+            each.send_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("whom", [[0, 1], [1]], ids=["all", "one"])
+def test_ranks_that_still_import_torch(here: Path, whom: list[int]) -> None:
+    """One that was told keeps it until it has met the others, and ends all."""
+    (here / "sitecustomize.py").write_text(LATE_TORCH)
+    run = prepared(*ENDLESS)
+    process = start([*TORCHRUN, "-m", "parallax", "train", "--run-dir", str(run)])
+    wait_for(lambda: len([*here.glob("importing-*")]) == 2, "torch")
+    tell(psutil.Process(process.pid), whom)
+    check_all_end(process, here)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("whom", [[0, 1], [1]], ids=["all", "one"])
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 1.5, 2.0, 2.5, 3.5])
+def test_ranks_that_are_still_starting(here: Path, seconds: float, whom: list[int]) -> None:
+    """The same, told at any moment since the first line."""
+    run = prepared(*ENDLESS)
+    process = start([*TORCHRUN, "-m", "parallax", "train", "--run-dir", str(run)])
+    launcher = psutil.Process(process.pid)
+    wait_for(
+        lambda: (
+            len(found := launcher.children()) == 2
+            and all(heeds(each, signal.SIGUSR1) for each in found)
+        ),
+        "first lines",
+    )
+    time.sleep(seconds)
+    tell(launcher, whom)
+    check_all_end(process, here)
+
+
+def test_a_rank_whose_neighbour_never_comes(here: Path) -> None:
+    """It waits for it in a call in which no handler runs."""
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    process = start([*MODULE, "train", *ENDLESS], **told, PARALLAX_JOIN_SECONDS="21")
+    assert process.stderr is not None
+    first = process.stderr.readline()  # once it waits
+    assert "waiting for rank 0 of 2" in first
+    process.send_signal(signal.SIGUSR1)
+    code, _, err = finish(process)
+    assert code == 0
+    last = err.splitlines()[-1]  # after those of torch
+    assert last == "parallax: stopped by SIGUSR1 while it waited for the other ranks"
+
+
+@pytest.mark.parametrize(
+    "launcher", [[str(Path(sys.executable).parent / "parallax")], MODULE], ids=["script", "module"]
+)
+@pytest.mark.parametrize("rank", [{}, {"TORCHELASTIC_RUN_ID": "ours"}], ids=["alone", "rank"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_is_still_importing_ends_in_one_line(
+    here: Path, launcher: list[str], rank: dict[str, str], number: int, code: int
+) -> None:
+    """What an exception in the middle of an import makes of it is another exception, now and then; and of the ranks
+    none speaks."""
+    (here / "sitecustomize.py").write_text(SLOW_TORCH)
+    process = start([*launcher, "plan"], **rank)
+    wait_for((here / "importing").exists, "torch")
+    process.send_signal(number)
+    assert finish(process) == (code, "", "" if rank else f"parallax: {stopped_by(number)}\n")
+    assert list(here.glob("*.yaml")) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGHUP, 129)])
+def test_a_launcher_that_is_still_importing_has_nothing_to_save(
+    here: Path, number: int, code: int
+) -> None:
+    (here / "sitecustomize.py").write_text(SLOW_TORCH)
+    process = start([*MODULE, "train", *ENDLESS])
+    wait_for((here / "importing").exists, "torch")
+    process.send_signal(number)
+    assert finish(process) == (code, "", f"parallax: {stopped_by(number)}\n")
+    assert not (here / "runs").exists()
