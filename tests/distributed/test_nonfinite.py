@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError
 from parallax.model.describe import describe
+from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import Rows, TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.health.part_runs import PartRuns
@@ -108,13 +109,24 @@ def normed() -> nn.Module:
 
 
 def engine(
-    build: Callable[[], nn.Module], skips: int, rows: int = 8, microbatch: int = 4
+    build: Callable[[], nn.Module],
+    skips: int,
+    rows: int = 8,
+    microbatch: int = 4,
+    precision: PrecisionConfig | None = None,
 ) -> Engine:
     chain = describe(build)
     plan = make_plan(chain, global_batch=rows, microbatch=microbatch)
     optimizer = OptimizerConfig(name="sgd", warmup_steps=0)
     loss = nn.functional.mse_loss
-    return Engine.build(chain, plan, loss=loss, optimizer=optimizer, nonfinite_skips=skips)
+    return Engine.build(
+        chain,
+        plan,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision or PrecisionConfig(),
+        nonfinite_skips=skips,
+    )
 
 
 def rows(bad: Callable[[Tensor], object] = lambda inputs: None, count: int = 8) -> TensorRows:
@@ -140,6 +152,20 @@ def test_gradients_that_are_none_where_the_loss_is_one() -> None:
         "row 2 of the batch (micro-batch 0) makes gradients of norm nan by itself, and "
         "row 7 of the batch (micro-batch 1) makes gradients of norm nan by itself"
     )
+
+
+def test_rows_are_searched_with_the_loss_as_it_was_scaled() -> None:
+    """Gradients of one row overflow only with the scale: without it no row would be found."""
+    precision = PrecisionConfig(loss_scale=2.0**100)
+    trained = engine(lambda: nn.Sequential(nn.Linear(3, 1, bias=False)), 1, precision=precision)
+    batch = rows(lambda inputs: inputs.mul_(1e-6)[5].mul_(1e12))
+    batch.targets(0, 8).zero_()
+    trained.step(batch)
+    with pytest.raises(
+        NonFiniteError, match=r"row 5 of the batch \(micro-batch 1\) makes gradients"
+    ):
+        trained.step(batch)
+    trained.close()
 
 
 def test_inputs_that_are_none_are_said_and_statistics_stay() -> None:

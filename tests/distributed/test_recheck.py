@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from parallax.errors import CorruptionError
 from parallax.model.describe import describe
 from parallax.runtime.batch import TensorRows
+from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 from parallax.runtime.engine import Engine
 from parallax.runtime.health.recheck import Recheck, digest
 from parallax.train.loop import TrainerConfig, train
@@ -256,3 +258,22 @@ def test_a_run_stops_or_notes_it(
         assert not list(tmp_path.glob("checkpoints/*"))
     finally:
         engine.close()
+
+
+def test_what_is_being_saved_when_it_is_found_is_from_before(tmp_path: Path) -> None:
+    """The checkpoint of step 1 has no name yet when step 2 is found to be wrong: all it lacks is that ranks agree."""
+    chain = describe(mlp_that_flips)
+    engine = Engine.build(
+        chain,
+        make_plan(chain, global_batch=4, microbatch=4),
+        loss=nn.functional.cross_entropy,
+    )
+    trainer = TrainerConfig(
+        steps=4, global_batch=4, eval_every=0, check_every=2, checkpoint_every=1
+    )
+    logger = LoggerConfig(tensorboard=False, events=False)
+    Wrong.calls = 0
+    with contextlib.closing(engine), pytest.raises(CorruptionError, match="after step 2: rank 0"):
+        train(engine, SameRows(), trainer, logger, tmp_path, tokens_per_row=1)
+    (kept,) = list_checkpoints(tmp_path / "checkpoints")
+    assert CheckpointReader(kept).step == 1

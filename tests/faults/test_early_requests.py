@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -18,8 +19,10 @@ from tests.faults.commands import (
     MODULE,
     TORCHRUN,
     finish,
+    one_line,
     prepared,
     rank_of,
+    ranks,
     running,
     start,
     wait_for,
@@ -158,3 +161,23 @@ def test_a_launcher_that_is_still_importing_has_nothing_to_save(
     process.send_signal(number)
     assert finish(process) == (code, "", f"parallax: {stopped_by(number)}\n")
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("begun", [pytest.param("server", marks=pytest.mark.faults), "ranks"])
+def test_ctrl_c_while_ranks_start(here: Path, begun: str, seconds: float) -> None:
+    """A terminal sends it to all processes: those that it ends were asked to, and are not started again."""
+    run = prepared(*ENDLESS, "trainer.max_restarts=3")
+    process = start(["setsid", *MODULE, "train", "--run-dir", str(run)])
+    launcher = psutil.Process(process.pid)
+    if begun == "server":
+        wait_for(launcher.children, "the process that starts the ranks")
+    else:
+        wait_for(lambda: len(ranks(process)) == 2, "ranks")
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130, err
+    assert one_line(err).startswith("parallax: stopped by SIGINT")
+    assert "restart" not in err
+    assert running(here) == []

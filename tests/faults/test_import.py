@@ -154,6 +154,20 @@ def test_what_torch_has_saved_goes_on(here: Path, imported: Import) -> None:
     assert all(name.startswith("model/") for name in tensors(Path("runs/again")))
 
 
+def test_what_is_left_unread_is_said(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What belongs to neither the model nor its optimizer: a scheduler's numbers, a second model."""
+    model = config.compose([*SETTINGS]).model.build()  # type: ignore[union-attr]
+    tree = {"model": model.state_dict(), "averaged": {f"{n}": torch.zeros(1) for n in range(5)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        save(tree, checkpoint_id=here / "theirs", no_dist=True)
+    capfd.readouterr()
+    assert cli.main(["import", "theirs", "--from", "dcp", "name=theirs", *SETTINGS]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    names = "averaged.0, averaged.1, averaged.2 and 2 more"
+    assert f"not imported, as it is neither the model's nor an optimizer's: {names}" in out
+
+
 def test_a_folder_of_transformers_says_its_model(here: Path, imported: Import) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed (it comes with the hf extra)"

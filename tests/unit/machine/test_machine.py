@@ -123,6 +123,41 @@ def test_memory_limits_of_v1_inside_a_container_with_a_foreign_path(tmp_path: Pa
     assert memory_limits(tmp_path) == ()
 
 
+@pytest.mark.parametrize(
+    ("groups", "folder", "limit", "used", "caches"),
+    [
+        (
+            "0::/job",
+            "job",
+            "memory.max",
+            "memory.current",
+            ["inactive_file", "active_file", "slab_reclaimable"],
+        ),
+        (
+            "4:memory:/job",
+            "memory/job",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            ["total_inactive_file", "total_active_file"],
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_all_caches_that_the_kernel_gives_up_count_as_free(
+    tmp_path: Path, groups: str, folder: str, limit: str, used: str, caches: list[str]
+) -> None:
+    """What was just read is active: a data set would leave no memory for its own training."""
+    group = f"sys/fs/cgroup/{folder}"
+    held = "\n".join(["anon 1", *(f"{each} {20 * MIB}" for each in caches)])
+    files = {
+        f"{group}/{limit}": str(512 * MIB),
+        f"{group}/{used}": str(300 * MIB),
+        f"{group}/memory.stat": held,
+    }
+    (found,) = memory_limits(tree(tmp_path, groups, files))
+    assert found.free_bytes == (212 + 20 * len(caches)) * MIB
+
+
 def limits_of_a_gibibyte() -> tuple[list[tuple[str, int]], int, int]:
     """In a process of its own: a hard limit cannot be raised again."""
     resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_one_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     other.close(remove=True)
     assert folder.path.exists()
     folder.close(remove=True)
+
+
+def test_who_is_leaving_is_waited_for(tmp_path: Path) -> None:
+    """A child of a rank that was killed holds it for a moment longer than the rank."""
+    folder = MemoryFolder("word", tmp_path)
+    folder.open()
+    (folder.path / "kept").touch()
+    with subprocess.Popen(["sleep", "0.5"], pass_fds=[folder._handle]) as child:
+        folder.close(remove=False)
+        again = MemoryFolder("word", tmp_path)
+        again.open()
+        assert child.poll() == 0
+    assert (again.path / "kept").exists()
+    again.close(remove=True)
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ transformers = pytest.importorskip(
 HF, PLAIN = FORMS["huggingface"], FORMS["safetensors"]
 
 
-def write(run: Path, chain: Chain, step: int = 2) -> None:
-    """A checkpoint of what ``chain`` begins with, as two stages write it."""
+def write(run: Path, chain: Chain, step: int = 2, started: float = 1.0) -> None:
+    """A checkpoint of what ``chain`` begins with, as two stages of a start at that time write it."""
     partial = checkpoint.partial_folder(run / "checkpoints", step)
     checkpoint.begin(partial)
     count, checksums, seen = len(chain.blocks), {}, set[str]()
@@ -54,6 +54,7 @@ def write(run: Path, chain: Chain, step: int = 2) -> None:
             seen |= set(chain.names[index].values())
         checksums |= checkpoint.write_parts(partial, f"stage-{stage:02d}", found.items()).checksums
     index = {"step": step, "state": {}, "fingerprint": chain.fingerprint(), "optimizer": []}
+    index |= {"started": started}
     checkpoint.finish(partial, {**index, "checksums": checksums})
 
 
@@ -346,6 +347,14 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     export(run, HF, out)
     assert (out / "model.safetensors").exists()
+
+
+def test_the_checkpoint_is_the_one_that_the_run_goes_on_from(tmp_path: Path) -> None:
+    """The latest start's: a half that was cut off may have come further, alone."""
+    run = run_of_llama(tmp_path)
+    write(tmp_path, llama(), step=9, started=2.0)
+    write(tmp_path, llama(), step=4, started=3.0)
+    assert export(run, PLAIN, out=tmp_path / "out").step == 4
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""For how long a rank computed, of which it is judged whether it is slow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from parallax.common.events import Span
+from parallax.model.describe import describe
+from parallax.model.mlp import MLPConfig
+from parallax.runtime.batch import TensorRows
+from parallax.train.health.checkup import Checkup
+from parallax.train.health.stragglers import WARM_UP, WINDOW
+from tests.plans import make_plan
+
+CHAIN = describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
+
+
+def checkup(kind: str) -> Checkup:
+    """Of rank 1, whose device is of that kind, and which has a replica beside it."""
+    nodes = SimpleNamespace(local_count=2, name=lambda rank: "here")
+    engine: Any = SimpleNamespace(
+        mesh=SimpleNamespace(device=torch.device(kind), nodes=nodes),
+        plan=make_plan(CHAIN, replicas=(2,), global_batch=8),
+        part_runs=None,
+        tier_bytes=dict,
+    )
+    return Checkup(engine)
+
+
+def computed(kind: str, seconds: float, reading: float) -> float:
+    """What is told of a step whose actions took so many seconds, and whose rows as many as ``reading``."""
+    found = checkup(kind)
+    batch = found.fetch(lambda: TensorRows(torch.zeros(4, 4), torch.zeros(4)))
+    batch.seconds = reading  # type: ignore[attr-defined]
+    span = Span(1, 0, "forward", 0, 0, 0.0, seconds)
+    found.stepped(SimpleNamespace(spans=[span], seconds=seconds))  # type: ignore[arg-type]
+    _, busy, _ = found.numbers()
+    return busy
+
+
+@pytest.mark.parametrize(
+    ("kind", "reading", "busy"),
+    [
+        ("cpu", 0.0, 1.0),
+        ("cpu", 0.25, 0.75),  # a forward waits for its rows
+        ("meta", 0.0, 1.0),
+        ("meta", 0.05, 1.0),  # the host reads beside what the device does
+        ("meta", 0.25, 0.0),  # nobody knows how much of it
+    ],
+)
+def test_reading_is_not_computing(kind: str, reading: float, busy: float) -> None:
+    assert computed(kind, 1.0, reading) == pytest.approx(busy)
+
+
+def test_a_slow_accelerator_is_named() -> None:
+    """Though its rows are read on demand, beside what it computes."""
+    judge, said = checkup("meta"), list[str]()
+    own = [computed("meta", seconds, reading=0.02) for seconds in (0.2, 1.0)]
+    judge._seconds = 1.0
+    for _ in range(WARM_UP + WINDOW):
+        said += judge.agree([[0.0, 0.0], own, [0.0, 0.0]])
+    (line,) = said
+    assert line.startswith(
+        ": rank 1 (stage 0, replica 1, on here) is slow: its actions take 5.0 times"
+    )
