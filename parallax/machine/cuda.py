@@ -64,11 +64,12 @@ class Cuda(Accelerator):
 
     def arena(self, count: int, remedy: str) -> Arena:
         """Registered pages: torch's own pinned allocator would round up to a power of two."""
-        runtime = torch.cuda.cudart()
+        runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
         return RegisteredArena(
             count,
             lambda address, size: int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS)),
             lambda address: runtime.cudaHostUnregister(address),
+            synchronize=lambda: torch.cuda.synchronize(device),
             cpus=self._near_cpus(),
             remedy=remedy,
         )

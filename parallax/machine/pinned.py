@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -67,7 +68,8 @@ class RegisteredArena:
     """Whole pages that ``register`` pins, given their address and bytes; it returns 0, or what the runtime says is
     wrong. They are the process's own, huge where the system has such, touched by several threads, on ``cpus`` where
     those near the device are known: a page lies in the memory of the processor that touches it first. What an owner
-    that failed leaves behind is given to ``unregister`` when it is collected.
+    that failed leaves behind is given to ``unregister`` when it is collected, after ``synchronize``, which waits for
+    the device: such an owner has not waited for its copies.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RegisteredArena:
         register: Callable[[int, int], int],
         unregister: Callable[[int], object],
         *,
+        synchronize: Callable[[], object],
         cpus: Collection[int] = (),
         remedy: str = PINNING_REMEDY,
     ) -> None:
@@ -97,15 +100,21 @@ class RegisteredArena:
                 f"cannot pin {format_bytes(count)} of host memory: error {code} of the device's runtime; {remedy}"
             )
         # The map is held here, too: it must not be gone before it is unregistered.
-        self._unpin = weakref.finalize(self, _unregister, unregister, whole)
+        self._left = weakref.finalize(self, _unpin_later, unregister, synchronize, whole)
 
     def close(self) -> None:
         """Unpin; the pages go with the last view of them."""
-        self._unpin()
+        if (held := self._left.detach()) is not None:
+            _, _, (unregister, _, whole), _ = held
+            unregister(whole.data_ptr())
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
-def _unregister(unregister: Callable[[int], object], whole: Tensor) -> None:
+def _unpin_later(
+    unregister: Callable[[int], object], synchronize: Callable[[], object], whole: Tensor
+) -> None:
+    with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+        synchronize()
     unregister(whole.data_ptr())
 
 

@@ -85,6 +85,7 @@ class Sim(Accelerator):
             count,
             lambda address, size: C.host_register(address, size) or 0,
             C.host_unregister,
+            synchronize=lambda: torch.accelerator.synchronize(SIM),
             remedy=remedy,
         )
 

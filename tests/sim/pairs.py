@@ -8,9 +8,10 @@ from __future__ import annotations
 import datetime
 import gc
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from parallax.runtime.channels.group_channel import (
     GroupReceiver,
     GroupSender,
 )
-from parallax.runtime.channels.staging import PinnedStaging
+from parallax.runtime.channels.staging import Lent, PinnedStaging
 from parallax.runtime.engine import Engine
 from tests.plans import make_plan
 from tests.sim import group
@@ -128,6 +129,28 @@ def sends(*, direct: bool) -> Callable[[int], None]:
     return run
 
 
+def gives_up(rank: int) -> None:
+    """Closes while the peer takes nothing, the copies down are under way, and messages wait for both."""
+    del rank
+    staging, taken = PinnedStaging(SIM, StreamCopies(SIM)), threading.Event()
+    buffers = staging.buffers()
+
+    def post(lent: Lent) -> None:
+        taken.wait()
+        buffers.give([lent])
+
+    for number in range(3):
+        lent = buffers.take(1000)
+        source = torch.full((1000,), number, dtype=torch.uint8, device=SIM)
+        staging.send([source], [lent.data], partial(post, lent))
+        del lent, source
+    staging.close()
+    taken.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("parallax-send"):
+            thread.join()
+
+
 def _message(number: int) -> list[Tensor]:
     return [torch.full((1, SIZE // 4), float(number), device=SIM)]
 
@@ -152,6 +175,7 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "sends staged": sends(direct=False),
     "leaves early direct": leaves_early(direct=True),
     "leaves early staged": leaves_early(direct=False),
+    "gives up": gives_up,
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+from typing import Any
+
 import pytest
 
 from tests.distributed.pool import Pool
@@ -47,3 +51,56 @@ def test_a_message_does_not_wait_for_what_the_device_has_to_compute(sim_pool: Po
     ((risen, computing, done),) = sim_pool.run(arrived_after, 1)
     assert risen == pytest.approx(0.001, rel=0.1)  # 1 kB at 1 MB/s
     assert done == pytest.approx(computing, rel=0.1)  # 2 GFLOP at 1 GFLOP/s
+
+
+def unpinned_too_early(left: str) -> tuple[int, list[tuple[str, str]]]:
+    """Bytes that stay pinned, and races, where messages go no further: their staging was ``closed``, or its owner
+    ``failed`` and let go of all, or it was ``received`` into too little memory."""
+    import torch
+
+    from parallax.machine.device import StreamCopies
+    from parallax.runtime.channels.group_channel import Address, GroupReceiver
+    from parallax.runtime.channels.message import header_of, spec_of
+    from parallax.runtime.channels.staging import PinnedStaging
+    from tests.sim.device import SIM, C
+    from tests.sim.pairs import gives_up
+    from tests.sim.races import judge
+
+    class Posted(Address):
+        """A peer that has sent zeros before it was asked."""
+
+        def receive(self, buffer: torch.Tensor) -> Any:
+            tensors = [torch.zeros(16)]
+            header = header_of(spec_of(tensors))
+            buffer[: header.numel()].copy_(header)
+            buffer[header.numel() :].zero_()
+            return types.SimpleNamespace(wait=lambda: None)
+
+    def refuse(part: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("too little")
+
+    def work() -> None:
+        staging = PinnedStaging(SIM, StreamCopies(SIM))
+        if left == "received":
+            with contextlib.suppress(torch.OutOfMemoryError):
+                GroupReceiver(Posted(None, 0, 0), staging).receive(16, refuse)
+        elif left == "closed":
+            gives_up(0)
+        else:
+            lent = staging.buffers().take(1000)
+            sources.append(torch.zeros(1000, dtype=torch.uint8, device=SIM))
+            StreamCopies(SIM).copy(sources[0], lent.data)
+
+    sources: list[torch.Tensor] = []
+    before = C.pinned_bytes()
+    error, races, _ = judge(work, lateness=1000)
+    assert not error, error
+    return C.pinned_bytes() - before, races
+
+
+@pytest.mark.parametrize("left", ["closed", "failed", "received"])
+def test_nothing_is_unpinned_under_a_copy(sim_pool: Pool, left: str) -> None:
+    """An owner that fails does not wait for its copies; what is registered waits when it is collected."""
+    ((bytes_left, races),) = sim_pool.run(unpinned_too_early, 1, left)
+    assert not races, races[0]
+    assert bytes_left == 0

@@ -158,10 +158,10 @@ class GroupReceiver:
         layout = read_numbers(numbers)
         self._guess.learn(layout.spec, rows)
         message, arrived = self._landing.up(lent.data[whole - layout.size : whole])
+        self._buffers.give([lent], arrived)
         # Memory of their own: what swaps them out, or changes them in place, is to see no more than one of them.
         found = tuple([copy(part) for part in layout.views(message)])
         self._landing.left()
-        self._buffers.give([lent], arrived)
         return found
 
     def _begin(self, size: int) -> tuple[dist.Work, Lent]:

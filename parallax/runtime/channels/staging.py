@@ -199,7 +199,10 @@ class PinnedStaging:
             self._queued.popleft().result()
 
     def close(self) -> None:
-        """End the thread, but not by waiting for a peer that may be gone."""
+        """End the thread, but not by waiting for a peer that may be gone: only for the device, since what waits to be
+        sent is let go of."""
+        with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+            self._copies.synchronize()
         self._thread.shutdown(wait=False, cancel_futures=True)
         for each in self._buffers:
             each.close()

@@ -24,6 +24,9 @@ class Runtime:
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.registered, self.most = code, dict[int, int](), 0
+        self.waits: list[
+            int
+        ] = []  # ranges that were registered when somebody waited for the device
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         assert address % mmap.PAGESIZE == count % mmap.PAGESIZE == 0
@@ -41,6 +44,9 @@ def pin(runtime: Runtime, count: int, monkeypatch: pytest.MonkeyPatch) -> Arena:
     """As on a CUDA device."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda index: runtime.waits.append(len(runtime.registered))
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
     return accelerator_named("cuda").arena(count, PINNING_REMEDY)
 
@@ -51,6 +57,19 @@ def test_what_a_failed_owner_leaves_is_unpinned(monkeypatch: pytest.MonkeyPatch)
     assert runtime.registered
     del arena
     gc.collect()
+    assert runtime.waits == [1], "a copy may have been under way"
+    assert not runtime.registered
+
+
+def test_what_a_failed_device_leaves_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    runtime = Runtime()
+    arena = pin(runtime, MIB, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    del arena
+    gc.collect()
     assert not runtime.registered
 
 
@@ -58,7 +77,9 @@ def test_pages_are_touched_by_threads_near_the_device(monkeypatch: pytest.Monkey
     asked: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: asked.append(set(cpus)))
     monkeypatch.setattr("parallax.machine.pinned.usable_cores", lambda: 3.0)
-    pinned = RegisteredArena(9 * MIB + 5, lambda *_: 0, lambda _: 0, cpus={1, 2})
+    pinned = RegisteredArena(
+        9 * MIB + 5, lambda *_: 0, lambda _: 0, synchronize=lambda: None, cpus={1, 2}
+    )
     assert asked == [{1, 2}] * 3
     assert not pinned.data.any()
     pinned.close()
@@ -76,6 +97,7 @@ def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPat
     arena.close()
     arena.close()
     assert runtime.registered == {}
+    assert not runtime.waits, "who closes it has waited"
     assert view.item() == 7, "the pages stay with the last view"
     del view
     gc.collect()

@@ -353,9 +353,11 @@ def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"
     ):
-        RegisteredArena(2**60, lambda *_: 0, lambda _: 0, remedy=SCOPE.pinning)
+        RegisteredArena(
+            2**60, lambda *_: 0, lambda _: 0, synchronize=lambda: None, remedy=SCOPE.pinning
+        )
     with pytest.raises(SwapError, match=r"or set swap\.tier=disk$"):
-        RegisteredArena(2**60, lambda *_: 0, lambda _: 0)
+        RegisteredArena(2**60, lambda *_: 0, lambda _: 0, synchronize=lambda: None)
     monkeypatch.setattr("torch.Stream", lambda device: None)
     for name in ("cudart", "current_device", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: None)
