@@ -148,7 +148,7 @@ def joined(kinds: list[str]) -> Any:
         mock.patch.object(links, "_LONG_SECONDS", 0.002),
     ):
         nodes = Nodes.gather()
-        return together._present_cluster(["cluster.devices=3", "cluster.threads=1"], nodes)
+        return together._join(["cluster.devices=3", "cluster.threads=1"], nodes).cluster
 
 
 def between(link: str) -> tuple[float, float, float]:
