@@ -351,9 +351,16 @@ class Plan:
 
     def allocator_bytes(self, rank: int) -> int:
         """What a rank may allocate: its budget without what the device holds beside the allocator."""
-        budget, prediction = self.prediction.ranks[rank].budget_bytes, self.prediction.stages
+        return self.prediction.ranks[rank].budget_bytes - self._beside_allocator(rank)
+
+    def allocator_peak_bytes(self, rank: int) -> int:
+        """The most that a rank is predicted to allocate: its peak without the same, which no allocator measures."""
+        return self.prediction.ranks[rank].peak_bytes - self._beside_allocator(rank)
+
+    def _beside_allocator(self, rank: int) -> int:
+        prediction = self.prediction.stages
         memory = prediction[self.locate(rank)[0]].memory if prediction else {}
-        return budget - sum(memory.get(term, 0) for term in BESIDE_ALLOCATOR)
+        return sum(memory.get(term, 0) for term in BESIDE_ALLOCATOR)
 
     def hash(self) -> str:
         """Equal for equal plans, on every rank."""

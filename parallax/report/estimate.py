@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallax.common.units import format_bytes
+from parallax.plan.analytic.hardware import usual_contexts
 from parallax.plan.cost.estimate import Estimate
 
 
@@ -31,8 +32,13 @@ def estimate_table(found: Estimate) -> RenderableType:
         stages.add_row(
             str(need.stages), format_bytes(need.keep_bytes), format_bytes(need.recompute_bytes)
         )
-    besides = Text("without what a device's context, libraries and allocator take besides")
-    return Group(about, terms, pipelines, stages, besides)
+    least, most = map(format_bytes, usual_contexts())
+    uncounted = Text(
+        f"a plan counts {', '.join(found.uncounted)} in a device's budget, too, which are not here: they depend on "
+        f"the device (a context of an accelerator takes {least} to {most}) and on who talks to whom; parallax explain "
+        "shows them all"
+    )
+    return Group(about, terms, pipelines, stages, uncounted)
 
 
 def _table(first: str) -> Table:

@@ -227,6 +227,11 @@ def test_estimate_shows_both_ways() -> None:
         f"sum {format_bytes(sum(found.keep.values()))} {format_bytes(sum(found.recompute.values()))}"
         in shown
     )
+    assert (
+        "a plan counts reserve, allocator, context, communicators, ways in a device's budget"
+        in shown
+    )
+    assert "300.0 MiB to 800.0 MiB" in shown
 
 
 def test_alternatives_side_by_side() -> None:

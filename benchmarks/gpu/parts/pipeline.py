@@ -14,7 +14,14 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from benchmarks.gpu.parts.part import Findings, Given
-from benchmarks.gpu.parts.planned import measured, model_of, narrowed, planner, rows_of
+from benchmarks.gpu.parts.planned import (
+    allocator_cap,
+    measured,
+    model_of,
+    narrowed,
+    planner,
+    rows_of,
+)
 from benchmarks.teams import Answer
 from benchmarks.workers import WayFailed
 
@@ -35,9 +42,10 @@ def pipeline(given: Given) -> Findings:
         answers[SWAP], cap = narrowed(
             ask, answers["1f1b"], 2, schedule="1f1b", activations="offload", optimizer="device"
         )
-    for runs in measured(given, model, answers, {SWAP: cap}):
+    for runs in measured(given, model, answers, {SWAP}):
         found = rows_of(answers, runs, ONE, task, rows)
         for row in found:
-            if row["way"] == SWAP and row["reason"] is None:
-                row |= {"budget_bytes": cap, "within_cap": row["peak_bytes"] <= cap}
+            if row["way"] == SWAP and row["reason"] is None and (plan := answers[SWAP].plan):
+                most = allocator_cap(plan)
+                row |= {"budget_bytes": most, "within_cap": row["peak_bytes"] <= most}
         yield {"task": asdict(task), "cap_bytes": cap, "rows": found}

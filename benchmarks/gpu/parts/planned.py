@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from benchmarks.workers import Deadline, WayFailed, Worker
 from parallax.model.gpt import GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.config import PlanConfig
+from parallax.plan.plan import Plan
 
 ALLOCATOR_GAPS = 1.05  # what it may reserve for what tensors hold
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # of the activations that are kept otherwise
@@ -79,10 +80,11 @@ def narrowed(ask: Asking, kept: Answer, stages: int, **config: Any) -> tuple[Ans
 
 
 def measured(
-    given: Given, model: Transformer, answers: Mapping[str, Answer], caps: Mapping[str, int]
+    given: Given, model: Transformer, answers: Mapping[str, Answer], capped: Collection[str]
 ) -> Iterator[dict[str, Run]]:
-    """Steps of every plan by turns, ever more of them. A device's allocator enforces ``caps``, and a twentieth for its
-    gaps. Who cannot start, or fails, ends only its own."""
+    """Steps of every plan by turns, ever more of them. ``capped`` are planned for a device of less memory, of which
+    its allocator enforces what a plan leaves it, and a twentieth for its gaps. Who cannot start, or fails, ends only
+    its own."""
     cuda = given.setup.device == "cuda"
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(max(1, len(answers))) as together:
         starting = Deadline(given.deadline.left() * 0.7)
@@ -94,7 +96,7 @@ def measured(
                 model,
                 name,
                 answer,
-                caps.get(name) if cuda else None,
+                allocator_cap(answer.plan) if cuda and name in capped else None,
                 starting,
             )
             for name, answer in answers.items()
@@ -113,6 +115,12 @@ def measured(
         setup = given.setup
         turns = setup.turns * setup.steps
         yield runs | by_turns(steps, turns, lambda longest: given.deadline.left() < 2 * longest)
+
+
+def allocator_cap(plan: Plan) -> int:
+    """What every rank may allocate: its budget but for the driver's context and NCCL's buffers, of which torch's
+    allocator, that measures peaks, knows nothing."""
+    return min(plan.allocator_bytes(rank) for rank in range(plan.world_size))
 
 
 def _step(team: Team, name: str, deadline: Deadline) -> Step:
@@ -163,7 +171,10 @@ def _row(
     if answer.plan is None or run.reason is not None or not run.seconds:
         why = answer.reason or run.reason or "no time was left for a turn"
         return {"reason": why, "traceback": []}
-    peak = max(rank.peak_bytes for rank in answer.plan.prediction.ranks)
+    plan = (
+        answer.plan
+    )  # torch's allocator measures no context: what is predicted of it has none either
+    peak = max(plan.allocator_peak_bytes(rank) for rank in range(plan.world_size))
     seconds = statistics.median(run.seconds)
     found: dict[str, Any] = {
         "seconds": run.seconds,

@@ -33,6 +33,6 @@ def plans(given: Given) -> Findings:
         answers[AUTO] = ask(1, cap, optimizer="device")
         answers["recompute"] = ask(1, activations="recompute", optimizer="device")
         answers["host optimizer"] = ask(1, activations="keep", optimizer="host")
-    for runs in measured(given, model, answers, {OFFLOAD: cap, AUTO: cap}):
+    for runs in measured(given, model, answers, {OFFLOAD, AUTO}):
         found = rows_of(answers, runs, KEEP, task, rows)
         yield {"task": asdict(task), "cap_bytes": cap, "rows": found}

@@ -115,10 +115,19 @@ def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
 
 def usual_context(name: str) -> int:
     """Bytes of the context of a device that calls itself so, and of the largest known where it is of no known kind."""
-    plain = name.lower().replace(" ", "")
-    known = [kind for kind in DEVICE_KINDS.values() if kind.host_link != "disk"]
+    plain, known = name.lower().replace(" ", ""), _with_context()
     alike = [kind for kind in known if kind.name.split("-")[0] in plain]
     return max(kind.context_bytes for kind in alike or known)
+
+
+def usual_contexts() -> tuple[int, int]:
+    """The least and the most bytes of a context of the known kinds."""
+    found = [kind.context_bytes for kind in _with_context()]
+    return min(found), max(found)
+
+
+def _with_context() -> list[DeviceKind]:
+    return [kind for kind in DEVICE_KINDS.values() if kind.host_link != "disk"]
 
 
 def device_kind(name: str) -> DeviceKind:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.stage import load_block, load_stage
-from parallax.plan.plan import Directive
+from parallax.plan.plan import BESIDE_ALLOCATOR, Directive
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import Schedule
@@ -23,6 +23,8 @@ from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.work import ModelWork
 
+# Terms of a rank's bytes that a device decides, and how many talk to each other: a plan counts them in its budget.
+UNCOUNTED = ("reserve", "allocator", *BESIDE_ALLOCATOR)
 ENOUGH = 1.005  # bisection ends when its limits are this close
 DIRECTIVES = (Directive.KEEP, Directive.RECOMPUTE)
 
@@ -43,8 +45,8 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Device bytes by term on one device, ``keep`` and ``recompute``, and what pipelines need under ``schedule``. The
-    device's own reserve and its allocator's gaps are not in it."""
+    """Device bytes by term on one device, ``keep`` and ``recompute``, and what pipelines need under ``schedule``, by
+    the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory` but for those ``uncounted``."""
 
     model: str
     precision: str
@@ -55,6 +57,7 @@ class Estimate:
     keep: dict[str, int]
     recompute: dict[str, int]
     pipelines: tuple[StageNeed, ...]
+    uncounted: tuple[str, ...] = UNCOUNTED
 
 
 def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "auto") -> Estimate:
@@ -153,7 +156,7 @@ def _terms(
     return {
         term: size
         for term, size in load.memory(in_flight, 0).items()
-        if term not in ("swap", "allocator", "reserve")
+        if term not in ("swap", *UNCOUNTED)
     }
 
 

@@ -20,14 +20,19 @@ from benchmarks.gpu import compare, report
 from benchmarks.gpu.bars import bars
 from benchmarks.gpu.parts.activations import beside_plain
 from benchmarks.gpu.parts.part import Findings, Given
+from benchmarks.gpu.parts.planned import allocator_cap
+from benchmarks.gpu.parts.planned import rows_of as rows_of_plans
 from benchmarks.gpu.parts.tests import run_tests
 from benchmarks.gpu.results import COMPLETE, FAILED, INTERRUPTED, NOT_BEGUN, UNDERWAY, Results, load
 from benchmarks.gpu.runners import by_turns, row, running
 from benchmarks.gpu.setup import BARS, CONTEXT_BYTES, dry_setup, setup_for
 from benchmarks.gpu.ways import Spec
+from benchmarks.teams import Answer, Run
 from benchmarks.workers import Deadline
 from tests.leaks import lasting
 from tests.unit.benchmarks.test_benchmarks import RATIO, ROOT, run
+from tests.unit.plan.test_communicators import forecast, machines
+from tests.unit.plan_fakes import plan
 
 GIB = 2**30
 ABOUT = {"dry": False, "torch": "2", "cuda": "13", "python": "3.12", "host": "a host", "cores": 16}
@@ -355,6 +360,32 @@ def test_what_the_sanitizer_says_stands_beside_the_tests(tmp_path: Path) -> None
     }
     assert found["sanitizer"]["errors"] == 2
     assert "Invalid __global__ write" in found["sanitizer"]["lines"][0]
+
+
+# ------------------------------------------------------------------------------------------- predicted and measured
+
+
+def test_peaks_of_the_allocator_are_compared_with_its_part_of_the_prediction() -> None:
+    """max_memory_allocated, which has no context, was divided by a peak with one: half of it, and all bars were met."""
+    found = forecast([1, 2], machines(3, memory=10**4, context_bytes=4000))
+    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    most = max(told.allocator_peak_bytes(rank) for rank in range(3))
+    answer, ran = Answer(plan=told), Run(seconds=[1.0], losses=[1.0], peak_bytes=2 * most)
+    (row,) = rows_of_plans({"keep": answer}, {"keep": ran}, "keep", dry_setup().plans, 4)
+    assert row["predicted_peak_bytes"] == most <= max(r.peak_bytes for r in found.ranks) - 4000
+    assert row["peak_of_predicted"] == 2
+    (bar,) = [
+        bar
+        for bar in bars({"pipeline": {"rows": [row]}})
+        if "over its pred" in bar.name and bar.value
+    ]
+    assert not bar.met
+
+
+def test_a_cap_of_the_allocator_leaves_room_for_a_context() -> None:
+    found = forecast([1, 2], machines(3, memory=10**4, context_bytes=4000))
+    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    assert allocator_cap(told) == min(told.allocator_bytes(rank) for rank in range(3)) < 6000
 
 
 # ---------------------------------------------------------------------------------------------------- bars, comparing

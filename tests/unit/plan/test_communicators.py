@@ -82,6 +82,13 @@ def test_the_allocator_gets_what_is_left() -> None:
     assert told.allocator_bytes(1) == 10**4 - CONTEXT - GROUP - 2 * EDGE
 
 
+def test_what_the_allocator_will_hold_is_what_a_device_without_them_would() -> None:
+    found, without = forecast([1, 2], machines(3)), forecast([1, 2], cluster(3))
+    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    for rank, plain in enumerate(without.ranks):
+        assert told.allocator_peak_bytes(rank) == plain.peak_bytes < found.ranks[rank].peak_bytes
+
+
 def test_they_are_printed() -> None:
     found = forecast([1, 2], machines(3))
     told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))

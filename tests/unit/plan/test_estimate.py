@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,18 @@ def test_one_stage_is_one_device() -> None:
     assert found.pipelines[0].stages == 1
     assert found.pipelines[0].keep_bytes == sum(found.keep.values())
     assert found.pipelines[0].recompute_bytes == sum(found.recompute.values())
+
+
+def test_all_but_what_is_named_is_what_a_plan_counts() -> None:
+    """A device's context was said to come on top of a plan's budget, in which it is, and was a term of no bytes."""
+    device = replace(ANY_DEVICE, reserve_bytes=10, context_bytes=100, gap_share=0.1)
+    profile = without_seconds(MODEL.work("fp32"))
+    directives = [Directive.KEEP] * len(profile.blocks)
+    counted = load_stage(profile, 0, directives, 4, device=device).memory(1, 0)
+    found = estimate(MODEL.work("fp32"), global_batch=4)
+    assert {*found.keep, *found.uncounted} == {*counted} - {"swap"}
+    assert {term: counted[term] for term in found.keep} == found.keep
+    assert counted["context"] == 100
 
 
 def test_stage_counts() -> None:
