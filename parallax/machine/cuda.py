@@ -60,7 +60,8 @@ class Cuda(Accelerator):
     def _channels(self) -> dict[str, str]:
         usual = {_MOST_CHANNELS: CHANNELS, _MOST_EDGE_CHANNELS: EDGE_CHANNELS}
         asked = {name: os.environ.get(name, "") for name in usual}
-        return {name: asked[name] if asked[name].isdigit() else str(usual[name]) for name in usual}
+        numbers = {name for name, said in asked.items() if said.isdigit() and int(said)}
+        return {name: asked[name] if name in numbers else str(usual[name]) for name in usual}
 
     def arena(self, count: int, remedy: str) -> Arena:
         """Registered pages: torch's own pinned allocator would round up to a power of two."""

@@ -16,22 +16,30 @@ from tests.distributed.pool import ROOT
 from tests.sim.build import library, missing
 
 TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.steps=1"]
-# Every Python gets the device, and writes down at its end how much of it it has used.
+# Every Python gets the device, of a kind that has variables, and writes down at its end how much of it it has used, and
+# which variables it was given.
 SITE = """
-import atexit, os, torch
+import atexit, json, os, torch
 from pathlib import Path
-from tests.sim.device import SIM
+from parallax.machine.accelerators import register_accelerator
+from tests.sim.device import SIM, Sim
+
+class WithVariables(Sim):
+    environment = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by us", "SIM_EMPTY": "no more"}
 
 def note():
     used = torch.accelerator.max_memory_allocated(SIM)
-    (Path(os.environ["USED"]) / str(os.getpid())).write_text(str(used))
+    found = {key: value for key, value in os.environ.items() if key.startswith("SIM_")}
+    (Path(os.environ["USED"]) / str(os.getpid())).write_text(json.dumps([used, found]))
 
+register_accelerator(WithVariables("sim"))
 atexit.register(note)
 """
 
 
 def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
-    """It has measured there, and goes on without a context and cached blocks, which its ranks need."""
+    """It has measured there, and goes on without a context and cached blocks, which its ranks need; and they get the
+    variables of its kind, but for those that the user has set."""
     if why := missing():
         pytest.skip(why)
     library()
@@ -44,6 +52,8 @@ def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "USED": str(used),
         "XDG_CACHE_HOME": str(cache.parent),
+        "SIM_CHOSEN": "by the user",
+        "SIM_EMPTY": "",
     }
     settings = [
         "name=sim",
@@ -65,4 +75,8 @@ def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "sim"
     assert "simulated" in ModelProfile.load(run / "profile.json").device
     assert json.loads((run / "summary.json").read_text())["ended"] == "steps"
-    assert (used / str(launcher.pid)).read_text() == "0"
+    noted = {file.name: json.loads(file.read_text()) for file in used.iterdir()}
+    its_own = {"SIM_CHOSEN": "by the user", "SIM_EMPTY": ""}
+    assert noted.pop(str(launcher.pid)) == [0, its_own]
+    given = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by the user", "SIM_EMPTY": "no more"}
+    assert [variables for bytes_used, variables in noted.values() if bytes_used] == [given]

@@ -168,9 +168,9 @@ def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
 
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:
-    """Environment variables of every rank, unless the user has set them."""
+    """Environment variables of every rank, unless the user has set them: to nothing is as good as not at all."""
     choice = choose_devices(local_cluster(run.config))
     wanted = {"OMP_NUM_THREADS": str(choice.threads)}
     if choice.kind != "cpu":
         wanted |= accelerator_named(choice.kind).environment
-    return {key: value for key, value in wanted.items() if key not in os.environ}
+    return {key: value for key, value in wanted.items() if not os.environ.get(key)}

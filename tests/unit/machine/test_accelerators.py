@@ -1,0 +1,208 @@
+"""Devices that are no CPU, as a cluster and in the environment of ranks. What CUDA's runtime would say of them is said
+by an accelerator of the tests: how many there are, what they are called, and their bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from parallax.config import compose
+from parallax.errors import ConfigError
+from parallax.machine import accelerators
+from parallax.machine.accelerator import Accelerator, DeviceFacts
+from parallax.machine.accelerators import register_accelerator
+from parallax.machine.cuda import Cuda
+from parallax.machine.local import RANKS_PER_GPU, ClusterConfig, build_cluster, choose_devices
+from parallax.machine.probes import Probes
+from parallax.plan.analytic.hardware import (
+    CHANNELS,
+    EDGE_CHANNELS,
+    collective_bytes,
+    edge_bytes,
+    usual_context,
+)
+from parallax.plan.cluster import Cluster
+from parallax.run.prepare import PreparedRun
+from parallax.run.processes.launch import rank_environment
+from tests.unit.plan_fakes import plan
+
+GIB, MIB = 2**30, 2**20
+H100, UNKNOWN = "NVIDIA H100 80GB HBM3", "a device that nobody knows"
+GROUP, WAY = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
+
+
+class Rack(Cuda):
+    """CUDA's logic, and devices that are not there."""
+
+    def __init__(self, present: Sequence[DeviceFacts]) -> None:
+        super().__init__("rack", "nccl", "gloo")
+        self.present = tuple(present)
+
+    def devices(self) -> tuple[DeviceFacts, ...]:
+        return self.present
+
+
+class Plain(Rack):
+    """An accelerator of which torch says no more than of any."""
+
+    collective_bytes = Accelerator.collective_bytes
+    edge_bytes = Accelerator.edge_bytes
+    environment = Accelerator.environment
+    reserve_bytes = Accelerator.reserve_bytes
+    usual_context_bytes = Accelerator.usual_context_bytes
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered here, and what the user has set, is no matter of other tests."""
+    monkeypatch.setattr(accelerators, "_KNOWN", dict(accelerators._KNOWN))
+    for name in (GROUP, WAY, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def install(*totals: int, name: str = H100, kind: type[Rack] = Rack) -> None:
+    register_accelerator(kind([DeviceFacts(i, name, size) for i, size in enumerate(totals)]))
+
+
+def cluster_of(folder: Path, *, tier: str = "auto", context: int = 0, **asked: object) -> Cluster:
+    speeds = {
+        f.name: 1e9
+        for f in dataclasses.fields(Probes)
+        if f.name not in ("directory", "context_bytes")
+    }
+    probes = Probes(directory=str(folder), context_bytes=context, **speeds)
+    config = ClusterConfig(kind="rack", **asked)  # type: ignore[arg-type]
+    return build_cluster(config, choose_devices(config), tier=tier, probes=probes)
+
+
+def environment_of(tmp_path: Path) -> dict[str, str]:
+    """What a rank gets that the launcher starts."""
+    config = compose(["cluster.kind=rack", "cluster.devices=1", "cluster.threads=3"])
+    return rank_environment(PreparedRun(tmp_path, config, plan()))
+
+
+def test_every_device_is_one_of_the_cluster(tmp_path: Path) -> None:
+    install(80 * GIB, 40 * GIB)
+    found = cluster_of(tmp_path)
+    assert [device.memory_bytes for device in found.devices] == [76 * GIB, 38 * GIB]
+    assert found.nodes[0].concurrent == 2
+    for device in found.devices:
+        assert (device.kind, device.tier) == ("rack", "host")
+        assert device.reserve_bytes == (2 * 32 + 8) * MIB, "workspaces of cuBLAS, and small numbers"
+        assert device.context_bytes == usual_context(H100)
+        assert device.collective_bytes == collective_bytes(CHANNELS)
+        assert device.edge_bytes == edge_bytes(EDGE_CHANNELS)
+        assert (device.gap_share, device.overlap_loss) == (0, 0)
+
+
+def test_ranks_that_share_a_device_have_a_context_each_and_talk_through_the_host(
+    tmp_path: Path,
+) -> None:
+    install(80 * GIB, 80 * GIB)
+    found = cluster_of(tmp_path, devices=3)
+    assert found.nodes[0].concurrent == 2
+    for device in found.devices:
+        assert device.memory_bytes == 38 * GIB
+        assert device.context_bytes == usual_context(H100)
+        assert (device.collective_bytes, device.edge_bytes) == (0, 0)
+
+
+def test_who_is_alone_has_no_groups(tmp_path: Path) -> None:
+    install(80 * GIB, 80 * GIB)
+    (device,) = cluster_of(tmp_path, devices=1).devices
+    assert device.memory_bytes == 76 * GIB
+    assert (device.collective_bytes, device.edge_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "counted"),
+    [(0, usual_context(H100)), (300 * MIB, 300 * MIB), (40 * GIB, 2 * usual_context(H100))],
+)
+def test_a_context_is_as_measured_or_usual(tmp_path: Path, measured: int, counted: int) -> None:
+    """What others hold there was measured as if it were the context's."""
+    install(80 * GIB)
+    assert cluster_of(tmp_path, context=measured).devices[0].context_bytes == counted
+
+
+def test_a_device_of_no_known_kind_has_the_largest_context(tmp_path: Path) -> None:
+    install(80 * GIB, name=UNKNOWN)
+    assert cluster_of(tmp_path).devices[0].context_bytes == usual_context(UNKNOWN) >= 800 * MIB
+
+
+def test_an_accelerator_of_which_nothing_is_known_takes_what_was_measured(tmp_path: Path) -> None:
+    install(16 * GIB, 16 * GIB, kind=Plain)
+    device = cluster_of(tmp_path, context=5 * GIB).devices[0]
+    assert (device.context_bytes, device.reserve_bytes) == (5 * GIB, 8 * MIB)
+    assert (device.collective_bytes, device.edge_bytes) == (0, 0)
+    assert environment_of(tmp_path) == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize("devices", [2 * RANKS_PER_GPU + 1, 10**6])
+def test_more_ranks_than_may_share_are_refused(tmp_path: Path, devices: int) -> None:
+    install(80 * GIB, 80 * GIB)
+    assert len(cluster_of(tmp_path, devices=2 * RANKS_PER_GPU).devices) == 2 * RANKS_PER_GPU
+    with pytest.raises(ConfigError, match=rf"cluster.devices={devices}: .* sees 2 rack .* use 16"):
+        cluster_of(tmp_path, devices=devices)
+
+
+def test_a_host_without_devices_of_the_kind_says_so(tmp_path: Path) -> None:
+    install()
+    with pytest.raises(ConfigError, match=r"sees 0 rack devices here; use cluster\.kind=cpu"):
+        cluster_of(tmp_path)
+
+
+def test_ranks_open_as_many_channels_as_are_counted(tmp_path: Path) -> None:
+    install(80 * GIB, 80 * GIB)
+    given = environment_of(tmp_path)
+    assert given[GROUP] == str(CHANNELS)
+    assert given[WAY] == str(EDGE_CHANNELS)
+    assert given["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    device = cluster_of(tmp_path).devices[0]
+    assert device.collective_bytes == collective_bytes(int(given[GROUP]))
+    assert device.edge_bytes == edge_bytes(int(given[WAY]))
+
+
+def test_the_channels_that_the_user_sets_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GROUP, "32")
+    install(80 * GIB, 80 * GIB)
+    device = cluster_of(tmp_path).devices[0]
+    assert device.collective_bytes == collective_bytes(32) == 2 * collective_bytes(CHANNELS)
+    assert device.edge_bytes == edge_bytes(EDGE_CHANNELS)
+    given = environment_of(tmp_path)
+    assert GROUP not in given, "the ranks inherit it"
+    assert given[WAY] == str(EDGE_CHANNELS)
+
+
+def test_a_variable_that_is_set_to_nothing_is_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would open as many channels as it likes, where the plan counts the usual number."""
+    monkeypatch.setenv(GROUP, "")
+    install(80 * GIB, 80 * GIB)
+    assert cluster_of(tmp_path).devices[0].collective_bytes == collective_bytes(CHANNELS)
+    assert environment_of(tmp_path)[GROUP] == str(CHANNELS)
+
+
+@pytest.mark.parametrize("nonsense", ["many", "-1", "0"])
+def test_no_fewer_channels_are_counted_than_nccl_makes_of_nonsense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
+) -> None:
+    """Which is one."""
+    monkeypatch.setenv(GROUP, nonsense)
+    install(80 * GIB, 80 * GIB)
+    assert cluster_of(tmp_path).devices[0].collective_bytes >= collective_bytes(1)
+    assert GROUP not in environment_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_users_allocator_settings_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    install(80 * GIB)
+    assert "PYTORCH_ALLOC_CONF" not in environment_of(tmp_path)
