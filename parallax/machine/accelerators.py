@@ -7,6 +7,8 @@ A kind of one's own is registered in every process that plans or trains::
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from parallax.errors import ConfigError, printable
@@ -38,6 +40,13 @@ def accelerator_named(kind: str) -> Accelerator:
             "register_accelerator"
         )
     return _KNOWN[kind]
+
+
+def unset_variables(kind: str) -> dict[str, str]:
+    """Variables of the processes that train on a kind of device, but for those that the user has set: to nothing is as
+    good as not at all."""
+    wanted = accelerator_named(kind).environment
+    return {key: value for key, value in wanted.items() if not os.environ.get(key)}
 
 
 def known_kinds() -> list[str]:

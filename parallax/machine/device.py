@@ -7,6 +7,7 @@ always done and waiting for it does nothing. All logic above this file is theref
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallax.machine.accelerators import accelerator_of
+from parallax.machine.accelerators import accelerator_of, unset_variables
 from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
@@ -410,9 +411,11 @@ def copies_for(
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a local rank; several ranks may share one."""
+    """The device of a local rank; several ranks may share one. The variables of its kind, which libraries read when
+    they are first used, are set here where nobody has: torchrun, for one, knows none."""
     if kind == "cpu":
         return torch.device("cpu")
+    os.environ.update(unset_variables(kind))
     device = torch.device(kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device

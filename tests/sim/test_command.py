@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,9 +38,13 @@ atexit.register(note)
 """
 
 
-def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
-    """It has measured there, and goes on without a context and cached blocks, which its ranks need; and they get the
-    variables of its kind, but for those that the user has set."""
+ITS_OWN = {"SIM_CHOSEN": "by the user", "SIM_EMPTY": ""}
+GIVEN = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by the user", "SIM_EMPTY": "no more"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+
+
+def trained(tmp_path: Path, *prefix: str) -> tuple[str, dict[str, Any]]:
+    """The number of the process that was started, and what each has noted."""
     if why := missing():
         pytest.skip(why)
     library()
@@ -51,9 +56,9 @@ def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
         **os.environ,
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "USED": str(used),
+        "TMPDIR": str(tmp_path),  # torchrun leaves its logs there
         "XDG_CACHE_HOME": str(cache.parent),
-        "SIM_CHOSEN": "by the user",
-        "SIM_EMPTY": "",
+        **ITS_OWN,
     }
     settings = [
         "name=sim",
@@ -63,7 +68,7 @@ def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
         "logger.tensorboard=false",
     ]
     with subprocess.Popen(
-        [sys.executable, "-m", "parallax", "train", *TINY, *settings],
+        [sys.executable, *prefix, "-m", "parallax", "train", *TINY, *settings],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -75,8 +80,16 @@ def test_a_launcher_keeps_nothing_of_the_device(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "sim"
     assert "simulated" in ModelProfile.load(run / "profile.json").device
     assert json.loads((run / "summary.json").read_text())["ended"] == "steps"
-    noted = {file.name: json.loads(file.read_text()) for file in used.iterdir()}
-    its_own = {"SIM_CHOSEN": "by the user", "SIM_EMPTY": ""}
-    assert noted.pop(str(launcher.pid)) == [0, its_own]
-    given = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by the user", "SIM_EMPTY": "no more"}
-    assert [variables for bytes_used, variables in noted.values() if bytes_used] == [given]
+    return str(launcher.pid), {file.name: json.loads(file.read_text()) for file in used.iterdir()}
+
+
+@pytest.mark.parametrize("prefix", [[], TORCHRUN], ids=["alone", "torchrun"])
+def test_ranks_have_what_their_device_needs_and_a_launcher_none(
+    tmp_path: Path, prefix: list[str]
+) -> None:
+    """It has measured there, and goes on without a context and cached blocks, which its ranks need. These have the
+    variables of their device, but for those that the user has set; torchrun's had none, and NCCL opened more channels
+    than were counted."""
+    launcher, noted = trained(tmp_path, *prefix)
+    assert noted.pop(launcher) == [0, ITS_OWN]
+    assert [variables for bytes_used, variables in noted.values() if bytes_used] == [GIVEN]

@@ -22,7 +22,7 @@ from parallax.common.trust import class_paths
 from parallax.common.units import format_seconds
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, ParallaxError
-from parallax.machine.accelerators import accelerator_named
+from parallax.machine.accelerators import accelerator_named, unset_variables
 from parallax.machine.local import choose_devices
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.timm import TimmConfig
@@ -168,9 +168,7 @@ def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
 
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:
-    """Environment variables of every rank, unless the user has set them: to nothing is as good as not at all."""
+    """Environment variables of every rank, unless the user has set them."""
     choice = choose_devices(local_cluster(run.config))
-    wanted = {"OMP_NUM_THREADS": str(choice.threads)}
-    if choice.kind != "cpu":
-        wanted |= accelerator_named(choice.kind).environment
-    return {key: value for key, value in wanted.items() if not os.environ.get(key)}
+    threads = {} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(choice.threads)}
+    return threads if choice.kind == "cpu" else threads | unset_variables(choice.kind)
