@@ -105,8 +105,8 @@ class Engine:
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
         self._update = self._open_update(configs)
         self._buffers = KeptBuffers(self._stage.modules())
-        meets = configs.replicas.batchnorm == "sync" and max(s.replicas for s in plan.stages) > 1
-        self._can_cut = not (plan.gather_loss or meets)
+        several = max(stage.replicas for stage in plan.stages) > 1
+        self._can_cut = not (plan.gather_loss or (several and configs.replicas.needs_whole_steps))
         self._executor = self._open_executor(loss, configs, swap, copies)
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss

@@ -107,10 +107,11 @@ def test_whoever_is_asked_in_whatever_action_nothing_of_the_step_is_left(
     [
         (gpt(), {"gather_loss": True, "schedule": "gpipe"}, ReplicasConfig()),
         (normed, {}, ReplicasConfig(batchnorm="sync")),
+        (gpt(tied=False), {}, ReplicasConfig(compress="powersgd")),
     ],
-    ids=["the loss of all rows", "statistics of all rows"],
+    ids=["the loss of all rows", "statistics of all rows", "what is lost counts in the next step"],
 )
-def test_a_step_in_which_replicas_meet_before_its_end_is_taken(
+def test_a_step_that_replicas_need_whole_is_taken(
     pool: Pool, factory: Any, options: dict[str, Any], together: ReplicasConfig
 ) -> None:
     case = Case(factory, together=together).under((1, 2), **options)

@@ -34,6 +34,12 @@ class ReplicasConfig:
         check_positive("replicas.powersgd_rank", self.powersgd_rank)
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
+    @property
+    def needs_whole_steps(self) -> bool:
+        """Whether a step of several replicas cannot end in the middle: they meet in forwards, or keep what a step has
+        lost for the next one."""
+        return self.batchnorm == "sync" or self.compress == "powersgd"
+
     def check_asked(self, plan: PlanConfig) -> None:
         """:meth:`check` of what is asked of the planner, as far as that says what the plan will be."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
