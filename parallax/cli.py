@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.own_process = arguments is None
     except UserError as error:
         print(f"parallax: {lines(str(error))}", file=sys.stderr)
-        return _refused(error.exit_code)
+        return _refused(error.exit_code) if arguments is None else error.exit_code
     logging.basicConfig(format="%(message)s")
     for handler in logging.getLogger().handlers:
         handler.setFormatter(SafeFormatter("%(message)s"))

@@ -98,6 +98,8 @@ def heed_from_the_start() -> None:
 
     Torchrun sends SIGTERM where all is over anyway. Ctrl-C stays as it is (:func:`ending_at_once`).
     """
+    if threading.current_thread() is not threading.main_thread():
+        return  # whose process it is
     if any(signal.getsignal(number) is _early for number in REQUESTS):
         return
     for number in heeded():
@@ -154,7 +156,7 @@ def ending_after(seconds: float, end: Callable[[int], object]) -> Iterator[None]
     def look_on() -> None:
         asked, deadline = 0, float("inf")
         while time.monotonic() < deadline:
-            left = None if not asked else deadline - time.monotonic()
+            left = None if not asked else max(0.0, deadline - time.monotonic())
             if not select.select([woken], [], [], left)[0]:
                 break
             if not (found := woken.recv(64)):

@@ -29,7 +29,7 @@ _Found = TypeVar("_Found")
 @dataclass(frozen=True)
 class Elastic:
     """What the hosts were told that started the ranks: ``heads`` are those at HEAD, ``least`` is how many must be left,
-    0 where the run is not elastic."""
+    0 where the run is not elastic, or some of its ranks are not started again."""
 
     heads: frozenset[str]
     least: int
@@ -37,9 +37,12 @@ class Elastic:
     @classmethod
     def gather(cls, nodes: Nodes) -> Elastic:
         """Ask all; called by every rank of torch's world."""
-        found = from_all(lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0")))
-        heads = frozenset(host for host, (at_head, _) in zip(nodes.hosts, found) if at_head)
-        return cls(heads, max(int(least) if least.isdecimal() else 0 for _, least in found))
+        found = from_all(
+            lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0"), _starts_again())
+        )
+        heads = frozenset(host for host, (at_head, _, _) in zip(nodes.hosts, found) if at_head)
+        least = max(int(least) if least.isdecimal() else 0 for _, least, _ in found)
+        return cls(heads, least if all(again for _, _, again in found) else 0)
 
     def measure(self, nodes: Nodes) -> int:
         """The rank with which others are compared: the first at HEAD, otherwise rank 0."""
@@ -48,7 +51,16 @@ class Elastic:
     def goes_on(self, unfit: Mapping[str, str], nodes: Nodes) -> bool:
         """Whether the hosts that are left, when those that are ``unfit`` have gone, go on."""
         left = {*nodes.hosts} - unfit.keys()
-        return 0 < self.least <= len(left) and bool(self.heads) and self.heads <= left
+        enough = 0 < self.least <= len(left)
+        return bool(unfit) and enough and bool(self.heads) and self.heads <= left
+
+
+def _starts_again() -> bool:
+    """Whether torchrun has a restart left."""
+    count, most = (
+        os.environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
 
 
 def from_hosts(call: Callable[[], _Found], nodes: Nodes) -> list[_Found]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from parallax.common.files import disk_free_bytes
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError, printable
-from parallax.machine.host import available_memory, node_name
+from parallax.machine.host import available_memory, host_identity, node_name
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "parallax-memory-"
@@ -122,6 +122,14 @@ def sweep_memory(root: Path = SHARED_MEMORY, mine: Path | None = None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+def folder_of(directory: Path) -> MemoryFolder | None:
+    """That of the run in ``directory`` on this host; None where the run has had none. Raises :class:`ConfigError` as
+    :func:`token_of` does."""
+    if not has_copies(directory):
+        return None
+    return MemoryFolder.of_run(token_of(directory), host_identity())
 
 
 def has_copies(directory: Path) -> bool:

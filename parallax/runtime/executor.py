@@ -104,8 +104,9 @@ class Executor:
     """One rank's interpreter of action lists. ``current`` is what it does now, or failed in, for whoever watches it.
 
     A step is cut short at the next action where this rank is asked to. Messages that others wait for still go, with
-    nothing in them; whoever is sent such inputs cuts its own step short; replicas get zeros for the gradients that they
-    sum; and nothing is computed. So every rank soon comes to its update, where ``cut`` says that there is none.
+    nothing in them; whoever is sent one cuts its own step short; replicas get zeros for the gradients that they sum;
+    and nothing is computed. So all ranks of a pipeline soon come to their update, where ``cut`` says that there is
+    none.
     """
 
     def __init__(
@@ -195,6 +196,8 @@ class Executor:
         if action.kind is Kind.RECEIVE_GRADIENT:
             gradients = self._crossings.receive_gradients(action)
             if gradients is not None:
+                flight = self._flights.get(key)
+                self.cut |= not gradients and flight is not None and bool(flight.roots)
                 self._gradients[key] = gradients
             return time.perf_counter() - start
         entry = GraphEntry(self._anchor) if step.training else None

@@ -92,7 +92,7 @@ class Source(Protocol):
         """Held-out batch ``index``; the same rows each time."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins."""
+        """Where the next batch begins, as JSON can hold it. Asked before each batch, should its step be given up."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""

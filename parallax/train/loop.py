@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -236,7 +237,7 @@ class _Run:
     def _take_step(self, voice: Voice) -> StepResult | None:
         """None where all ranks gave it up, as one was asked to end: they have a checkpoint of the one before."""
         with self._onlooker.phase("fetching rows"):
-            before = self._state()
+            before = json.dumps(self._state())  # as it is now: a source may go on with what it gave
             batch = self._checkup.fetch(self._fetch)
         try:
             with self._recording.step(), self._saves.saved_before(voice):
@@ -246,7 +247,7 @@ class _Run:
             voice.note(
                 f"step {self._engine.completed_steps + 1} is given up: a rank was asked to end"
             )
-            self._saves.save(voice, before, {}, last=True)
+            self._saves.save(voice, json.loads(before), {}, last=True)
             return None
 
     def _fetch(self) -> Rows:

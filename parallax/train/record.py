@@ -31,6 +31,7 @@ from parallax.train.repeats import (
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
 MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
+COMPLETE = "steps"  # how a run ended that took all of its steps
 WARM_UP = 2  # steps left out of the median: first touches of memory, first connections
 RECENT = 25  # steps whose spans are remembered, to find the one of median length
 
@@ -142,14 +143,14 @@ class RunRecord:
         occupancy.save(self._directory)
 
     def write(self, summary: dict[str, Any], *, picture: bool) -> None:
-        """What rank 0 leaves of a run; one that was complete already keeps its summary, and gets what a process that
-        was killed has not come to."""
+        """What rank 0 leaves of a run; one that was complete already, and is, keeps its summary, and gets what a
+        process that was killed has not come to."""
         path, trying = self._directory / "summary.json", self._unwritten.trying
         if self._mesh.rank != 0:
             return
         with trying(self._directory / MEASURED_EVENTS):
             self._write_measured(self._directory / MEASURED_EVENTS)
-        if self._recent or not path.exists():
+        if self._recent or not path.exists() or summary["ended"] != COMPLETE:
             with trying(path):
                 try:
                     path.write_text(json.dumps(finite(summary), indent=1), encoding="utf-8")

@@ -21,9 +21,8 @@ import torch
 
 from parallax.mesh import Mesh
 from parallax.train.onlooker import Onlooker
-from parallax.train.record import WARM_UP
+from parallax.train.record import COMPLETE, WARM_UP
 
-COMPLETE = "steps"  # how a run ended that took all of its steps
 JUDGED = 5  # steps after the warm-up from which a prediction is judged
 DRIFT = 0.2  # a prediction this far off is worth another plan
 

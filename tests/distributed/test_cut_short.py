@@ -13,7 +13,14 @@ from parallax.errors import CutShortError
 from parallax.runtime.engine import Engine
 from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
-from tests.distributed.test_engine import Case, Weights, gpt, gpt_with_dropout, make_batch
+from tests.distributed.test_engine import (
+    Case,
+    Weights,
+    gpt,
+    gpt_with_dropout,
+    half_frozen,
+    make_batch,
+)
 
 LATE = 10_000  # actions: a step has fewer
 
@@ -79,6 +86,8 @@ PLANS: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = [
     (gpt(tied=False, layers=4), (1, 1), {"schedule": "interleaved", "interleave": 2}),
     (gpt(tied=False, layers=4), (1, 1), {"schedule": "zb-v", "interleave": 2}),
     (normed, (2, 1), {}),
+    (normed, (1, 1), {"directive": "recompute"}),
+    (half_frozen, (1, 2), {}),
 ]
 
 
@@ -96,10 +105,42 @@ def test_whoever_is_asked_in_whatever_action_nothing_of_the_step_is_left(
         assert losses == other_losses
         assert cut == found[0][2]  # all ranks agree
         assert all(cut[: case.world])  # those of the first action
+        assert any(cut[case.world : 2 * case.world])  # and of a later one
         assert not any(none)
         assert weights.keys() == others.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, others[name]), name
+
+
+@pytest.mark.parametrize("number", ["bf16", "fp16"])
+def test_short_numbers_too(pool: Pool, number: str) -> None:
+    together = ReplicasConfig(compress="bf16")
+    case = Case(gpt(tied=False), dtype=torch.float32, compute=number, together=together)
+    case = case.under((1, 2), directive="offload")
+    cuts = [(rank, action) for action in (0, 3) for rank in range(3)]
+    found = pool.run(training, 3, case, cuts)
+    plain = pool.run(training, 3, case, [(0, LATE)] * len(cuts))
+    for (weights, losses, cut), (others, other_losses, _) in zip(found, plain):
+        assert losses == other_losses
+        assert all(cut[:3])
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def told_by_gradients(case: Case) -> bool:
+    """Whether this rank cut a step short that the last one was asked to end in its first action."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        with pytest.raises(CutShortError):
+            engine.step(make_batch(8, 0), asks(engine, case.world - 1, 0))
+        cut = engine._executor.cut
+        engine.close()
+    return cut
+
+
+def test_whoever_gets_no_gradients_learns_of_it(pool: Pool) -> None:
+    """And computes the forwards that are left no more."""
+    case = Case(gpt(tied=False)).under((1, 1))
+    assert pool.run(told_by_gradients, 2, case) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def test_whose_error_it_is(pool: Pool) -> None:
 def meets_head(odd: int) -> tuple[list[str], bool]:
     """Versions of ``odd`` differ, and the last host is HEAD: whose they are, and whether the others go on."""
     found, plain, own = nodes(), preflight.versions, preflight.versions()
-    os.environ[LEAST], os.environ[AT_HEAD] = "1", str(int(found.rank == 2))
+    told = {LEAST: "1", AT_HEAD: str(int(found.rank == 2)), "TORCHELASTIC_MAX_RESTARTS": "1"}
+    os.environ.update(told)
     if found.rank == odd:
         preflight.versions = lambda: {**own, "torch": "2.9.1"}  # type: ignore[assignment]
     try:
@@ -52,7 +53,8 @@ def meets_head(odd: int) -> tuple[list[str], bool]:
         return [*error.why], Elastic.gather(found).goes_on(error.why, found)
     finally:
         preflight.versions = plain
-        del os.environ[LEAST], os.environ[AT_HEAD]
+        for key in told:
+            del os.environ[key]
     return [], False
 
 

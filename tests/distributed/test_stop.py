@@ -119,30 +119,34 @@ def test_a_reason_more_ends_all_ranks_after_the_same_step(
 
 
 class Counted(SameRows):
-    """Rows that say which they are."""
+    """Rows that say which they are; the state that it gives is the one that it goes on with."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.state = {"taken": 0}
+
+    @property
+    def taken(self) -> int:
+        return self.state["taken"]
 
     def batch(self, size: int) -> TensorRows:
-        self.taken += 1
+        self.state["taken"] += 1
         return self.validation(self.taken, size)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
+        self.state = dict(state)
 
 
 class Asked(Nobody):
-    """Asks this rank to end in the midst of its third step."""
+    """Asks this rank to end in the midst of its third step, or another."""
 
-    def __init__(self, source: Counted) -> None:
-        self._source, self._calls = source, 0
+    def __init__(self, source: Counted, step: int = 3) -> None:
+        self._source, self._step, self._calls = source, step, 0
 
     def asked(self) -> int:
-        self._calls += self._source.taken == 3
+        self._calls += self._source.taken == self._step
         return 15 if self._calls > 4 else 0
 
 
@@ -188,3 +192,22 @@ def test_a_request_in_a_step_ends_all_before_it(pool: Pool, tmp_path: Path, ever
         assert ("loss" in index["metrics"]) == bool(every)
         assert weights.keys() == others.keys()
         assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def extended(folder: Path) -> tuple[str, int]:
+    """What the summary says of a complete run that was made longer, and asked to end in its next step."""
+    for steps in (2, 4):
+        engine, source = an_engine(folder), Counted()
+        trainer = TrainerConfig(steps=steps, global_batch=4, eval_batches=1)
+        logger = LoggerConfig(tensorboard=False, events=False)
+        asked = Asked(source)
+        train(engine, source, trainer, logger, folder, tokens_per_row=1, onlooker=asked)
+        engine.close()
+        torch.distributed.barrier()
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["ended"], summary["steps"]
+
+
+def test_a_request_in_the_first_step_of_a_start_is_told(pool: Pool, tmp_path: Path) -> None:
+    """Who goes by the summary queues the run again."""
+    assert pool.run(extended, 2, tmp_path) == [("stopped", 2)] * 2

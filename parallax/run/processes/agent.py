@@ -22,12 +22,11 @@ from types import FrameType
 from parallax.common.files import temporary_folder
 from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, heeding, stopped_by
 from parallax.errors import ConfigError, printable
-from parallax.nodes.memory_folder import sweep_memory
+from parallax.nodes.memory_folder import folder_of, sweep_memory
 from parallax.run.processes.forkserver import ForkServer, ServerLost
 from parallax.run.processes.rescue import rescue
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.run.sweep.points import is_complete, summary_of
-from parallax.runtime.checkpoint import step_of
 from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
 from parallax.runtime.failure.report import FailureKind, FailureReport
 
@@ -52,14 +51,17 @@ class Agent:
 
         The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
         """
-        sweep_memory()
+        own = folder_of(self.directory)
+        sweep_memory(mine=None if own is None else own.path)
+        relay = Relay()
         try:
-            return self._watched(told)
+            return self._watched(told, relay)
         finally:
-            self._rescue()
+            if not relay.impatient and (said := rescue(self.directory, self.checkpoints)):
+                print(said)
 
-    def _watched(self, told: Mapping[str, str]) -> int:
-        relay, begun = Relay(), time.time()
+    def _watched(self, told: Mapping[str, str], relay: Relay) -> int:
+        begun = time.time()
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder, heeding(relay, signal.SIGQUIT):
             try:
@@ -143,12 +145,6 @@ class Agent:
             file=sys.stderr,
         )
         return report.code
-
-    def _rescue(self) -> None:
-        """What the ranks have left in memory goes to the disk: a run that has come to its end leaves nothing there."""
-        moved = rescue(self.directory, self.checkpoints)
-        if moved is not None:
-            print(f"step {step_of(moved)}: checkpoint {moved}, from its copy in memory")
 
     def _has_ended(self, since: float) -> bool:
         """Whether the ranks have come to the run's end."""

@@ -9,36 +9,55 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from parallax.common.files import making_folder
-from parallax.errors import ConfigError
-from parallax.machine.host import host_identity
-from parallax.nodes.memory_folder import MemoryFolder, forget_copies, has_copies, token_of
-from parallax.runtime.checkpoint import lateness, list_checkpoints
+from parallax.common.files import sync
+from parallax.errors import CheckpointError, ConfigError, printable
+from parallax.nodes.memory_folder import MemoryFolder, folder_of, forget_copies
+from parallax.runtime.checkpoint import (
+    begin,
+    give_name,
+    lateness,
+    list_checkpoints,
+    partial_folder,
+    remove_partial,
+    step_of,
+)
 
 
-def rescue(directory: Path, checkpoints: Path) -> Path | None:
+def rescue(directory: Path, checkpoints: Path) -> str:
     """Move the newest copy that the run in ``directory``, on this host alone, has in memory to ``checkpoints``, where
-    that has none as late; its place there. What cannot be written stays in memory."""
-    if not has_copies(directory):
-        return None
-    moved = None
+    that has none as late; what is to be said of it. What cannot be written stays in memory, for the next start."""
+    found: MemoryFolder | None = None
     try:
-        folder = MemoryFolder.of_run(token_of(directory), host_identity())
-        folder.open()
-        try:
-            found, known = list_checkpoints(folder.path), list_checkpoints(checkpoints)
-            newest = max(found, key=lateness, default=None)
-            if newest is not None and lateness(newest) > max(
-                map(lateness, known), default=(0.0, "")
-            ):
-                moved = checkpoints / newest.name
-                with making_folder(moved) as made:
-                    shutil.copytree(newest, made, dirs_exist_ok=True)
-        except BaseException:
-            folder.close(remove=False)
-            raise
-        folder.close(remove=True)
-    except (OSError, ConfigError):  # no room, or ranks that do not end: the next start looks there
-        return None
+        if (found := folder_of(directory)) is None:
+            return ""
+        found.open()
+        newest = max(list_checkpoints(found.path), key=lateness, default=None)
+        latest = max(map(lateness, list_checkpoints(checkpoints)), default=(0.0, ""))
+        moved = newest is not None and lateness(newest) > latest
+        if newest is not None and moved:
+            _move(newest, checkpoints)
+    except (OSError, CheckpointError, ConfigError) as error:
+        if found is not None:
+            found.close(remove=False)
+        place = "" if found is None else f" ({found.path})"
+        return f"the newest copy stays in memory{place}: {printable(str(error))}"
+    found.close(remove=True)
     forget_copies(directory)
-    return moved
+    if newest is None or not moved:
+        return ""
+    return (
+        f"step {step_of(newest)}: checkpoint {checkpoints / newest.name}, from its copy in memory"
+    )
+
+
+def _move(copy: Path, checkpoints: Path) -> None:
+    partial = partial_folder(checkpoints, step_of(copy) or 0)
+    begin(partial)
+    try:
+        shutil.copytree(copy, partial, dirs_exist_ok=True)
+        for each in partial.iterdir():
+            sync(each)
+        give_name(partial)
+    except OSError:
+        remove_partial(checkpoints)
+        raise

@@ -74,23 +74,29 @@ def begin(partial: Path) -> None:
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
     """Write the index and give the folder its name; replaces a checkpoint of the same step."""
-    path, name = partial / INDEX, partial.name.removeprefix(_PARTIAL)
-    final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
+    path = partial / INDEX
     said = {"version": VERSION, **index}
     text = json.dumps({SEAL: seal(said), **said}, indent=1)
     try:
         path.write_text(text, encoding="utf-8")
         sync(path)
-        sync(partial)
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        sync(final.parent)
+        give_name(partial)
     except OSError as error:
         size = format_bytes(len(text))
         raise CheckpointError(
             f"cannot write {size} to {path}: {error.strerror}{free_words(path)}; {UNTOUCHED}"
         ) from error
+
+
+def give_name(partial: Path) -> None:
+    """The folder is whole: it replaces a checkpoint of the same step."""
+    name = partial.name.removeprefix(_PARTIAL)
+    final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
+    sync(partial)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

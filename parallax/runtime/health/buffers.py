@@ -35,14 +35,17 @@ class KeptBuffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._kept: dict[tuple[int, str], _Kept] = {}
+        self._none: list[tuple[dict[str, Tensor | None], str]] = []
 
     @torch.no_grad()
     def remember(self) -> None:
         """As they are now. Copies only what may have changed since the last time, all of a type at once."""
+        self._none.clear()
         changed: dict[torch.dtype, list[_Kept]] = {}
         for place, module in enumerate(self._modules):
             for name, tensor in module._buffers.items():
                 if tensor is None:
+                    self._none.append((module._buffers, name))
                     continue
                 key = place, name
                 kept = self._kept.get(key)
@@ -61,7 +64,10 @@ class KeptBuffers:
     @torch.no_grad()
     def restore(self) -> None:
         """As they were when :meth:`remember` was called."""
+        for owner, name in self._none:
+            owner[name] = None
         for kept in self._kept.values():
             kept.owner[kept.name] = kept.tensor
-            if not kept.counted or kept.tensor._version != kept.version:
+            # One that is expanded cannot be written, nor has been.
+            if not torch.equal(kept.tensor, kept.values):
                 kept.tensor.copy_(kept.values)

@@ -67,7 +67,10 @@ class _MovedTensor:
         storage = self._manager.load(self._entry)
         if self._leaf is not None:
             leaf = self._leaf()
-            if leaf is not None and leaf.untyped_storage() is not record.origin():
+            saved_as = self._layout or record.layout or layout_of(counter)
+            if leaf is not None and (
+                leaf.untyped_storage() is not record.origin() or layout_of(leaf) != saved_as
+            ):
                 return (
                     leaf  # its ``.data`` are others now, and it is these that autograd would find
                 )
@@ -76,7 +79,8 @@ class _MovedTensor:
         if found.untyped_storage() is not storage:
             layout = self._layout or record.layout
             assert layout is not None
-            found.data = counter.new_empty(0).set_(storage, *layout)
+            with torch.inference_mode(False):  # in which nothing could share a counter
+                found.data = counter.new_empty(0).set_(storage, *layout)
         return found
 
 

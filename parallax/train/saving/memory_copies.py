@@ -121,14 +121,13 @@ class AsTheyCost:
 
 
 class CopyPlace(NamedTuple):
-    """Where this host's copies are: ``folder``, in which ``leads`` says whether this rank works, the bytes that they
-    take, which are ``what``, and what its ranks will still take of the host's memory, as their plan says."""
+    """Where this host's copies are: ``folder``, in which ``leads`` says whether this rank works, and the bytes that
+    they take, which are ``what``."""
 
     folder: MemoryFolder
     leads: bool
     size: int
     what: str
-    coming_bytes: int
 
 
 class MemoryCopies:
@@ -186,14 +185,18 @@ class MemoryCopies:
                 for path in list_checkpoints(place.folder.path):
                     shutil.rmtree(path, ignore_errors=True)
 
-        from_all(begin if place.leads else lambda: None)
+        try:
+            from_all(begin if place.leads else lambda: None)
+        except ConfigError:
+            place.folder.close(remove=False)
+            raise
         self._place = place
         return place
 
     def check_room(self, place: CopyPlace) -> None:
         """Raise :class:`ConfigError` where there is no room; where nobody asked, as much again has to stay free, and
         what the plan will take."""
-        spare, coming = (0, 0) if self._asked else (place.size, place.coming_bytes)
+        spare, coming = (0, 0) if self._asked else (place.size, self._coming_bytes())
         from_all(
             lambda: (
                 place.folder.check_room(
@@ -203,6 +206,13 @@ class MemoryCopies:
                 else None
             )
         )
+
+    def _coming_bytes(self) -> int:
+        """What the ranks of this host will still take of its memory, as their plan says; called by all ranks."""
+        mesh = self._engine.mesh
+        coming = from_all(lambda: _coming_bytes(self._engine.plan, mesh))
+        hosts = mesh.nodes.hosts
+        return sum(each for rank, each in enumerate(coming) if hosts[rank] == hosts[mesh.rank])
 
     def keep(self, voice: Voice, state: Callable[[], dict[str, Any]]) -> None:
         """A copy, where one is due; training waits for it."""
@@ -266,7 +276,7 @@ def open_copies(
     asked = config.memory != "auto"
     pace = EveryFew(int(config.memory)) if asked and config.memory else AsTheyCost()
     copies = MemoryCopies(engine, directory, pace, onlooker, asked=asked, resumes=resumes)
-    if not asked and not restarts_allowed():
+    if not asked and not all(from_all(restarts_allowed)):
         copies.make_none()
     if asked and config.memory:
         copies.check_room(copies.open())
@@ -280,30 +290,23 @@ def open_copies(
 
 def _place(engine: Engine, directory: Path) -> CopyPlace:
     """That of this rank's host."""
-    mesh, nodes = engine.mesh, engine.mesh.nodes
+    nodes = engine.mesh.nodes
     hosts = list(dict.fromkeys(nodes.hosts))
     first = nodes.hosts.index(nodes.hosts[nodes.rank])
     leads, part = first == nodes.rank, engine.saving.part_bytes
-    coming = _coming_bytes(engine.plan, mesh)
-    told = from_all(lambda: (token_of(directory) if leads else "", part, coming))
+    told = from_all(lambda: (token_of(directory) if leads else "", part))
     folder = MemoryFolder.of_run(told[first][0], nodes.hosts[nodes.rank])
     engine.saving.keep_apart(folder.path)
 
-    def added(host: str, column: int) -> int:
-        return sum(int(each[column]) for rank, each in enumerate(told) if nodes.hosts[rank] == host)
+    def part_of(host: str) -> int:
+        return sum(int(each) for rank, (_, each) in enumerate(told) if nodes.hosts[rank] == host)
 
     here = hosts.index(nodes.hosts[nodes.rank])
-    size, what = added(hosts[here], 1), "the state"
+    size, what = part_of(hosts[here]), "the state"
     if len(hosts) > 1:
-        size += added(hosts[here - 1], 1)
+        size += part_of(hosts[here - 1])
         what = "this host's part and that of the one before"
-    return CopyPlace(
-        folder,
-        leads,
-        _AT_ONCE * size,
-        f"{_AT_ONCE} copies of {what}",
-        added(hosts[here], 2),
-    )
+    return CopyPlace(folder, leads, _AT_ONCE * size, f"{_AT_ONCE} copies of {what}")
 
 
 def _coming_bytes(plan: Plan, mesh: Mesh) -> int:

@@ -31,11 +31,22 @@ THREE = Nodes(0, ("a", "b", "c"), (0, 0, 1, 2), ("a", "a", "b", "c"))
         (["b"], 1, ["b"], False),  # HEAD must stay
         ([], 1, ["b"], False),  # nobody knows which host is HEAD
         (["a"], 0, ["b"], False),  # not elastic
+        (["a"], 1, [], False),  # nobody was named
     ],
 )
 def test_who_is_done_without(heads: list[str], least: int, unfit: list[str], goes_on: bool) -> None:
     elastic = Elastic(frozenset(heads), least)
     assert elastic.goes_on(dict.fromkeys(unfit, "why"), THREE) is goes_on
+
+
+@pytest.mark.parametrize(("count", "most", "least"), [("0", "1", 2), ("1", "1", 0), ("0", "0", 0)])
+def test_nobody_is_done_without_where_nothing_starts_again(
+    monkeypatch: pytest.MonkeyPatch, count: str, most: str, least: int
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", most)
+    monkeypatch.setenv("PARALLAX_LEAST_HOSTS", "2")
+    assert Elastic.gather(Nodes(0, ("a",), (0,), ("a",))).least == least
 
 
 def test_versions_are_measured_by_head() -> None:

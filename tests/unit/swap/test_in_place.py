@@ -307,7 +307,25 @@ def subclass() -> list[Tensor]:
     return [gradient.as_subclass(Tensor) for gradient in gradients(named.tanh() * named, w)]
 
 
+def backward_under_inference() -> list[Tensor]:
+    w = weight()
+    result = further(torch.randn(SIDE, SIDE) @ w * w).sum()
+    with torch.inference_mode():
+        result.backward()
+    assert w.grad is not None
+    return [w.grad.clone()]
+
+
+def turned_leaf() -> list[Tensor]:
+    x, w = torch.randn(SIDE, SIDE), weight()
+    result = further(x @ w)
+    x.data = x.data.t()
+    return gradients(result, w)
+
+
 CASES = [
+    backward_under_inference,
+    turned_leaf,
     relu_after_convolution,
     relu_after_norm_and_residual,
     in_place_on_views,
