@@ -156,7 +156,8 @@ def test_a_launcher_that_is_still_importing_has_nothing_to_save(
     here: Path, number: int, code: int
 ) -> None:
     (here / "sitecustomize.py").write_text(SLOW_TORCH)
-    process = start([*MODULE, "train", *ENDLESS])
+    # Whoever runs the tests under nohup has SIGHUP ignored, and so have all that they start.
+    process = start(["env", "--default-signal=HUP", *MODULE, "train", *ENDLESS])
     wait_for((here / "importing").exists, "torch")
     process.send_signal(number)
     assert finish(process) == (code, "", f"parallax: {stopped_by(number)}\n")
