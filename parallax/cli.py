@@ -23,6 +23,7 @@ from parallax.common.signals import (
     ending_at_once,
     exit_code,
     heed_from_the_start,
+    heed_to_the_end,
     stopped_by,
     under_torchrun,
 )
@@ -51,7 +52,14 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, call, exit code: 0 well, 1 failed, 2 wrong input."""
+    """Parse, call, exit code: 0 well, 1 failed, 2 wrong input. Without ``arguments`` it is a process's whole work."""
+    code = _main(arguments)
+    if arguments is None:
+        heed_to_the_end(code)
+    return code
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         heed_from_the_start()

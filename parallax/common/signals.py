@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,18 @@ def _end(number: int, frame: FrameType | None) -> None:
     if not under_torchrun():  # whoever started the ranks speaks
         os.write(2, f"parallax: {stopped_by(number)}\n".encode())
     os._exit(exit_code(number))
+
+
+def heed_to_the_end(code: int) -> None:
+    """Called when the work of a process is done, which ends with ``code``: whoever asks it to end now gets that at
+    once. Python's way down takes a moment, and tells on many lines in what it was interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    for number in heeded():
+        signal.signal(number, lambda *_: os._exit(code))
 
 
 def heed_from_the_start() -> None:

@@ -164,6 +164,28 @@ def test_a_launcher_that_is_still_importing_has_nothing_to_save(
     assert not (here / "runs").exists()
 
 
+SLOW_END = """
+import atexit, pathlib, time
+
+@atexit.register
+def end():
+    pathlib.Path("ending").touch()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_has_ended_already_says_no_more(here: Path, number: int) -> None:
+    """A second Ctrl-C, while Python takes down what it has imported."""
+    (here / "sitecustomize.py").write_text(SLOW_END)
+    process = start([*MODULE, "plan", "trainer.stepz=3"])
+    wait_for((here / "ending").exists, "the end")
+    process.send_signal(number)
+    code, out, err = finish(process)
+    assert (code, out) == (2, "")
+    assert "trainer.stepz" in one_line(err)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("begun", [pytest.param("server", marks=pytest.mark.faults), "ranks"])
 def test_ctrl_c_while_ranks_start(here: Path, begun: str, seconds: float) -> None:
