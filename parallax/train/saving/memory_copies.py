@@ -276,7 +276,7 @@ def open_copies(
     asked = config.memory != "auto"
     pace = EveryFew(int(config.memory)) if asked and config.memory else AsTheyCost()
     copies = MemoryCopies(engine, directory, pace, onlooker, asked=asked, resumes=resumes)
-    if not asked and not all(from_all(restarts_allowed)):
+    if not asked and not _may_be_made(engine):
         copies.make_none()
     if asked and config.memory:
         copies.check_room(copies.open())
@@ -286,6 +286,16 @@ def open_copies(
         return copies
     copies.close()
     return NoCopies()
+
+
+def _may_be_made(engine: Engine) -> bool:
+    """Whether copies that nobody asked for are of use, and what they are made of fits all budgets: on a CPU that is
+    memory of the device. Called by all ranks."""
+    mine, part = engine.plan.prediction.ranks[engine.mesh.rank], engine.saving.part_bytes
+    room = mine.budget_bytes - mine.peak_bytes if engine.mesh.device.type == "cpu" else part
+    found = from_all(lambda: (restarts_allowed(), room, part))
+    largest = max(part for _, _, part in found)
+    return all(allowed and room >= largest for allowed, room, _ in found)
 
 
 def _place(engine: Engine, directory: Path) -> CopyPlace:
