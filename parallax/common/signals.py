@@ -7,6 +7,7 @@ else just ends.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -89,7 +90,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def heed_to_the_end(code: int) -> None:
     """Called when the work of a process is done, which ends with ``code``: whoever asks it to end now gets that at
-    once. Python's way down takes a moment, and tells on many lines in what it was interrupted."""
+    once. Python's way down takes a moment, and tells on many lines in what it was interrupted; its last part, in which
+    no handler runs any more, comes to its end."""
     if threading.current_thread() is not threading.main_thread():
         return
     for stream in (sys.stdout, sys.stderr):
@@ -97,6 +99,12 @@ def heed_to_the_end(code: int) -> None:
             stream.flush()
     for number in heeded():
         signal.signal(number, lambda *_: os._exit(code))
+
+
+def _heed_no_more() -> None:
+    """Python takes its handlers away before it takes down modules: a request would be the process's death by it."""
+    for number in heeded():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def heed_from_the_start() -> None:
@@ -121,6 +129,7 @@ def heed_from_the_start() -> None:
         if before is signal.SIG_DFL or (before is signal.SIG_IGN and under_torchrun()):
             signal.signal(number, _early)
     os.register_at_fork(after_in_child=_forget)
+    atexit.register(_heed_no_more)  # as the last of all: what others do at the end can be ended
 
 
 def _forget() -> None:

@@ -164,20 +164,36 @@ def test_a_launcher_that_is_still_importing_has_nothing_to_save(
     assert not (here / "runs").exists()
 
 
-SLOW_END = """
-import atexit, pathlib, time
+SLOW_END = {
+    "a thread": """
+import pathlib, threading, time
 
-@atexit.register
 def end():
+    threading.main_thread().join()
     pathlib.Path("ending").touch()
     time.sleep(60)
-"""
+
+threading.Thread(target=end).start()
+""",
+    "its modules": """
+import pathlib, time
+
+class Slow:
+    def __del__(self, touch=pathlib.Path("ending").touch, sleep=time.sleep):
+        touch()
+        sleep(3)
+
+slow = Slow()
+""",
+}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_has_ended_already_says_no_more(here: Path, number: int) -> None:
-    """A second Ctrl-C, while Python takes down what it has imported."""
-    (here / "sitecustomize.py").write_text(SLOW_END)
+@pytest.mark.parametrize("what", SLOW_END)
+def test_what_has_ended_already_says_no_more(here: Path, number: int, what: str) -> None:
+    """A second Ctrl-C, while Python waits for threads, and while it takes down what it has imported: no handler runs
+    any more then."""
+    (here / "sitecustomize.py").write_text(SLOW_END[what])
     process = start([*MODULE, "plan", "trainer.stepz=3"])
     wait_for((here / "ending").exists, "the end")
     process.send_signal(number)
