@@ -14,6 +14,7 @@ import platform
 import resource
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -162,7 +163,7 @@ def return_freed_memory() -> bool:
 
 def data_bytes() -> int:
     """Resident memory of this process now, without pages of files and shared memory, which it may not be alone to
-    hold. A few microseconds, so it may be asked often."""
+    hold, and without what is :func:`kept_apart`. A few microseconds, so it may be asked often."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)
         try:
@@ -171,7 +172,7 @@ def data_bytes() -> int:
             os.close(file)
     except OSError:
         return resident_bytes()
-    return (int(resident) - int(shared)) * _PAGE_BYTES
+    return (int(resident) - int(shared)) * _PAGE_BYTES - _apart.bytes
 
 
 class MemoryBound:
@@ -301,20 +302,47 @@ class ResidentMeter:
     """The most memory that this process has taken for data since the meter was made.
 
     Pages of files (code that an operator's first use maps, the text that rows are read from) are left out: the
-    system can take them back. The kernel keeps a high water only for all pages together, so each reading covers
-    the time since the last one.
+    system can take them back; so is what is :func:`kept_apart`. The kernel keeps a high water only for all pages
+    together, so each reading covers the time since the last one.
     """
 
     def __init__(self) -> None:
         reset_peak_resident()
-        self._base, self._peak = resident_bytes() - _status_bytes("RssFile"), 0
+        self._base, self._peak = resident_bytes() - self._others(), 0
+        _apart.meters.add(self)
 
     def peak_bytes(self) -> int:
         """The high water so far; call it about once per step."""
-        now = peak_resident_bytes() - _status_bytes("RssFile") - self._base
+        now = peak_resident_bytes() - self._others() - self._base
         reset_peak_resident()
         self._peak = max(self._peak, now)
         return self._peak
+
+    @staticmethod
+    def _others() -> int:
+        return _status_bytes("RssFile") + _apart.bytes
+
+
+class _KeptApart:
+    """Bytes that are there, and the meters that leave them out."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.meters: weakref.WeakSet[ResidentMeter] = weakref.WeakSet()
+
+
+_apart = _KeptApart()
+
+
+@contextlib.contextmanager
+def kept_apart(change: int) -> Iterator[None]:
+    """Inside, so many bytes of this process become resident, or go where ``change`` is below zero, that are its host's,
+    not its device's, where one memory is both: no meter counts them. Called by the thread that asks meters."""
+    for meter in _apart.meters:
+        meter.peak_bytes()
+    yield
+    _apart.bytes += change
+    reset_peak_resident()
 
 
 def host_identity() -> str:

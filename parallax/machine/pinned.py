@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
-from parallax.machine.host import usable_cores
+from parallax.machine.host import kept_apart, usable_cores
 
 PINNING_REMEDY = (
     "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
@@ -45,6 +45,30 @@ class PlainArena:
     def close(self) -> None:
         """Let go."""
         self.data = torch.empty(0, dtype=torch.uint8)
+
+
+class ApartArena:
+    """Pages of a host whose memory is the device, too: what measures the device leaves them out."""
+
+    def __init__(self, count: int) -> None:
+        self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
+        pages = _pages(count, self.allocated_bytes)
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        self.data = whole[:count]
+        with kept_apart(self.allocated_bytes):
+            _touch(whole, ())
+        # An owner that failed has not closed it.
+        self._left = weakref.finalize(self, _give_back, pages, self.allocated_bytes)
+
+    def close(self) -> None:
+        """Give them back, whoever still has a view of them."""
+        self._left()
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _give_back(pages: mmap.mmap, count: int) -> None:
+    with kept_apart(-count):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 class TorchArena:
@@ -83,14 +107,7 @@ class RegisteredArena:
         remedy: str = PINNING_REMEDY,
     ) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
-        try:
-            pages = mmap.mmap(-1, self.allocated_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if self.allocated_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, OverflowError) as error:
-            raise SwapError(
-                f"cannot allocate {format_bytes(count)} of host memory: {error}; {remedy}"
-            ) from error
+        pages = _pages(count, self.allocated_bytes, f"; {remedy}")
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         self.data = whole[:count]
         _touch(whole, cpus)
@@ -116,6 +133,19 @@ def _unpin_later(
     with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
         synchronize()
     unregister(whole.data_ptr())
+
+
+def _pages(count: int, allocated: int, way_out: str = "") -> mmap.mmap:
+    """The process's own, for ``count`` bytes, huge where the system has such."""
+    try:
+        pages = mmap.mmap(-1, allocated, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if allocated >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, OverflowError) as error:
+        raise SwapError(
+            f"cannot allocate {format_bytes(count)} of host memory: {error}{way_out}"
+        ) from error
+    return pages
 
 
 def _touch(whole: Tensor, cpus: Collection[int]) -> None:

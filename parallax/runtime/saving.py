@@ -15,12 +15,15 @@ from torch import Tensor
 
 from parallax.errors import CheckpointError, NonFiniteError, ParallaxError
 from parallax.machine.device import CopyEngine
-from parallax.machine.host import available_memory
+from parallax.machine.host import available_memory, data_bytes
+from parallax.machine.pinned import ApartArena
+from parallax.machine.preflight.needs import PROCESS_BYTES
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
 from parallax.nodes.places import Sites, find_sites
 from parallax.nodes.together import from_all, from_first
 from parallax.plan.plan import Plan
+from parallax.plan.tier import tier_named
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retention, SnapshotMemory
 from parallax.runtime.checkpoint.masters import HeldMasters
@@ -60,7 +63,9 @@ class Saving:
         self._sites: dict[Path, Sites] = {}
         self._apart: set[Path] = set()
         self._fence: Fence | None = None
-        self._memory = SnapshotMemory(copies.arena, snapshot_room(plan, mesh))
+        # Where one memory is both, copies are no more the device's than those of an accelerator's are.
+        arena = ApartArena if mesh.device.type == "cpu" else copies.arena
+        self._memory = SnapshotMemory(arena, snapshot_room(plan, mesh))
         self.pending, self._copies = PendingSaves(mesh), PendingSaves(mesh)
 
     def usable(self, *directories: Path) -> tuple[list[Path], list[str]]:
@@ -339,10 +344,14 @@ class Saving:
 
 
 def snapshot_room(plan: Plan, mesh: Mesh) -> int:
-    """Bytes of host memory that copies of what a rank saves may take: half of what is free on its host, and where that
-    is the device no more than the plan leaves of the rank's budget; a plan made by hand predicts nothing."""
-    room = int(available_memory(mesh.nodes.local_count) * _SHARE)
+    """Bytes of host memory that copies of what a rank saves may take: half of what will be free on its host."""
+    free = available_memory(mesh.nodes.local_count) - coming_bytes(plan, mesh)
+    return max(0, int(free * _SHARE))
+
+
+def coming_bytes(plan: Plan, mesh: Mesh) -> int:
+    """What a rank will take of its host's memory beyond what it has by now, as its plan says."""
     predicted = plan.prediction.ranks[mesh.rank]
-    if mesh.device.type == "cpu" and predicted.peak_bytes:
-        room = min(room, max(0, predicted.budget_bytes - predicted.peak_bytes))
-    return room
+    due = predicted.peak_bytes if mesh.device.type == "cpu" else 0
+    due += predicted.tier_peak_bytes if tier_named(plan.tier).in_ram else 0
+    return max(0, PROCESS_BYTES + due - data_bytes())

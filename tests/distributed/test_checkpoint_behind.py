@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from parallax.errors import CheckpointError, NonFiniteError
+from parallax.machine.host import ResidentMeter
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import (
@@ -285,3 +286,25 @@ def test_little_memory_takes_time_instead(pool: Pool, tmp_path: Path) -> None:
     ((same, most),) = pool.run(short_of_memory, 1, tmp_path)
     assert same
     assert most <= 1024 * 1024 * 4 + 2**16
+
+
+def peaks_of_saves(folder: Path) -> tuple[int, int, int]:
+    """What a CPU's device took at most before saves, with them, and what copies of them held."""
+    job = replace(SINGLE, factory=of_many_buckets)
+    engine = job.under((1,)).engine(folder)
+    batch, meter = job.batches()[0], ResidentMeter()
+    for _ in range(3):
+        engine.step(batch)
+    before = meter.peak_bytes()
+    for _ in range(2):
+        engine.save(folder / "saved", STATE)
+        engine.step(batch)
+    held = engine.saving._memory.held_bytes
+    engine.close()
+    return before, meter.peak_bytes(), held
+
+
+def test_copies_are_not_the_devices_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    ((before, after, held),) = pool.run(peaks_of_saves, 1, tmp_path)
+    assert held > 24 * 2**20
+    assert after < before + held // 4

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallax.nodes.memory_folder import has_copies
-from parallax.plan.plan import Plan
 from parallax.runtime.checkpoint import list_checkpoints, step_of
 from tests.faults.commands import one_line, prepared, running, temporary
 from tests.faults.killing import kill_at
 from tests.faults.test_restarts import STEPS, check_as_if_nothing_had_been, plain
-from tests.plans import GIB
 
 KILLS = ((1, 3, "forward"), (0, 5, "backward"), (1, 7, "update"))
 FROM = "the newest copy in memory, or else the beginning: there is no checkpoint yet"
@@ -87,12 +84,6 @@ class Rows(killing.Rows):
 """
 
 
-def with_room(plan: Plan) -> Plan:
-    """The same, with room in its budgets for what a copy is made of."""
-    ranks = [replace(rank, budget_bytes=GIB) for rank in plan.prediction.ranks]
-    return replace(plan, prediction=replace(plan.prediction, ranks=tuple(ranks)))
-
-
 @pytest.mark.faults
 def test_nobody_has_to_ask_for_them(
     here: Path, called: Callable[..., tuple[int, str, str]]
@@ -102,7 +93,7 @@ def test_nobody_has_to_ask_for_them(
     Path("slowly.py").write_text(SLOWLY)
     settings = [*kill_at((1, 7, "forward")), "data.target=slowly:Rows"]
     settings += [f"trainer.steps={STEPS}", "trainer.max_restarts=3", "trainer.checkpoint_every=0"]
-    run = prepared(*settings, plan=with_room)
+    run = prepared(*settings)
     code, out, err = called("train", "--run-dir", str(run))
     assert code == 0, err
     assert one_line(err).endswith(f"; starting again from {FROM} (2 of 3 restarts left)")

@@ -20,16 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from parallax.errors import CheckpointError, ConfigError, LaterStartError
-from parallax.machine.host import data_bytes
-from parallax.machine.preflight.needs import PROCESS_BYTES
-from parallax.mesh import Mesh
 from parallax.nodes.memory_folder import MemoryFolder, forget_copies, has_copies, token_of
 from parallax.nodes.together import from_all
-from parallax.plan.plan import Plan
-from parallax.plan.tier import tier_named
 from parallax.runtime.checkpoint import list_checkpoints, remove, step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
+from parallax.runtime.saving import coming_bytes
 from parallax.train.onlooker import Onlooker
 from parallax.train.voice import Voice
 
@@ -210,7 +206,7 @@ class MemoryCopies:
     def _coming_bytes(self) -> int:
         """What the ranks of this host will still take of its memory, as their plan says; called by all ranks."""
         mesh = self._engine.mesh
-        coming = from_all(lambda: _coming_bytes(self._engine.plan, mesh))
+        coming = from_all(lambda: coming_bytes(self._engine.plan, mesh))
         hosts = mesh.nodes.hosts
         return sum(each for rank, each in enumerate(coming) if hosts[rank] == hosts[mesh.rank])
 
@@ -276,7 +272,7 @@ def open_copies(
     asked = config.memory != "auto"
     pace = EveryFew(int(config.memory)) if asked and config.memory else AsTheyCost()
     copies = MemoryCopies(engine, directory, pace, onlooker, asked=asked, resumes=resumes)
-    if not asked and not _may_be_made(engine):
+    if not asked and not all(from_all(restarts_allowed)):
         copies.make_none()
     if asked and config.memory:
         copies.check_room(copies.open())
@@ -286,16 +282,6 @@ def open_copies(
         return copies
     copies.close()
     return NoCopies()
-
-
-def _may_be_made(engine: Engine) -> bool:
-    """Whether copies that nobody asked for are of use, and what they are made of fits all budgets: on a CPU that is
-    memory of the device. Called by all ranks."""
-    mine, part = engine.plan.prediction.ranks[engine.mesh.rank], engine.saving.part_bytes
-    room = mine.budget_bytes - mine.peak_bytes if engine.mesh.device.type == "cpu" else part
-    found = from_all(lambda: (restarts_allowed(), room, part))
-    largest = max(part for _, _, part in found)
-    return all(allowed and room >= largest for allowed, room, _ in found)
 
 
 def _place(engine: Engine, directory: Path) -> CopyPlace:
@@ -317,11 +303,3 @@ def _place(engine: Engine, directory: Path) -> CopyPlace:
         size += part_of(hosts[here - 1])
         what = "this host's part and that of the one before"
     return CopyPlace(folder, leads, _AT_ONCE * size, f"{_AT_ONCE} copies of {what}")
-
-
-def _coming_bytes(plan: Plan, mesh: Mesh) -> int:
-    """What a rank will take of its host's memory beyond what it has by now, as its plan says."""
-    predicted = plan.prediction.ranks[mesh.rank]
-    due = predicted.peak_bytes if mesh.device.type == "cpu" else 0
-    due += predicted.tier_peak_bytes if tier_named(plan.tier).in_ram else 0
-    return max(0, PROCESS_BYTES + due - data_bytes())

@@ -20,7 +20,9 @@ from parallax.machine import host
 from parallax.machine import local as machine
 from parallax.machine import probes as module
 from parallax.machine.host import (
+    ResidentMeter,
     available_memory,
+    data_bytes,
     memory_limits,
     peak_resident_bytes,
     reset_peak_resident,
@@ -28,6 +30,7 @@ from parallax.machine.host import (
     usable_cores,
 )
 from parallax.machine.local import ClusterConfig, build_cluster, choose_devices, probe_speeds
+from parallax.machine.pinned import ApartArena
 from parallax.machine.probes import (
     Probes,
     measure_probes,
@@ -189,6 +192,31 @@ def test_the_peak_follows_memory_and_can_be_reset() -> None:
     assert peak_resident_bytes() <= high - 48 * MIB
     touch(32 * MIB)
     assert peak_resident_bytes() >= resident_bytes() + 24 * MIB
+
+
+@pytest.mark.skipif(not reset_peak_resident(), reason="/proc/self/clear_refs cannot be written")
+def test_what_is_kept_apart_is_in_no_peak() -> None:
+    def hold(count: int) -> mmap.mmap:
+        area = mmap.mmap(-1, count)
+        for _ in range(count // MIB):
+            area.write(b"x" * MIB)
+        return area
+
+    meter, before = ResidentMeter(), data_bytes()
+    first, own = ApartArena(64 * MIB), hold(32 * MIB)
+    assert 30 * MIB < meter.peak_bytes() < 40 * MIB
+    own.close()
+    first.close()
+    second, third = ApartArena(48 * MIB), ApartArena(16 * MIB)
+    view = second.data[:100]
+    assert meter.peak_bytes() < 40 * MIB, "one follows the other"
+    second.close()
+    assert len(view) == 100, "and may be looked at"
+    del third  # whose owner failed
+    assert abs(data_bytes() - before) < 8 * MIB
+    own = hold(64 * MIB)
+    assert meter.peak_bytes() > 60 * MIB
+    own.close()
 
 
 def test_peaks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
