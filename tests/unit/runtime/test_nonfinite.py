@@ -15,7 +15,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64, torch.complex128])
 @pytest.mark.parametrize(
-    "bad, what", [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")]
+    ("bad", "what"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")]
 )
 def test_one_bad_value_is_found(dtype: torch.dtype, bad: float, what: str) -> None:
     parameter, values = nn.Parameter(torch.zeros(3, 4).to(dtype)), torch.ones(3, 4)
