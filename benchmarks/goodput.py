@@ -199,7 +199,7 @@ def measure(timing: Timing, settings: Sequence[str], seed: int) -> Goodput:
     process = train("name=plain", *asked)
     until_step(process, plain, steps // 2)
     process.send_signal(signal.SIGTERM)
-    finished(process, 128 + signal.SIGTERM)
+    finished(process, 0)
     killed = copied(plain, "killed")
     wall, loop, recoveries = disturbed(killed, steps, timing, random.Random(seed))
     finished(train("--run-dir", str(plain)))

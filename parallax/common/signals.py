@@ -39,10 +39,11 @@ def stopped_by(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}"
 
 
-def exit_code(number: int) -> int:
-    """Of a process that ends because of signal ``number``: as a shell has it; SIGUSR1 asked for nothing else than what
-    was done."""
-    return 0 if number == signal.SIGUSR1 else 128 + number
+def exit_code(number: int, *, saved: bool = False) -> int:
+    """Of a process that ends because of signal ``number``: as a shell has it, and 0 where all that was asked for is
+    done: SIGUSR1 asks for an end, SIGTERM for one that loses nothing (``saved``)."""
+    done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
+    return 0 if done else 128 + number
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def test_a_request_in_the_middle_of_a_transfer(
     )
     for _, step, action in ASKED:
         code, _, err = called("train", "--run-dir", str(run))
-        assert code == 143, (action, err)
+        assert code == 0, (action, err)
         found = re.fullmatch(
             rf"parallax: stopped by SIGTERM after step (\d+) of {STEPS}, which is saved; "
             r"`parallax train name=run` continues",

@@ -105,12 +105,12 @@ def last_step(run: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code", "to", "replicas"),
     [
-        (signal.SIGTERM, 143, "launcher", (1,)),
+        (signal.SIGTERM, 0, "launcher", (1,)),
         # As under torchrun, where both ranks are told at once, too.
         pytest.param(signal.SIGINT, 130, "all", (1, 1), marks=pytest.mark.faults),
         # As rank 1 asks in an evaluation.
-        pytest.param(signal.SIGTERM, 143, "rank", (1, 1), marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, 143, "launcher", (1, 1), marks=pytest.mark.faults),
+        pytest.param(signal.SIGTERM, 0, "rank", (1, 1), marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 0, "launcher", (1, 1), marks=pytest.mark.faults),
         pytest.param(signal.SIGHUP, 129, "launcher", (1, 1), marks=pytest.mark.thorough),
         pytest.param(signal.SIGUSR1, 0, "launcher", (1, 1), marks=pytest.mark.faults),
         pytest.param(signal.SIGUSR1, 0, "all", (1, 1), marks=pytest.mark.faults),
@@ -166,7 +166,7 @@ def test_what_was_stopped_goes_on_bit_for_bit(
     whole, cut = prepared(*settings, name="whole"), prepared(*settings, name="cut")
     process = stepping(cut)
     process.send_signal(signal.SIGTERM)
-    assert is_served(here, cut, process, signal.SIGTERM, 143) < 60
+    assert is_served(here, cut, process, signal.SIGTERM, 0) < 60
     for run in (cut, whole):
         assert called("train", "--run-dir", str(run))[0] == 0
     check_same_weights(cut, whole)
@@ -177,17 +177,20 @@ def test_what_was_stopped_goes_on_bit_for_bit(
     assert losses[0] == losses[1]
 
 
-def test_under_torchrun(here: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.faults)]
+)
+def test_under_torchrun(here: Path, number: signal.Signals) -> None:
     """Ranks that were told by Slurm beforehand end well, so that nothing is started again."""
     run = prepared(*ENDLESS)
     process = stepping(run, *TORCHRUN, "-m", "parallax")
     for child in psutil.Process(process.pid).children():
-        child.send_signal(signal.SIGUSR1)
+        child.send_signal(number)
     code, _, err = finish(process)
     assert code == 0
     (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
     assert line == (
-        f"parallax: stopped by SIGUSR1 after step {last_step(run)} of 1000000, which is saved; the same command with "
+        f"parallax: stopped by {number.name} after step {last_step(run)} of 1000000, which is saved; the same command with "
         "name=run continues"
     )
     assert running(here) == []
@@ -252,6 +255,20 @@ def test_whatever_the_run_is_doing(
     code, out, err = called("train", "--run-dir", str(run))
     assert (code, err) == (0, "")
     assert ("continuing after step" in out) == (where not in ("building", "step 0"))
+
+
+@pytest.mark.faults
+def test_what_has_nothing_to_save_has_not_ended_well(
+    here: Path, called: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "asking.py").write_text(ASKING.replace("SIGUSR1", "SIGTERM"))
+    run = prepared(*OWN)
+    monkeypatch.setenv("ASK", "step 0")
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 143
+    assert one_line(err) == (
+        "parallax: stopped by SIGTERM before the first step; `parallax train name=run` continues"
+    )
 
 
 @pytest.mark.parametrize(

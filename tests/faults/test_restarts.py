@@ -213,7 +213,7 @@ def test_the_fork_server_is_killed(here: Path) -> None:
     wait_for(lambda: steps_taken(run) > seen, "new steps")
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
-    assert code == 143
+    assert code == 0
     first, _ = err.splitlines()
     assert re.fullmatch(
         r"parallax: the process that starts the ranks was killed by SIGKILL \(no memory left\?\); starting again from "
@@ -249,7 +249,7 @@ def test_a_request_to_end_is_served_after_a_restart(here: Path) -> None:
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
-    assert code == 143
+    assert code == 0
     first, last = err.splitlines()
     assert "starting again from step-00000002" in first
     assert "which is saved; `parallax train name=run` continues" in last

@@ -82,14 +82,13 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
                 watch.limit(*_limits(run), run.directory)
                 compare(run)
                 check_start_together(run, nodes)
-        stopped = _train(run, nodes, watch)
+        code = _train(run, nodes, watch)
         watch.close()
         stop_processes()
         held.close()
     except (Exception, KeyboardInterrupt) as error:
         leave(error, watch)
-    # Our launcher knows.
-    depart(exit_code(stopped) if stopped and EXIT_REPORT not in os.environ else 0)
+    depart(0 if EXIT_REPORT in os.environ else code)  # our launcher knows
 
 
 def _meet() -> None:
@@ -120,7 +119,7 @@ def _give_up(number: int) -> None:
 
 
 def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
-    """Build, train, report; the signal that ended it early, or 0."""
+    """Build, train, report; the exit code."""
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -163,12 +162,12 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     finally:
         with watch.phase("closing the engine"):
             engine.close()
-    stopped = int(summary["stopped"])
     if dist.get_rank() == 0:
         _tell_end(run, summary)
-    if stopped:
-        dist.barrier()  # a rank that leaves with an error code ends the others
-    return stopped
+    if not summary["stopped"]:
+        return 0
+    dist.barrier()  # a rank that leaves with an error code ends the others
+    return _stopped_code(summary)
 
 
 def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
@@ -214,6 +213,10 @@ def _tell_end(run: PreparedRun, summary: Mapping[str, Any]) -> None:
         safe_console().print(f"results: {run.directory}", soft_wrap=True)
 
 
+def _stopped_code(summary: Mapping[str, Any]) -> int:
+    return exit_code(int(summary["stopped"]), saved=summary["steps"] > 0)
+
+
 def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
     """Where no launcher of ours goes on, this is the last line."""
     number, step = int(summary["stopped"]), summary["steps"]
@@ -221,7 +224,8 @@ def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     saved = f"after step {step} of {run.config.trainer.steps}, which is saved"
     what = saved if step else "before the first step"
-    say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, exit_code(number)))
+    code = _stopped_code(summary)
+    say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, code))
 
 
 def _in_run_directory(error: Exception, directory: Path) -> Exception:
