@@ -190,8 +190,8 @@ def test_under_torchrun(here: Path, number: signal.Signals) -> None:
     assert code == 0
     (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
     assert line == (
-        f"parallax: stopped by {number.name} after step {last_step(run)} of 1000000, which is saved; the same command with "
-        "name=run continues"
+        f"parallax: stopped by {number.name} after step {last_step(run)} of 1000000, which is saved; the same "
+        "command with name=run continues"
     )
     assert running(here) == []
 
