@@ -306,7 +306,8 @@ class _Run:
 
     def _report(self, voice: Voice, result: StepResult, wrong: str) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
-        budgets = [rank.budget_bytes for rank in self._engine.plan.prediction.ranks]
+        plan = self._engine.plan
+        budgets = [plan.allocator_bytes(rank) for rank in range(plan.world_size)]
         swap = result.swap
         mine = (
             result.peak_bytes,

@@ -89,8 +89,9 @@ class RunRecord:
                     "rank": rank,
                     "stage": stage,
                     "replica": replica,
-                    "budget_bytes": predicted.budget_bytes,
-                    "predicted_peak_bytes": predicted.peak_bytes,
+                    # Of what is measured: an accelerator's context, for one, no allocator sees.
+                    "budget_bytes": plan.allocator_bytes(rank),
+                    "predicted_peak_bytes": plan.allocator_peak_bytes(rank),
                     "measured_peak_bytes": peak,
                     "offloaded_bytes_per_step": swap["bytes_out_per_step"] if swap else 0.0,
                     "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from parallax.common.files import cache_directory
+from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from tests.distributed.pool import ROOT
 from tests.sim.build import library, missing
@@ -19,7 +20,10 @@ from tests.sim.build import library, missing
 TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.steps=1"]
 # Every Python gets the device, of a kind that has variables, and writes down at its end how much of it it has used, and
 # which variables it was given.
-SITE = """
+CONTEXT = 2**26
+SITE = f"""
+CONTEXT = {CONTEXT}"""
+SITE += """
 import atexit, json, os, torch
 from pathlib import Path
 from parallax.machine.accelerators import register_accelerator
@@ -27,6 +31,9 @@ from tests.sim.device import SIM, Sim
 
 class WithVariables(Sim):
     environment = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by us", "SIM_EMPTY": "no more"}
+
+    def usual_context_bytes(self, name):
+        return CONTEXT
 
 def note():
     used = torch.accelerator.max_memory_allocated(SIM)
@@ -79,7 +86,12 @@ def trained(tmp_path: Path, *prefix: str) -> tuple[str, dict[str, Any]]:
     assert launcher.returncode == 0, said
     run = tmp_path / "runs" / "sim"
     assert "simulated" in ModelProfile.load(run / "profile.json").device
-    assert json.loads((run / "summary.json").read_text())["ended"] == "steps"
+    summary, plan = json.loads((run / "summary.json").read_text()), Plan.load(run / "plan.yaml")
+    assert summary["ended"] == "steps"
+    # What no allocator sees is in no peak that is compared.
+    (found,), (predicted,) = summary["ranks"], plan.prediction.ranks
+    assert predicted.budget_bytes - found["budget_bytes"] == CONTEXT
+    assert predicted.peak_bytes - found["predicted_peak_bytes"] == CONTEXT
     return str(launcher.pid), {file.name: json.loads(file.read_text()) for file in used.iterdir()}
 
 
