@@ -27,6 +27,7 @@ from parallax.train.repeats import (
     note_restart,
     noted_refusals,
     noted_restarts,
+    told,
 )
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
@@ -103,12 +104,16 @@ class RunRecord:
                     "swap": swap,
                 }
             )
-        timed = self.seconds[WARM_UP:] or self.seconds
+        # A start that finds all steps taken has what the one that took them had no time to say.
+        metrics = self._directory / METRICS
+        losses = self._losses or told(metrics, "loss")
+        seconds = self.seconds or told(metrics, "step_seconds")
+        timed = seconds[WARM_UP:] or seconds
         restarts, lost_steps = noted_restarts(self._directory)
         median = statistics.median(timed) if timed else None
         return {
-            "loss_first": self._losses[0] if self._losses else None,
-            "loss_last": self._losses[-1] if self._losses else None,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
             "validation_loss": self.validation_loss,
             "restarts": restarts,
             "lost_steps": lost_steps,

@@ -32,6 +32,15 @@ def last_step(path: Path) -> int:
         return -1
 
 
+def told(path: Path, key: str) -> list[float]:
+    """The numbers that a file of JSON lines has for ``key``, in order."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [float(each) for line in lines if isinstance(each := _value(line, key), int | float)]
+
+
 def forget_steps(path: Path, first: int) -> int:
     """Remove what the end of a file tells of step ``first`` and later ones, and half a line; the number of steps."""
     if not path.exists():
