@@ -142,6 +142,13 @@ class PendingSaves:
         self._wait_for_removal()
         return path
 
+    def trim(self, directory: Path, retention: Retention, step: int, *, leads: bool) -> None:
+        """Of those before the checkpoint of ``step`` the ones go that do not stay, where a start that was killed had
+        named it and not come to that. On each site the rank that ``leads`` does it."""
+        gone = self._superseded(directory, retention, step)
+        if leads:
+            checkpoint.remove(directory, gone)
+
     def abandon(self) -> None:
         """End without it."""
         self._wait_for_removal()
@@ -195,35 +202,41 @@ class PendingSaves:
         save = self._save
         assert save.naming is not None
         self._together(save.naming.result)
-        held = self._held_in(save)
+        held = self._held_in(save.directory, save.retention, save.step)
         held[save.step] = _metric(save.retention, save.told.get("metrics", {}))
-        gone = save.retention.superseded(held, save.step)
-        for step in gone:
-            held.pop(step)
+        gone = self._superseded(save.directory, save.retention, save.step)
         self._save = None
         if save.sites.leads and gone:
             self._removing = save.thread.submit(checkpoint.remove, save.directory, gone)
         save.thread.shutdown(wait=False)
         return save.final
 
-    def _held_in(self, save: SaveInProgress) -> dict[int, float | None]:
+    def _superseded(self, directory: Path, retention: Retention, step: int) -> list[int]:
+        """The steps whose checkpoints may go after that of ``step``; they are not held any more."""
+        held = self._held_in(directory, retention, step)
+        gone = retention.superseded(held, step)
+        for each in gone:
+            held.pop(each)
+        return gone
+
+    def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
         """The steps of which every node has a checkpoint, and what these are judged by."""
-        if save.directory not in self._held:
-            judged = save.retention.best > 0
+        if directory not in self._held:
+            judged = retention.best > 0
 
             def look() -> dict[int, float | None]:
                 return {
-                    step: _metric(save.retention, checkpoint.read_metrics(path) if judged else {})
-                    for path in checkpoint.list_checkpoints(save.directory)
-                    if (step := checkpoint.step_of(path)) is not None
+                    each: _metric(retention, checkpoint.read_metrics(path) if judged else {})
+                    for path in checkpoint.list_checkpoints(directory)
+                    if (each := checkpoint.step_of(path)) is not None
                 }
 
             found = from_all(look)
             everywhere = set(found[0]).intersection(*found)
             if self.origin is not None:  # later ones are damaged, or of another history
-                everywhere = {s for s in everywhere if s <= self.origin or s == save.step}
-            self._held[save.directory] = {step: found[0][step] for step in everywhere}
-        return self._held[save.directory]
+                everywhere = {s for s in everywhere if s <= self.origin or s == step}
+            self._held[directory] = {each: found[0][each] for each in everywhere}
+        return self._held[directory]
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
         """The result of ``call`` on all ranks; where one has an error, nothing is left of the save and all have it."""

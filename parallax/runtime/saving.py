@@ -124,6 +124,12 @@ class Saving:
         self._begin(self._copies, directory, step, told, Retention(keep_last=1))
         self._copies.finish()
 
+    def trim(self, directory: Path, step: int, retention: Retention) -> None:
+        """Of the checkpoints below ``directory`` stay those that ``retention`` says after that of ``step``, the last
+        one: called by all ranks, where it is an earlier start's."""
+        leads = self._sites_of(directory).leads
+        self.pending.trim(directory, retention, step, leads=leads)
+
     def save(
         self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:

@@ -179,6 +179,8 @@ class _Run:
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints, self._checkpoint = checkpoints, checkpoint
+        ranks = range(engine.plan.world_size)
+        self._budgets = [engine.plan.allocator_bytes(rank) for rank in ranks]
         keep = trainer.keep_checkpoints
         self._saves = Saves(engine, checkpoints, checkpoint, keep, onlooker)
         self._refused: list[str] = []
@@ -230,7 +232,7 @@ class _Run:
                 with phase("reporting a step"):
                     self._report(voice, result, wrong)
                 self._evaluate_and_save(voice, result, total)
-            self._saves.finish(voice)
+            self._saves.end(voice)
         with phase("writing the report"):
             return self._end()
 
@@ -306,9 +308,7 @@ class _Run:
 
     def _report(self, voice: Voice, result: StepResult, wrong: str) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
-        plan = self._engine.plan
-        budgets = [plan.allocator_bytes(rank) for rank in range(plan.world_size)]
-        swap = result.swap
+        budgets, swap = self._budgets, result.swap
         mine = (
             result.peak_bytes,
             swap.stall_seconds,

@@ -104,27 +104,33 @@ class RunRecord:
                     "swap": swap,
                 }
             )
-        # A start that finds all steps taken has what the one that took them had no time to say.
-        metrics = self._directory / METRICS
-        losses = self._losses or told(metrics, "loss")
-        seconds = self.seconds or told(metrics, "step_seconds")
-        timed = seconds[WARM_UP:] or seconds
         restarts, lost_steps = noted_restarts(self._directory)
-        median = statistics.median(timed) if timed else None
         return {
-            "loss_first": losses[0] if losses else None,
-            "loss_last": losses[-1] if losses else None,
-            "validation_loss": self.validation_loss,
+            **self._results(tokens_per_step),
             "restarts": restarts,
             "lost_steps": lost_steps,
             "refused_hosts": noted_refusals(self._directory),
             "skipped_steps": self._last.skipped_steps if self._last else 0,
-            "step_seconds_median": median,
             "predicted_step_seconds": plan.prediction.step_seconds,
             "bubble_predicted": plan.prediction.bubble,
             "bubble_measured": bubble_fraction(measured),
-            "tokens_per_second": tokens_per_step / median if median else None,
             "ranks": ranks,
+        }
+
+    def _results(self, tokens_per_step: int) -> dict[str, float | None]:
+        """Of this start's steps. One that finds all taken has what the start that took them had no time to say."""
+        metrics = self._directory / METRICS
+        losses = self._losses or told(metrics, "loss")
+        seconds = self.seconds or told(metrics, "step_seconds")
+        validated = [] if self._losses else told(metrics, "validation_loss")
+        timed = seconds[WARM_UP:] or seconds
+        median = statistics.median(timed) if timed else None
+        return {
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "validation_loss": validated[-1] if validated else self.validation_loss,
+            "step_seconds_median": median,
+            "tokens_per_second": tokens_per_step / median if median else None,
         }
 
     def write_occupancy(self, step: int) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from parallax.common.files import making_folder, replacing, temporary_folder
+from parallax.runtime.checkpoint import checkpoint_name, list_checkpoints
 from tests.faults.commands import (
     ON_ONE_RANK_AND_ON_TWO,
+    TINY,
     prepared,
     ranks,
     running,
@@ -42,6 +46,22 @@ def test_what_a_killed_launcher_leaves_goes_with_the_next(
     with temporary_folder() as folder:
         assert temporary() == [folder]
     assert temporary() == []
+
+
+@ON_ONE_RANK_AND_ON_TWO
+def test_an_old_checkpoint_that_a_kill_has_left_goes_at_the_end(
+    here: Path, called: Callable[..., tuple[int, str, str]], replicas: tuple[int, ...]
+) -> None:
+    """Between the name of the last one and that: the next start has no step to take."""
+    run = prepared(*TINY, "trainer.steps=6", "trainer.checkpoint_every=2", replicas=replicas)
+    assert called("train", "--run-dir", str(run))[0] == 0
+    kept = list_checkpoints(run / "checkpoints")
+    assert len(kept) == 2
+    shutil.copytree(kept[0], run / "checkpoints" / checkpoint_name(2))
+    (run / "checkpoints" / checkpoint_name(9)).mkdir()  # is none
+    code, _, err = called("train", "--run-dir", str(run))
+    assert (code, err) == (0, "")
+    assert list_checkpoints(run / "checkpoints") == kept
 
 
 HOLDS = """

@@ -43,6 +43,7 @@ class Saves:
         self._told = 0.0  # of them by :meth:`numbers`
         # The step after which the last was begun; before the first there is nothing to lose.
         self._saved: int | None = 0
+        self._saves_none = True  # of its own so far
 
     def numbers(self) -> tuple[float, float]:
         """How far this rank is with what is being written, and for how long its training has waited for checkpoints
@@ -73,7 +74,7 @@ class Saves:
                 known = {k: v for k, v in metrics.items() if v is not None}
                 told = {"state": state, "metrics": known}
                 self._engine.saving.begin(self._directory, step, told, self._retention)
-                self._saved = step
+                self._saved, self._saves_none = step, False
             if last or not self._config.asynchronous:
                 self.finish(voice)
 
@@ -88,6 +89,12 @@ class Saves:
                 f"step {next_step}: waited {waited:.1f} s for the checkpoint before to be written; raise "
                 "trainer.checkpoint_every"
             )
+
+    def end(self, voice: Voice) -> None:
+        """No more is saved. What a start that was killed behind its last checkpoint has left of older ones goes."""
+        self.finish(voice)
+        if self._saves_none and self._saved:
+            self._engine.saving.trim(self._directory, self._saved, self._retention)
 
     @contextlib.contextmanager
     def saved_before(self, voice: Voice) -> Iterator[None]:

@@ -165,7 +165,8 @@ def test_a_report_that_was_cut_off_is_completed(tmp_path: Path) -> None:
     looping(tmp_path, 1.0, OnDrift.IGNORE)
     before, after = json.loads(known[1]), json.loads(summary.read_bytes())
     assert before["loss_first"] > before["loss_last"] > 0
-    for key in ("loss_first", "loss_last", "step_seconds_median", "tokens_per_second"):
+    assert before["validation_loss"] > 0
+    for key in ("loss_first", "loss_last", "validation_loss", "step_seconds_median"):
         assert after[key] == before[key]
     assert measured.read_bytes() == known[0]
     measured.unlink()
