@@ -14,6 +14,7 @@ import platform
 import resource
 import socket
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -200,10 +201,15 @@ class MemoryBound:
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
-        self._most, self._high_water = self.before_bytes, peak_resident_bytes()
+        self._most = self.before_bytes
+        self.begin_high_water()
         self.trims = 0  # times that freed memory went back
         _bounds.append(self)
         self.line_bytes = _freed.line_bytes()
+
+    def begin_high_water(self) -> None:
+        """The kernel's begins anew."""
+        self._high_water = peak_resident_bytes()
 
     def see(self, now: int) -> None:
         """Remember the most there was."""
@@ -303,24 +309,24 @@ class ResidentMeter:
 
     Pages of files (code that an operator's first use maps, the text that rows are read from) are left out: the
     system can take them back; so is what is :func:`kept_apart`. The kernel keeps a high water only for all pages
-    together, so each reading covers the time since the last one.
+    together, so each reading covers the time since the last one, of whichever meter.
     """
 
     def __init__(self) -> None:
-        reset_peak_resident()
-        self._base, self._peak = resident_bytes() - self._others(), 0
-        _apart.meters.add(self)
+        with _apart.lock:
+            _look()
+            self._base, self._peak = resident_bytes() - _others(), 0
+            _apart.meters.add(self)
 
     def peak_bytes(self) -> int:
         """The high water so far; call it about once per step."""
-        now = peak_resident_bytes() - self._others() - self._base
-        reset_peak_resident()
-        self._peak = max(self._peak, now)
-        return self._peak
+        with _apart.lock:
+            _look()
+            return self._peak
 
-    @staticmethod
-    def _others() -> int:
-        return _status_bytes("RssFile") + _apart.bytes
+    def see(self, high_water: int) -> None:
+        """Remember the most there was of what meters count."""
+        self._peak = max(self._peak, high_water - self._base)
 
 
 class _KeptApart:
@@ -329,20 +335,46 @@ class _KeptApart:
     def __init__(self) -> None:
         self.bytes = 0
         self.meters: weakref.WeakSet[ResidentMeter] = weakref.WeakSet()
+        self.lock = threading.RLock()  # an owner may be collected anywhere
 
 
 _apart = _KeptApart()
 
 
+def _others() -> int:
+    """Resident bytes that no meter counts."""
+    return _status_bytes("RssFile") + _apart.bytes
+
+
+def _look() -> None:
+    """Show all meters the high water since the last look, which begins anew."""
+    for bound in _bounds:
+        bound.peak_bytes()
+    high_water = peak_resident_bytes() - _others()
+    for meter in list(_apart.meters):
+        meter.see(high_water)
+    reset_peak_resident()
+    for bound in _bounds:
+        bound.begin_high_water()
+
+
 @contextlib.contextmanager
 def kept_apart(change: int) -> Iterator[None]:
     """Inside, so many bytes of this process become resident, or go where ``change`` is below zero, that are its host's,
-    not its device's, where one memory is both: no meter counts them. Called by the thread that asks meters."""
-    for meter in _apart.meters:
-        meter.peak_bytes()
-    yield
-    _apart.bytes += change
-    reset_peak_resident()
+    not its device's, where one memory is both: no meter counts them. Of what other threads take meanwhile, and give
+    back, so much may be missed."""
+    with _apart.lock:
+        if change > 0:
+            _look()
+        there = change < 0
+        try:
+            yield
+            there = True
+        finally:
+            if there:  # otherwise its owner has failed, and it goes
+                _apart.bytes += max(change, 0)
+                _look()
+                _apart.bytes += min(change, 0)
 
 
 def host_identity() -> str:

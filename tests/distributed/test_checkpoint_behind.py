@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from parallax.errors import CheckpointError, NonFiniteError
-from parallax.machine.host import ResidentMeter
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import (
@@ -292,19 +291,19 @@ def peaks_of_saves(folder: Path) -> tuple[int, int, int]:
     """What a CPU's device took at most before saves, with them, and what copies of them held."""
     job = replace(SINGLE, factory=of_many_buckets)
     engine = job.under((1,)).engine(folder)
-    batch, meter = job.batches()[0], ResidentMeter()
+    batch = job.batches()[0]
+    before = [engine.step(batch).peak_bytes for _ in range(6)]
+    after = []
     for _ in range(3):
-        engine.step(batch)
-    before = meter.peak_bytes()
-    for _ in range(2):
         engine.save(folder / "saved", STATE)
-        engine.step(batch)
+        after.append(engine.step(batch).peak_bytes)
     held = engine.saving._memory.held_bytes
     engine.close()
-    return before, meter.peak_bytes(), held
+    return before[-1], after[-1], held
 
 
 def test_copies_are_not_the_devices_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    """Nor is what looks for weights that are no numbers: for a copy of the largest it would take 8 MiB."""
     ((before, after, held),) = pool.run(peaks_of_saves, 1, tmp_path)
     assert held > 24 * 2**20
-    assert after < before + held // 4
+    assert after < before + 6 * 2**20
