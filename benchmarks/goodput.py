@@ -40,6 +40,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallax.common.events import read_events
+from parallax.run.sweep.points import is_complete, summary_of
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.train.repeats import METRICS, last_step, noted_restarts
 
@@ -200,6 +201,8 @@ def measure(timing: Timing, settings: Sequence[str], seed: int) -> Goodput:
     until_step(process, plain, steps // 2)
     process.send_signal(signal.SIGTERM)
     finished(process, 0)
+    if is_complete(summary_of(plain)):
+        raise SystemExit(f"{plain} ended before it could be stopped: raise --seconds")
     killed = copied(plain, "killed")
     wall, loop, recoveries = disturbed(killed, steps, timing, random.Random(seed))
     finished(train("--run-dir", str(plain)))

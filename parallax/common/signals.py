@@ -130,7 +130,9 @@ def heed_from_the_start() -> None:
         if before is signal.SIG_DFL or (before is signal.SIG_IGN and under_torchrun()):
             signal.signal(number, _early)
     os.register_at_fork(after_in_child=_forget)
-    atexit.register(_heed_no_more)  # as the last of all: what others do at the end can be ended
+    atexit.register(
+        _heed_no_more
+    )  # behind those of all that is imported from here on, which can be ended
 
 
 def _forget() -> None:

@@ -139,7 +139,7 @@ class Agent:
         which told; the exit code."""
         report = report or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
         if number:
-            code = exit_code(number, saved=not report.code)  # they are always sent SIGTERM
+            code = exit_code(number, saved=report.saved)
             report = replace(report, who=stopped_by(number), code=code)
         print(
             f"parallax: {report.text}; `parallax train name={self.name}` continues",

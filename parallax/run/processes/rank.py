@@ -162,12 +162,19 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     finally:
         with watch.phase("closing the engine"):
             engine.close()
+    return _end(run, nodes, summary)
+
+
+def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
+    """Say how the run has ended; the exit code."""
+    stopped, saved = int(summary["stopped"]), summary["steps"] > 0
+    # Torchruns of several hosts wait for each other where ranks end well, and for one that was asked to end in vain.
+    code = exit_code(stopped, saved=saved and not nodes.several) if stopped else 0
     if dist.get_rank() == 0:
-        _tell_end(run, summary)
-    if not summary["stopped"]:
-        return 0
-    dist.barrier()  # a rank that leaves with an error code ends the others
-    return _stopped_code(summary)
+        _tell_end(run, summary, code)
+    if stopped:
+        dist.barrier()  # a rank that leaves with an error code ends the others
+    return code
 
 
 def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
@@ -203,29 +210,24 @@ def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.devi
     )
 
 
-def _tell_end(run: PreparedRun, summary: Mapping[str, Any]) -> None:
+def _tell_end(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
     for line in summary["unwritten"]:
         print(f"parallax: {line}; the run went on without it", file=sys.stderr)
     if summary["stopped"]:
-        _tell_stopped(run, summary)
+        _tell_stopped(run, summary, code)
     else:
         safe_console().print(summary_table(summary))
         safe_console().print(f"results: {run.directory}", soft_wrap=True)
 
 
-def _stopped_code(summary: Mapping[str, Any]) -> int:
-    return exit_code(int(summary["stopped"]), saved=summary["steps"] > 0)
-
-
-def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any]) -> None:
+def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
     """Where no launcher of ours goes on, this is the last line."""
     number, step = int(summary["stopped"]), summary["steps"]
     ours = EXIT_REPORT in os.environ
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     saved = f"after step {step} of {run.config.trainer.steps}, which is saved"
-    what = saved if step else "before the first step"
-    code = _stopped_code(summary)
-    say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, remark, code))
+    what, who = saved if step else "before the first step", stopped_by(number)
+    say(FailureReport(0, FailureKind.STOPPED, who, what, remark, code, saved=step > 0))
 
 
 def _in_run_directory(error: Exception, directory: Path) -> Exception:

@@ -92,7 +92,7 @@ class RankStatus:
 class FailureReport:
     """Why the run ends: ``who`` is the rank in words, ``what`` it did, ``remark`` what may help. All ranks leave with
     ``code``. ``speaker`` says it where the rank itself cannot, -1 where each host's first rank does. ``may_pass``:
-    another attempt may well go on."""
+    another attempt may well go on. ``saved``: nothing is lost."""
 
     rank: int
     how: FailureKind
@@ -102,6 +102,7 @@ class FailureReport:
     code: int = 1
     speaker: int = -1
     may_pass: bool = True
+    saved: bool = False
 
     @property
     def text(self) -> str:
