@@ -23,8 +23,9 @@
 #   OMP_NUM_THREADS   threads of each rank (default: the cores shared out among them)
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   the network card to talk over, where a host has several
 #
-# SIGTERM, SIGINT and SIGHUP go to this host's torchrun, which stops its ranks, and with them all others; SIGUSR1 goes to
-# the ranks alone, which save and end well. The exit code is torchrun's, but 2 where the ranks refused the settings.
+# SIGTERM, SIGINT and SIGHUP go to this host's torchrun, which stops its ranks, and with them all others, which save first
+# (those of an elastic run then go on without this host); SIGUSR1 goes to the ranks alone, which save and end well. The
+# exit code is torchrun's, but 2 where the ranks refused the settings.
 set -euo pipefail
 
 if (($# < 3)); then

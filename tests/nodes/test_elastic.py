@@ -117,6 +117,22 @@ def test_a_lost_host_is_done_without_and_comes_back(
     ends_well(hosts, tmp_path / "alone")
 
 
+def test_a_host_that_is_asked_to_end_is_done_without(
+    hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As a batch system takes one back: all save, its ranks end, and the other host goes on from there."""
+    begin(hosts, line)
+    asked = hosts.started[-1]
+    asked.send_signal(signal.SIGTERM)
+    wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
+    assert stages(hosts.a) == [1]
+    assert not ranks(hosts.b)
+    (saved,) = re.findall(r"stopped by SIGTERM after step (\d+) of", output(hosts.a))
+    assert f"continuing after step {saved} from" in output(hosts.a)
+    reaches(hosts, max(losses(hosts.a)) + 3)
+    ends_well(hosts, tmp_path / "alone")
+
+
 def test_a_killed_rank_restarts_all(hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path) -> None:
     begin(hosts, line)
     os.kill(ranks(hosts.b)[0], signal.SIGKILL)
