@@ -130,9 +130,8 @@ def heed_from_the_start() -> None:
         if before is signal.SIG_DFL or (before is signal.SIG_IGN and under_torchrun()):
             signal.signal(number, _early)
     os.register_at_fork(after_in_child=_forget)
-    atexit.register(
-        _heed_no_more
-    )  # behind those of all that is imported from here on, which can be ended
+    # Behind those of all that is imported from here on, which can be ended.
+    atexit.register(_heed_no_more)
 
 
 def _forget() -> None:
