@@ -372,7 +372,7 @@ class StreamCopies:
             # compute stream: without this wait the allocator's reuse is a race.
             stream.wait_stream(torch.accelerator.current_stream(self._index))
         start, end = pair = self._take_pair()
-        with stream:
+        with own_handle(stream):
             self._accelerator.hold(self._delay())
             start.record(stream)
             target.copy_(source, non_blocking=True)
@@ -401,6 +401,16 @@ class StreamCopies:
     def beside(self) -> CopyEngine:
         """On streams of their own; their stalls are told here."""
         return StreamCopies(self._device, self._delay, self._remedy, self._stalls)
+
+
+def own_handle(stream: torch.Stream) -> torch.Stream:
+    """The same stream, for one thread to enter. Entered, the object remembers where that thread was: of two threads in
+    one object, the first to leave would go to where the other came from, and torch before 2.13 refuses the second."""
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 def copies_for(

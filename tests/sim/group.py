@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallax.machine.device import own_handle
 from tests.sim.device import SIM, C
 
 NAME = "sim"
@@ -50,7 +51,7 @@ class SimWork(dist.Work):
             except BaseException as error:
                 future.set_exception(error)
                 return
-            with self._stream:  # where it ended
+            with own_handle(self._stream):  # where it ended
                 future.set_result(self._tensors)
 
         self._done.add_done_callback(ended)
@@ -116,7 +117,7 @@ class SimGroup(dist.ProcessGroup):
 
         def run() -> torch.Event:
             self._stream.wait_event(before)
-            with self._stream:
+            with own_handle(self._stream):
                 hosts = [
                     tensor.cpu() if read else torch.empty_like(tensor, device="cpu")
                     for tensor in tensors

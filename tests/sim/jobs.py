@@ -88,6 +88,46 @@ def stalls() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+def two_threads() -> list[bool]:
+    """Whether each of two threads, on streams of their own, is still there after a copy beside the other's."""
+    import threading
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    from parallax.machine.device import StreamCopies
+    from tests.sim.device import SIM
+
+    entered, left, second = threading.Event(), threading.Event(), threading.local()
+
+    def hold() -> float:
+        """The first is inside when the second enters, and leaves before it."""
+        if getattr(second, "here", False):
+            both.wait(60)
+            left.wait(60)
+        else:
+            entered.set()
+            both.wait(60)
+        return 0.0
+
+    both = threading.Barrier(2)
+    copies = StreamCopies(SIM, hold)
+
+    def copy(last: bool) -> bool:
+        second.here = last
+        mine = torch.Stream(SIM)
+        if last:
+            entered.wait(60)
+        with mine:
+            copies.copy(torch.ones(4, device=SIM), torch.empty(4, pin_memory=True)).wait_host()
+            found = torch.accelerator.current_stream(SIM)
+        left.set()
+        return found == mine
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(copy, (False, True))]
+
+
 def loop(tier: str, steps: int) -> dict[str, Any]:
     """A plain loop in a ``parallax.swap`` scope; the bytes on the device, and of pinned memory, after each step."""
     import tempfile

@@ -70,3 +70,8 @@ def test_events_are_recorded_again(sim_pool: Pool) -> None:
 def test_dropout_is_the_same_on_every_device(sim_pool: Pool) -> None:
     """Each device had a generator of its own kind, and drew other masks."""
     assert sim_pool.run(jobs.masks, 1) == [(True, 0, 0)]
+
+
+def test_threads_that_copy_stay_on_their_streams(sim_pool: Pool) -> None:
+    """Both were in one stream object, which knew where the last one had been: the first to leave went there."""
+    assert sim_pool.run(jobs.two_threads, 1) == [[True, True]]
