@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -246,7 +247,10 @@ class _Server:
         """Whether this is the new process."""
         sys.stdout.flush()  # or each rank says again what an import has printed
         try:
-            pid = os.fork()
+            with warnings.catch_warnings():
+                # Python 3.12 counts the sleeping threads of numpy's BLAS, which minds forks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
         except OSError as error:
             told = f"parallax: cannot start rank {rank}: {error.strerror} (ulimit -u, pids.max)"
             os.write(2, f"{told}\n".encode())
