@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,7 @@ class Cuda(Accelerator):
         runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
         return RegisteredArena(
             count,
-            lambda address, size: int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS)),
+            lambda address, size: pin(runtime, address, size),
             lambda address: runtime.cudaHostUnregister(address),
             synchronize=lambda: torch.cuda.synchronize(device),
             cpus=self._near_cpus(),
@@ -105,3 +106,13 @@ class Cuda(Accelerator):
         except (AttributeError, OSError, ValueError):
             return frozenset()
         return frozenset(near & os.sched_getaffinity(0))
+
+
+def pin(runtime: Any, address: int, size: int) -> int:
+    """Register host memory, and return what the runtime says. It remembers a refusal until somebody asks, and of the
+    next kernel it would be said that it failed: one is launched here, to be told."""
+    code = int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS))
+    if code:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return code

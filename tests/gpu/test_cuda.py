@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallax.machine.cuda import pin
 from parallax.machine.device import StreamCopies
 from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
@@ -124,3 +125,10 @@ def test_blocks_are_measured_on_the_device(tmp_path: Path, monkeypatch: pytest.M
     layer = profile.blocks[1]
     assert layer.forward_seconds.at(4) > 0
     assert layer.moved.at(4) > layer.moved.at(2) > 0
+
+
+def test_a_refused_pinning_is_no_failure_of_the_next_kernel() -> None:
+    """The runtime keeps what it refused until somebody asks; that was whoever launched next."""
+    pinned = torch.ones(2 * MIB, dtype=torch.uint8).pin_memory()
+    assert pin(torch.cuda.cudart(), pinned.data_ptr(), MIB)
+    assert torch.arange(8, device="cuda").sum().item() == 28
