@@ -64,3 +64,21 @@ def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
     """The devices of ``kind``, or of the kind that is present, which torch sees here. No memory of them is taken."""
     kind = kind or present_kind()
     return accelerator_named(kind).devices() if kind is not None else ()
+
+
+def select_device(kind: str, local_rank: int) -> torch.device:
+    """The device of a local rank; several ranks may share one. The variables of its kind, which libraries read when
+    they are first used, are set here where nobody has: torchrun, for one, knows none."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    os.environ.update(unset_variables(kind))
+    device = torch.device(kind, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def keep_to(device: torch.device, limit_bytes: int) -> None:
+    """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
+    fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""
+    if device.type != "cpu":
+        accelerator_of(device).limit_memory(device, limit_bytes)

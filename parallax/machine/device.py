@@ -7,7 +7,6 @@ always done and waiting for it does nothing. All logic above this file is theref
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallax.machine.accelerators import accelerator_of, unset_variables
+from parallax.machine.accelerators import accelerator_of
 from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
@@ -278,6 +277,9 @@ class CopyEngine(Protocol):
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
         """Copy after ``after``, or after all work already given to the compute stream; the event is its end."""
 
+    def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """What enters, on any thread, the stream that is the compute stream now."""
+
     def adopt(self) -> None:
         """The calling thread works for this device from here on."""
 
@@ -312,6 +314,10 @@ class CpuCopies:
         start = time.perf_counter()
         target.copy_(source)
         return TimedEvent(time.perf_counter() - start)
+
+    def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """There is none."""
+        return contextlib.nullcontext
 
     def adopt(self) -> None:
         """As every thread does."""
@@ -386,6 +392,11 @@ class StreamCopies:
             start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
             return start, end
 
+    def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """Otherwise another thread gives its work to the device's first stream."""
+        stream = torch.accelerator.current_stream(self._index)
+        return lambda: own_handle(stream)
+
     def adopt(self) -> None:
         """Otherwise a new thread would work for the first device, and make a context there."""
         torch.accelerator.set_device_index(self._device)
@@ -418,24 +429,6 @@ def copies_for(
 ) -> CopyEngine:
     """The copy engine of a device; ``remedy`` for who cannot have so much host memory."""
     return CpuCopies() if device.type == "cpu" else StreamCopies(device, delay, remedy)
-
-
-def select_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a local rank; several ranks may share one. The variables of its kind, which libraries read when
-    they are first used, are set here where nobody has: torchrun, for one, knows none."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    os.environ.update(unset_variables(kind))
-    device = torch.device(kind, local_rank % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device)
-    return device
-
-
-def keep_to(device: torch.device, limit_bytes: int) -> None:
-    """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
-    fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""
-    if device.type != "cpu":
-        accelerator_of(device).limit_memory(device, limit_bytes)
 
 
 def private_random_state(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallax.common.files import existing_parent
-from parallax.machine.accelerators import accelerator_named
-from parallax.machine.device import select_device
+from parallax.machine.accelerators import accelerator_named, select_device
 from parallax.machine.host import cpu_model
 from parallax.machine.local import (
     ClusterConfig,

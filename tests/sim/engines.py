@@ -6,6 +6,7 @@ between devices by the group of :mod:`tests.sim.group`; otherwise all say the sa
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -97,12 +98,14 @@ def train(
     resumed: bool = False,
     fails: str = "",
     number: str = "fp32",
+    stream: bool = False,
 ) -> Ran:
     """Some steps of a small decoder under the plan of ``options``; called by every rank. ``exact``: streamed parameters
     have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: the second step
     is taken twice, again from a checkpoint of the first. ``fails``: after the first step one does, by its "rows", or a
     full "disk", which may be told in the "gradients" that follow; or the last rank is "asked" to end in several of its
-    actions. ``number``: the type of weights and of computing."""
+    actions; or it ends with its "gradients". ``number``: the type of weights and of computing. ``stream``: all is done
+    on a stream of one's own."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     precision = PrecisionConfig(parameters=number, compute=number)
@@ -115,7 +118,8 @@ def train(
     found = Ran([], Verdict("", [], {}), {}, [], [], [])
 
     def run() -> None:
-        with tempfile.TemporaryDirectory() as folder:
+        own = torch.Stream(SIM) if stream else contextlib.nullcontext()
+        with tempfile.TemporaryDirectory() as folder, own:
             engine = Engine.build(
                 chain,
                 plan,
@@ -146,7 +150,9 @@ def _steps(
         found.pinned_bytes.append(C.pinned_bytes())
         if step == 1 and not resumed:
             found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
-        if not step and fails == "asked":
+        if not step and fails == "gradients":
+            engine.gradients(batch())
+        elif not step and fails == "asked":
             _ask_to_end(engine)
         elif not step and (resumed or fails):
             saved = engine.save(folder / "checkpoints", {})

@@ -108,6 +108,22 @@ def test_a_step_is_given_up(
     check(sim_pool, replicas, options, direct=direct, fails="asked")
 
 
+@pytest.mark.parametrize(
+    "options", [{"optimizer_offload": 1.0}, {"optimizer_offload": 0.5, "tier": "disk"}], ids=str
+)
+def test_gradients_on_their_way_down_are_not_cleared(
+    sim_pool: Pool, options: dict[str, Any]
+) -> None:
+    """Those of a step that was never taken."""
+    check(sim_pool, (1,), options, direct=False, fails="gradients")
+
+
+@pytest.mark.parametrize("options", [{"optimizer_offload": 1.0}, {**BELOW, "directive": "offload"}])
+def test_on_a_stream_of_ones_own(sim_pool: Pool, options: dict[str, Any]) -> None:
+    """Threads that step gave their work to the first stream, and cleared gradients that were new."""
+    check(sim_pool, (1,), options, direct=False, stream=True)
+
+
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize(
     ("replicas", "options"),

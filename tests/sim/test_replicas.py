@@ -46,8 +46,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     import torch
     from torch import Tensor, nn
 
-    from parallax.machine.accelerators import register_accelerator
-    from parallax.machine.device import keep_to
+    from parallax.machine.accelerators import keep_to, register_accelerator
     from parallax.model.describe import describe
     from parallax.model.precision import PrecisionConfig
     from parallax.model.profiling.measure import measure

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallax.machine.accelerators import accelerator_of
-from parallax.machine.device import keep_to
+from parallax.machine.accelerators import accelerator_of, keep_to
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.machine.device import keep_to
+from parallax.machine.accelerators import keep_to
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.measure import measure

@@ -17,7 +17,7 @@ from parallax.common.signals import ending_after, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
-from parallax.machine.device import keep_to, select_device
+from parallax.machine.accelerators import keep_to, select_device
 from parallax.model.describe import Chain
 from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes

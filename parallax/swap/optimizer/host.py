@@ -148,7 +148,7 @@ class HostOptimizer:
         self.optimizer = optimizer
         # Of the stepping thread; of the main one waiting for it.
         self.update_seconds = self.stall_seconds = 0.0
-        self._exchange, self._copies = exchange, copies
+        self._exchange, self._copies, self._beside = exchange, copies, copies.here()
         self._failure: str | None = None
         self._home: InHostMemory | InStore = InHostMemory() if store is None else InStore(store)
         self._stepping = ThreadPoolExecutor(1, "parallax-update", initializer=copies.adopt)
@@ -211,7 +211,7 @@ class HostOptimizer:
             if bucket.due != 0:
                 bucket.weights.reduced()
             bucket.due = bucket.count
-        unused = self._copies.mark()
+        unused, self._beside = self._copies.mark(), self._copies.here()
         for bucket in self._buckets:
             bucket.weights.commit(unused)
         mine = [bucket for bucket in self._buckets if self._steps(bucket)]
@@ -259,6 +259,8 @@ class HostOptimizer:
     def zero_grad(self) -> None:
         """Gradients of a step that was never begun become zero; a step makes them zero itself."""
         if all(bucket.future is None for bucket in self._buckets):
+            for bucket in self._buckets:
+                bucket.weights.skip()  # those that are still being copied down
             self.optimizer.zero_grad(set_to_none=False)
         for bucket in self._buckets:
             bucket.due = bucket.count
@@ -304,7 +306,7 @@ class HostOptimizer:
         coefficient: Tensor | None,
     ) -> None:
         start = time.perf_counter()
-        with self._noting_failure(), torch.no_grad():
+        with self._noting_failure(), torch.no_grad(), self._beside():
             self._home.take(bucket)
             if following is not None:
                 self._home.ahead(following)
@@ -317,7 +319,7 @@ class HostOptimizer:
     def _spread(self, bucket: Bucket, stepped: Future[None] | None) -> None:
         if stepped is not None:
             stepped.result()
-        with self._noting_failure(), torch.no_grad():
+        with self._noting_failure(), torch.no_grad(), self._beside():
             self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
             bucket.weights.end()
 
