@@ -112,7 +112,7 @@ def pin(runtime: Any, address: int, size: int) -> int:
     """Register host memory, and return what the runtime says. It remembers a refusal until somebody asks, and of the
     next kernel it would be said that it failed: one is launched here, to be told."""
     code = int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS))
-    if code:
+    if code and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return code

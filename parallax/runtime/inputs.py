@@ -35,6 +35,9 @@ class ModelInputs(Protocol):
     def take(self, part: Part, /) -> Any:
         """The inputs of the next part, on the device, for its current stream."""
 
+    def landed(self) -> None:
+        """Return when nothing reads the batch's memory any more: its owner may write there."""
+
     def abandon(self) -> None:
         """The step goes no further."""
 
@@ -42,8 +45,8 @@ class ModelInputs(Protocol):
 class InputsAtOnce:
     """Brought when they are asked for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, copies: CopyEngine) -> None:
+        self._device, self._copies = device, copies
         self._batch: Rows | None = None
 
     def begin(self, batch: Rows, _parts: Iterable[Part]) -> None:
@@ -54,6 +57,10 @@ class InputsAtOnce:
         """Ask, and bring."""
         assert self._batch is not None
         return to_device(self._batch.inputs(part[0], sum(part)), self._device)
+
+    def landed(self) -> None:
+        """They came in the order of what computes."""
+        self._copies.mark().wait_host()
 
     def abandon(self) -> None:
         """Nothing is on its way."""
@@ -86,6 +93,10 @@ class InputsAhead:
             raise failure
         self._start()
         return values
+
+    def landed(self) -> None:
+        """What computes has waited for all that were asked for."""
+        self._copies.mark().wait_host()
 
     def abandon(self) -> None:
         """Their memory may be used for something else, after the copies."""
@@ -124,4 +135,4 @@ def open_inputs(
     """What brings the inputs to a rank with the stages ``plans``; only the model's first one asks for them."""
     if any(plan.inputs_ahead for plan in plans):
         return InputsAhead(device, copies.beside())
-    return InputsAtOnce(device)
+    return InputsAtOnce(device, copies)

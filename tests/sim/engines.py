@@ -166,6 +166,10 @@ def _steps(
             found.losses.pop()
             resumed = False
     found.waits.update(host_waits())
+    if engine.mesh.device == SIM:
+        note_waits()
+        engine.predict(batch())
+        assert host_waits(), "rows may still be read"
     found.left.append(engine.gradients(batch()))
     found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
 

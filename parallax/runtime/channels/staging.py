@@ -161,7 +161,7 @@ class PinnedStaging:
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallax-send")
+        self._thread = ThreadPoolExecutor(1, "parallax-send", initializer=copies.adopt)
         self._queued: deque[Future[None]] = deque()
         self._buffers: list[Buffers] = []
 

@@ -55,7 +55,9 @@ def test_one_micro_batch_ahead_where_the_plan_says_so() -> None:
 
 @pytest.mark.parametrize("kind", [InputsAtOnce, InputsAhead])
 def test_a_failure_is_that_of_its_micro_batch(kind: Any) -> None:
-    inputs = InputsAhead(CPU, CpuCopies()) if kind is InputsAhead else InputsAtOnce(CPU)
+    inputs = (
+        InputsAhead(CPU, CpuCopies()) if kind is InputsAhead else InputsAtOnce(CPU, CpuCopies())
+    )
     inputs.begin(Asked(broken=3), PARTS)
     inputs.take(PARTS[0])
     with pytest.raises(ArithmeticError, match="row 3 is broken"):
