@@ -22,6 +22,7 @@ from parallax.plan.analytic.hardware import (
 
 _CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
 _HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # as torch allocates them on Hopper; less on others
+_SEGMENT_BYTES = (2 + 20) * 2**20  # torch's allocator grows by such pieces, of small tensors and of others
 _MOST_CHANNELS, _MOST_EDGE_CHANNELS = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
 _ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
@@ -32,8 +33,8 @@ class Cuda(Accelerator):
     @property
     def reserve_bytes(self) -> int:
         """Workspaces of cuBLAS, too, one for each handle: of the thread that runs forwards, and of the one that runs
-        backwards."""
-        return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES
+        backwards. And what is left of the last piece that the allocator took, which its limit counts."""
+        return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _SEGMENT_BYTES
 
     @property
     def collective_bytes(self) -> int:

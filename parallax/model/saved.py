@@ -22,6 +22,7 @@ NOT_PLAIN = "not plain strided memory"
 # Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
 # are such): one of them may change while a copy of the others, and so of it, is already under way.
 PART = "part of a memory that it is no view of"
+ELSEWHERE = "computed on another stream"
 _LEAF = "view or cast of a parameter"
 SMALL = "smaller than swap.minimum_bytes"
 # Read a parameter at places that the data chose.

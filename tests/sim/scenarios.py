@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from tests.sim import host_states, midway, swapping
+from tests.sim import host_states, midway, side_streams, swapping
 
-SCENARIOS = {**swapping.SCENARIOS, **midway.SCENARIOS, **host_states.SCENARIOS}
+SCENARIOS = {
+    **swapping.SCENARIOS,
+    **midway.SCENARIOS,
+    **host_states.SCENARIOS,
+    **side_streams.SCENARIOS,
+}

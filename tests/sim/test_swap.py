@@ -20,6 +20,7 @@ MIDWAY = [
     *("step fails host", "step fails disk", "scope ends midway host", "scope ends midway disk"),
     *("states asked for", "states asked for in one bucket"),
     *("states set back", "states set back in one bucket", "states lost"),
+    *("another stream host", "another stream disk"),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallax.machine.host import LOOK_BYTES, relieve_memory
 from parallax.model.private import operation_number
-from parallax.model.saved import NOT_PLAIN, Selector
+from parallax.model.saved import ELSEWHERE, NOT_PLAIN, Selector
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.records import Entry, empty, layout_of
 
@@ -93,6 +93,8 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
             reason = (selector.why_kept if manager.saved < _FEW else selector.why_kept_itself)(
                 tensor
             )
+            if reason is None and not tensor.is_cpu and manager.home.is_left(tensor, manager):
+                reason = ELSEWHERE
             if reason is not None:
                 manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
                 return _KeptTensor(tensor)

@@ -37,8 +37,9 @@ from parallax.errors import BudgetExceeded, SwapError
 from parallax.machine.host import relieve_memory
 from parallax.swap.activations.books import Books, Lingering
 from parallax.swap.activations.checks import Checks, NoChecks, SumChecks
+from parallax.swap.activations.home import Home
 from parallax.swap.activations.policy import Policy
-from parallax.swap.activations.records import Batch, Claim, Entry, Record, State
+from parallax.swap.activations.records import Batch, Claim, Entry, Record, State, tier_closed
 from parallax.swap.activations.returning import Returning
 from parallax.swap.activations.transfers import Transfers
 from parallax.swap.statistics import Ledger, SwapStatistics
@@ -63,6 +64,7 @@ class SwapManager:
         self._store, self._ledger = store, Ledger(store, limit_bytes)
         self._policy, self._preferences = policy, policy.preferences()
         self._checks: Checks = SumChecks() if verify else NoChecks()
+        self.home = Home()
         self._transfers = Transfers(store, self._ledger, self._checks)
         self.forked()
         mind_forks(self)
@@ -93,6 +95,11 @@ class SwapManager:
         return len(self._records)
 
     @property
+    def empty(self) -> bool:
+        """Whether no graph that it knows anything of is alive."""
+        return self.resident_bytes == 0 and not self._records
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes that records hold on the device now."""
         with self._lock:
@@ -120,7 +127,7 @@ class SwapManager:
         running statistics), so while there is room nothing leaves before another operator saves, or :meth:`settle`."""
         with self._lock:
             if self.closed:
-                raise _closed()
+                raise tier_closed()
             self._reap()
             storage, books = tensor.untyped_storage(), self._books
             known = self._known.get(storage.data_ptr())
@@ -168,7 +175,7 @@ class SwapManager:
         """Begin to bring back what a micro-batch saved, last saved first, as far as the limit allows."""
         with self._lock:
             if self.closed:
-                raise _closed()
+                raise tier_closed()
             self._reap()
             self._settle()
             if micro in self._open:
@@ -205,7 +212,7 @@ class SwapManager:
             self._spare(record)
         else:
             if self.closed:
-                raise _closed()
+                raise tier_closed()
             self._make_room(record.size, record.batch.micro)
             self._transfers.read(record)
 
@@ -441,9 +448,3 @@ class SwapManager:
             self._returning.forget(batch)
         if self._known.get(record.address) is record:
             del self._known[record.address]
-
-
-def _closed() -> SwapError:
-    return SwapError(
-        "the swap tier is closed: what was offloaded is gone; run backward before closing it"
-    )

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from parallax.errors import SwapError
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
 
@@ -172,3 +173,10 @@ class Claim(weakref.ref[Entry]):
 
     __slots__ = ("clock",)
     clock: int
+
+
+def tier_closed() -> SwapError:
+    """What is to be raised where a record is asked for too late."""
+    return SwapError(
+        "the swap tier is closed: what was offloaded is gone; run backward before closing it"
+    )

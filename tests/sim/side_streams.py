@@ -1,0 +1,72 @@
+"""A model that computes a part on another stream, in a ``parallax.swap`` scope on the simulated accelerator."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.sim.device import SIM
+from tests.sim.midway import scope_around
+from tests.sim.swapping import WIDTH, rows, sgd
+
+
+class Beside(nn.Module):
+    """Two ways at the same time. What the streams tell each other is kept: memory that one lets go of while the other
+    still reads is the model's own affair."""
+
+    def __init__(self, side: torch.Stream, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.mine, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.side, self.kept = side, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.accelerator.current_stream(SIM)
+        self.side.wait_stream(here)
+        with self.side:
+            beside = torch.tanh(torch.tanh(self.other(x)))
+        mine = torch.tanh(torch.tanh(self.mine(x)))
+        here.wait_stream(self.side)
+        self.kept += [x, beside, mine]
+        return torch.tanh(mine + beside)
+
+
+def _trained(tier: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    side, kept = torch.Stream(SIM), list[Tensor]()
+    model = nn.Sequential(*[Beside(side, kept) for _ in range(4)]).to(SIM)
+    optimizer = sgd(model.parameters())
+
+    def steps() -> None:
+        for seed in range(4):
+            model(rows(seed, 32)).square().mean().backward()
+            optimizer.step()
+            torch.accelerator.synchronize()  # before gradients of the other stream are let go of
+            optimizer.zero_grad()
+
+    if not tier:
+        steps()
+    else:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            scope_around(model, optimizer, tier, folder, room=24 * 1024) as scope,
+        ):
+            steps()
+        assert scope.statistics.bytes_out > 2**17, "little moves"
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def beside(tier: str) -> None:
+    """What is computed there stays; the same weights to the last bit, within yet another stream, too."""
+    plain = _trained("")
+    assert all(map(torch.equal, plain, _trained(tier))), "weights differ"
+    with torch.Stream(SIM):
+        assert all(map(torch.equal, plain, _trained(tier))), "weights differ on a stream"
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "another stream host": lambda: beside("host"),
+    "another stream disk": lambda: beside("disk"),
+}
