@@ -55,6 +55,26 @@ def pair(name: str) -> Any:
     return tuple(judge(lambda: PAIRS[name](rank)))
 
 
+def never_stumbles() -> list[float]:
+    """The losses of a CPU whose steps do not fail."""
+    from tests.sim.stumbling import on_a_cpu
+
+    return on_a_cpu()
+
+
+def stumbles(expected: list[float], replicas: Any, options: Any, *, direct: bool) -> Any:
+    """A rank whose steps fail in their last backwards: what was noticed, and states of buckets."""
+    from tests.sim import stumbling
+    from tests.sim.races import judge
+
+    states: set[str] = set()
+
+    def run() -> None:
+        states.update(stumbling.stumbles(expected, replicas, options, direct=direct))
+
+    return tuple(judge(run, lateness=9)), states
+
+
 def timed() -> Any:
     """Steps in virtual time."""
     from tests.sim.timed import figures

@@ -33,12 +33,13 @@ from parallax.runtime.channels.group_channel import (
 from parallax.runtime.channels.staging import Lent, PinnedStaging
 from parallax.runtime.engine import Engine
 from tests.plans import make_plan
-from tests.sim import group
+from tests.sim import group, stumbling
 from tests.sim.device import SIM, C
 from tests.sim.engines import SEQUENCE, Apart, Shared, batch, train
 from tests.sim.races import judge
 
 MESSAGES, AHEAD, SIZE = 16, 2, 64 * 1024
+GROWING = 2, 3, 5  # times as long, at last: longer than any before
 MANY = 40, 90, 60  # tensors, of whose headers each is long and unlike the one before
 _QUIET_SECONDS = 0.3  # in which a sender that does not wait has sent everything
 _SLOW_MICROSECONDS = 20_000  # for each wait for a copy
@@ -68,6 +69,13 @@ def trains(
             assert abs(one - other) <= _APART * abs(other), f"{ran.losses} are not {on_a_cpu()}"
 
     return run
+
+
+def stumbles(rank: int) -> None:
+    """Replicas fail in a step's last backward, on their own sides of a block."""
+    del rank
+    options = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+    stumbling.stumbles(stumbling.on_a_cpu(), (2,), options, direct=True)
 
 
 def leaves_early(*, direct: bool) -> Callable[[int], None]:
@@ -120,6 +128,9 @@ def sends(*, direct: bool) -> Callable[[int], None]:
             for number in range(MESSAGES):
                 (found,) = receiver.receive(1)
                 assert torch.equal(found.cpu(), _message(number)[0].cpu()), f"message {number}"
+            for times in GROWING:
+                (found,) = receiver.receive(1)
+                assert torch.equal(found.cpu(), _message(times, times)[0].cpu()), f"{times} times"
             for count in MANY:
                 many = receiver.receive(1)
                 assert [int(each.sum()) for each in many] == [*range(count)], f"{count} tensors"
@@ -151,18 +162,20 @@ def gives_up(rank: int) -> None:
             thread.join()
 
 
-def _message(number: int) -> list[Tensor]:
-    return [torch.full((1, SIZE // 4), float(number), device=SIM)]
+def _message(number: int, times: int = 1) -> list[Tensor]:
+    return [torch.full((1, times * SIZE // 4), float(number), device=SIM)]
 
 
 def _send(
     sender: DirectSender | GroupSender, staging: PinnedStaging, held: Callable[[], int]
 ) -> int:
-    """All of them, and some of many tensors; the most bytes that were ``held`` at one time for all but those."""
+    """All of them, longer ones, and some of many tensors; the most bytes ``held`` at one time for all but those."""
     most, before = 0, held()
     for number in range(MESSAGES):
         sender.send(_message(number), 1)
         most = max(most, held() - before)
+    for times in GROWING:
+        sender.send(_message(times, times), 1)
     for count in MANY:
         sender.send([torch.full((1, 1), number, device=SIM) for number in range(count)], 1)
     staging.drain()
@@ -182,12 +195,14 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "replicas below": trains(
         (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
     ),
+    "replicas stumble": stumbles,
 }
 
 
 def run_all(rank: int, store: str) -> str:
     """What is wrong first; '' if nothing is."""
     on_a_cpu()
+    stumbling.on_a_cpu()
     mesh.TIMEOUT = _PATIENCE
     met = dist.FileStore(store, 2)
     met.set(f"here {rank}", "")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import Pool
+from tests.sim import jobs
 
 
 def all_reduces(bucket_mebibytes: int) -> int:
@@ -121,3 +122,20 @@ def test_buckets_are_as_large_as_the_plan_says(sim_pool: Pool) -> None:
     """They were of 4 MiB whatever the link, for which that is a moment."""
     for mebibytes, expected in ((4, 4), (32, 1)):
         assert sim_pool.run(partial(all_reduces, mebibytes), 2) == [expected] * 2
+
+
+BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+
+
+@pytest.mark.parametrize(
+    "direct", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["direct", "staged"]
+)
+def test_a_step_fails_in_its_last_backward(sim_pool: Pool, direct: bool) -> None:
+    """While buckets of gradients are read, summed and written: the next step is as if that had not been, and keeps its
+    places below."""
+    (expected,) = sim_pool.run(jobs.never_stumbles, 1)
+    job = partial(jobs.stumbles, expected, (2,), BELOW, direct=direct)
+    for (error, races, _), states in sim_pool.run(job, 2):
+        assert not error
+        assert not races, races[0]
+        assert states == {"FILLING", "COMING", "FLYING", "GOING"}

@@ -1,0 +1,162 @@
+"""Steps of an engine that fail inside their last backward, block by block: the steps between them are as if those had
+not been."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.machine.accelerators import register_accelerator
+from parallax.model.describe import describe
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.runtime.replicas.streamed_sum import StreamedSum
+from parallax.swap.parameters.streamed import StreamedParameters
+from tests.plans import make_plan
+from tests.sim import group
+from tests.sim.device import SIM
+from tests.sim.engines import Apart, Shared
+
+BLOCKS, WIDTH, MICRO_BATCHES = 8, 64, 2
+BUCKET_BYTES = WIDTH * (WIDTH + 1) * 4  # of one block's gradients
+# Of a block's backward, in which sums and copies of others end, or do not.
+_SLOW_SECONDS = 0.004
+_APART = 1e-5  # relative; rows of a replica are summed in another order
+
+
+class _Stumble(torch.autograd.Function):
+    """Nothing in a forward, and what the class :class:`Stumbling` is told in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        Stumbling.come(ctx.number)
+        return gradient, None
+
+
+class Stumbling(nn.Module):
+    """One of several layers, of which one fails in the last backward of a step."""
+
+    fails = -1  # the number of that which does; none where it is negative
+    calls_left = 0
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.layer = number, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stumbled: Tensor = _Stumble.apply(torch.sigmoid(self.layer(x)), self.number)
+        return stumbled
+
+    @classmethod
+    def come(cls, number: int) -> None:
+        """The backward has come to a layer."""
+        if cls.fails < 0:
+            return
+        time.sleep(_SLOW_SECONDS)
+        if number == cls.fails:
+            cls.calls_left -= 1
+            if not cls.calls_left:
+                raise ArithmeticError("stumbled")
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*[Stumbling(number) for number in range(BLOCKS)])
+
+
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def _rows(seed: int) -> TensorRows:
+    made = torch.Generator().manual_seed(seed)
+    return TensorRows(torch.randn(8, WIDTH, generator=made), torch.rand(8, WIDTH, generator=made))
+
+
+@cache
+def on_a_cpu() -> list[float]:
+    """The losses of one rank that never fails; asked for before there are two."""
+    chain = describe(_model)
+    plan = make_plan(chain, microbatch=8 // MICRO_BATCHES)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.build(chain, plan, loss=_loss, scratch=Path(folder))
+        losses = [engine.step(_rows(seed)).loss for seed in range(BLOCKS + 2)]
+        engine.close()
+    return losses
+
+
+def stumbles(
+    expected: Sequence[float], replicas: Sequence[int], options: dict[str, Any], *, direct: bool
+) -> set[str]:
+    """A step that fails in each of the blocks, and one after it that does not, called by every rank; in what states
+    buckets of streamed gradients were then. Replicas fail in neighbour blocks, so that one has begun more sums. Losses
+    are those ``expected``."""
+    register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
+    chain = describe(_model)
+    below = {"tier": "strict host", "tier_bytes": 2**20, **options}
+    plan = make_plan(chain, replicas=replicas, microbatch=8 // MICRO_BATCHES, **below)
+    with tempfile.TemporaryDirectory() as folder, _noting_states() as states:
+        engine = Engine.build(chain, plan, loss=_loss, device=SIM, scratch=Path(folder))
+        for each in getattr(engine._sync, "_following", ()):
+            if isinstance(each, StreamedSum):
+                each._bucket_bytes = BUCKET_BYTES  # no plan has so little
+        losses = [engine.step(_rows(seed)).loss for seed in range(2)]
+        stored = _stored_bytes(engine)
+        for number in range(BLOCKS):
+            # Sums go on in one order only where the other rank comes as far in the end.
+            _fail(engine, min(number + engine.mesh.replica, BLOCKS - 1))
+            losses.append(engine.step(_rows(number + 2)).loss)
+        assert _stored_bytes(engine) == stored, "places of gradients were not given back"
+        engine.close()
+    for one, other in zip(losses, expected, strict=True):
+        assert abs(one - other) <= _APART * abs(other), f"{losses} are not {expected}"
+    return states
+
+
+def _stored_bytes(engine: Engine) -> int:
+    """Of streamed parameters, after a step."""
+    engine._optimizer.finish()
+    streamed = engine._stage.streamed
+    if not isinstance(streamed, StreamedParameters):
+        return 0
+    return streamed._tier._store.slots.used_bytes
+
+
+def _fail(engine: Engine, number: int) -> None:
+    """Take a step of other rows that gets no further than the backward of block ``number``."""
+    Stumbling.fails, Stumbling.calls_left = number, MICRO_BATCHES
+    try:
+        engine.step(_rows(1000 + number))
+    except ArithmeticError:
+        return
+    finally:
+        Stumbling.fails = -1
+    raise AssertionError("no block has stumbled")
+
+
+@contextmanager
+def _noting_states() -> Iterator[set[str]]:
+    """Those of the buckets that a step leaves behind."""
+    states, forget = set[str](), StreamedSum.forget
+
+    def noting(self: StreamedSum) -> None:
+        states.update(bucket.state.name for bucket in self._active)
+        forget(self)
+
+    StreamedSum.forget = noting  # type: ignore[method-assign]
+    try:
+        yield states
+    finally:
+        StreamedSum.forget = forget  # type: ignore[method-assign]
