@@ -38,7 +38,8 @@ STEPS = 3
 class Ran(NamedTuple):
     """``losses`` of the steps, what was noticed in all of them, the host's ``waits`` of the last by place, and after
     each the bytes on the device, and of pinned memory. ``left``: the sum of each parameter's absolute values after
-    the second step and at the end, and before that the loss of what comes next."""
+    the second step and at the end, and before that the loss of what comes next. ``contexts``: numbers of devices that
+    would have one, of those on which some thread asked for an event."""
 
     losses: list[float]
     verdict: Verdict
@@ -46,6 +47,7 @@ class Ran(NamedTuple):
     allocated_bytes: list[int]
     pinned_bytes: list[int]
     left: list[float]
+    contexts: set[int]
 
 
 class Shared(Sim):
@@ -100,7 +102,8 @@ def train(
     number: str = "fp32",
     stream: bool = False,
 ) -> Ran:
-    """Some steps of a small decoder under the plan of ``options``; called by every rank. ``exact``: streamed parameters
+    """Some steps of a small decoder on ``device`` ("sim:1": the second one) under the plan of ``options``; called by
+    every rank. ``exact``: streamed parameters
     have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: the second step
     is taken twice, again from a checkpoint of the first. ``fails``: after the first step one does, by its "rows", or a
     full "disk", which may be told in the "gradients" that follow; or the last rank is "asked" to end in several of its
@@ -115,7 +118,9 @@ def train(
     plan = make_plan(chain, replicas=replicas, **{**usual, **options})
     if exact:
         plan = without_slack(plan, chain)
-    found = Ran([], Verdict("", [], {}), {}, [], [], [])
+    found = Ran([], Verdict("", [], {}), {}, [], [], [], set())
+
+    here = SIM if device == "sim" else torch.device(device)
 
     def run() -> None:
         own = torch.Stream(SIM) if stream else contextlib.nullcontext()
@@ -124,7 +129,7 @@ def train(
                 chain,
                 plan,
                 loss=GPT.loss,
-                device=SIM if device == "sim" else torch.device("cpu"),
+                device=here,
                 swap=SwapConfig(minimum_bytes=1024, verify=verify),
                 scratch=Path(folder),
                 precision=precision,
@@ -132,8 +137,13 @@ def train(
             assert bool(engine.mesh.edges) == (direct and len(replicas) > 1)
             _steps(engine, found, steps, Path(folder), resumed=resumed, fails=fails)
             engine.close()
+            found.contexts.update(C.contexts())
 
-    verdict = judge(run, lateness=lateness)
+    torch.accelerator.set_device_index(here.index or 0)  # as select_device does
+    try:
+        verdict = judge(run, lateness=lateness)
+    finally:
+        torch.accelerator.set_device_index(0)
     return found._replace(verdict=verdict)
 
 

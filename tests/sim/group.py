@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.machine.device import own_handle
-from tests.sim.device import SIM, C
+from tests.sim.device import C
 
 NAME = "sim"
 CONNECT = datetime.timedelta(seconds=20)
@@ -35,7 +35,7 @@ class SimWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """The current stream goes on when it has ended."""
-        torch.accelerator.current_stream(SIM).wait_event(self._done.result())
+        torch.accelerator.current_stream(self._stream.device).wait_event(self._done.result())
         return True
 
     def is_completed(self) -> bool:
@@ -43,7 +43,9 @@ class SimWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """What it gives, ordered on the stream of whoever asks."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[SIM])
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=[self._stream.device]
+        )
 
         def ended(done: Future[torch.Event]) -> None:
             try:
@@ -66,8 +68,9 @@ class SimGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._store, self._rank, self._size, self._met = store, rank, size, False
         self._name = ""
-        self._stream = torch.Stream(SIM)
-        self._thread = ThreadPoolExecutor(1, "sim-group", initializer=lambda: C.quiet(True))
+        self._device = torch.device("sim", C.current_device())
+        self._stream = torch.Stream(self._device)
+        self._thread = ThreadPoolExecutor(1, "sim-group", initializer=self._enter)
 
     def getBackendName(self) -> str:
         return NAME
@@ -103,6 +106,10 @@ class SimGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _enter(self) -> None:
+        C.quiet(True)
+        C.set_device(self._device.index)
+
     def _begin(
         self,
         read: Sequence[Tensor],
@@ -111,8 +118,8 @@ class SimGroup(dist.ProcessGroup):
     ) -> SimWork:
         """``call`` with host copies of ``read``, or room for what will be ``written``."""
         self._meet()
-        before = torch.Event(SIM)
-        before.record(torch.accelerator.current_stream(SIM))
+        before = torch.Event(self._device)
+        before.record(torch.accelerator.current_stream(self._device))
         tensors = list(read or written)
 
         def run() -> torch.Event:
@@ -125,7 +132,7 @@ class SimGroup(dist.ProcessGroup):
                 call(hosts).wait()
                 for tensor, host in zip(written, hosts):
                     tensor.copy_(host)
-            ended = torch.Event(SIM)
+            ended = torch.Event(self._device)
             ended.record(self._stream)
             return ended
 

@@ -74,6 +74,8 @@ std::map<std::string, int64_t> sync_where;
 size_t cap = 0;
 int sync_micros = 0;     // how long event.synchronize takes at least
 std::array<c10::CachingDeviceAllocator::DeviceStats, DEVICES> stats;
+std::set<int> contexts;  // devices that a thread was on when it asked for an event or waited for one: a driver, which is
+                         // not told there whose event it is, makes a context on that device
 thread_local int device_now = 0;
 thread_local bool quiet = false;  // this thread's waits are nobody's: it stands for the device's own machinery
 thread_local std::array<int, DEVICES> stream_now{};
@@ -327,6 +329,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* e) const override {
     if (!e) return true;
     Scope scope;
+    contexts.insert(device_now);
     auto& event = *(Event*)e;
     bool known = true;
     for (int i = 0; i < ACTORS; i++) known = known && event.vc[i] <= host[i];
@@ -345,7 +348,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* e) const override {
     if (!e) return;
     if (sync_micros) usleep(sync_micros);
-    Scope scope; synced("event.synchronize"); host_waits(((Event*)e)->vc, ((Event*)e)->at);
+    Scope scope; contexts.insert(device_now); synced("event.synchronize"); host_waits(((Event*)e)->vc, ((Event*)e)->at);
   }
   void synchronizeDevice(const c10::DeviceIndex d) const override {
     Scope scope; synced("device.synchronize");
@@ -690,7 +693,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sync_where", [] { Scope s; return sync_where; }, nogil);
   m.def("pending", [] { Scope s; return tasks.size(); }, nogil);
   m.def("pinned_bytes", [] { Scope s; size_t n = 0; for (auto& [p, b] : blocks) if (b.pinned) n += b.size; return n; }, nogil);
-  m.def("reset", [] { Scope s; reports.clear(); told.clear(); counts.clear(); sync_where.clear(); }, nogil);
+  m.def("reset", [] { Scope s; reports.clear(); told.clear(); counts.clear(); sync_where.clear(); contexts.clear(); }, nogil);
+  m.def("contexts", [] { Scope s; return contexts; }, nogil);
   m.def("configure", [](int l, bool late_, bool st, bool ss, size_t c) { Scope s; lateness = l; late = late_; stacks = st; sync_stacks = ss; cap = c; },
         py::arg("lateness") = 2, py::arg("late") = true, py::arg("stacks") = true, py::arg("sync_stacks") = false, py::arg("cap") = 0, nogil);
   m.def("quiet", [](bool q) { quiet = q; });

@@ -232,3 +232,26 @@ def test_inputs_come_while_the_micro_batch_before_computes(
         (where, count), *more = ran["waits"].items()
         assert "runtime/optim/scaling.py" in where
         assert (count, more) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        ((1,), {"optimizer_offload": 1.0, "directive": "offload", "tier": "disk"}),
+        ((1,), {**BELOW, "inputs_ahead": True}),
+        ((2,), {"optimizer_offload": 1.0}),
+        pytest.param((1, 1), {"directive": "offload"}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_a_rank_has_no_other_device(
+    sim_pool: Pool, replicas: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """A thread that waits for an event from where it began, the first device, makes a context there: of half a GiB."""
+    ranks = sim_pool.run(partial(jobs.engine, "sim:1", replicas, options), sum(replicas))
+    for ran in ranks:
+        error, races, _ = ran["verdict"]
+        assert not error
+        assert not races, races[0]
+        assert ran["losses"] == pytest.approx(on_a_cpu(sim_pool), rel=ROWS_APART)
+        assert ran["contexts"] == {1}
