@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,27 @@ def written_twice(tier: str) -> None:
         assert store.most_behind_bytes <= 3 * most, "more is kept in host memory than promised"
 
 
+def gradients_asked_for() -> None:
+    """Before a step, which gives their places away; they are looked at after it."""
+    mine, plain = twins(3)
+    with streaming("host", mine, sgd) as (streamed, below, _):
+        for _ in range(3):
+            below.finish()
+            streamed.zero_gradients(set_to_none=True)
+            plain.zero_grad()
+            losses(mine)
+            losses(plain)
+            found = [streamed.read_gradient(p) for p in mine.parameters()]
+            below.commit()
+            below.finish()
+            for gradient, q in zip(found, plain.parameters()):
+                torch.testing.assert_close(gradient, q.grad, atol=1e-6, rtol=1e-5)
+            with torch.no_grad():
+                for q in plain.parameters():
+                    assert q.grad is not None
+                    q.sub_(0.5 * q.grad)
+
+
 def losses_of(blocks: nn.ModuleList, dtype: torch.dtype = torch.float32) -> float:
     """One micro-batch in a type of its own."""
     x = rows(0).to(dtype)
@@ -158,6 +180,16 @@ def gradients_lost() -> None:
         with full_disk(), contextlib.suppress(SwapError):
             losses(mine)
         assert_steps_alike(streamed, below, mine, plain, sgd(plain.parameters()), 2)
+
+
+def owner_fails() -> None:
+    """Pinned memory is let go of while a copy goes there, by who cannot wait for it any more."""
+    copies = StreamCopies(SIM)
+    source = torch.zeros(1000, dtype=torch.uint8, device=SIM)
+    arena = copies.arena(1000)
+    copies.copy(source, arena.data)
+    del arena
+    gc.collect()
 
 
 # ---- activations
@@ -310,6 +342,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "masters host": lambda: masters("host"),
     "masters disk": lambda: masters("disk"),
     "gradients lost": gradients_lost,
+    "gradients asked for": gradients_asked_for,
+    "owner fails": owner_fails,
     "writes lost": writes_lost,
     "step fails host": lambda: step_fails("host"),
     "step fails disk": lambda: step_fails("disk"),

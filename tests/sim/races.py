@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+import tests.sim.host_writes  # noqa: F401  noted from here on
 from tests.sim.device import C
 
 # Who waits there does it for a caller.

@@ -144,6 +144,16 @@ void touch(uintptr_t p, size_t n, int who, bool write, const std::string& op) {
   seen = std::move(keep);
 }
 
+// The host is about to write what a copy may still read.
+void host_writes(uintptr_t p, size_t n) {
+  auto it = find(p);
+  if (it == blocks.end()) return;
+  for (auto& a : it->second.seen)
+    if (a.lo < p + n && p < a.hi && host[a.who] < a.tick)
+      report("the host writes pinned memory that " + a.op + " on " + name(a.who) + (a.write ? " writes" : " reads") +
+             ": it has not waited for that");
+}
+
 void carry_out(const Task& t) { std::memcpy((void*)t.dst, (void*)t.src, t.n); }
 
 void flush(const VC& upto) {
@@ -695,6 +705,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pinned_bytes", [] { Scope s; size_t n = 0; for (auto& [p, b] : blocks) if (b.pinned) n += b.size; return n; }, nogil);
   m.def("reset", [] { Scope s; reports.clear(); told.clear(); counts.clear(); sync_where.clear(); contexts.clear(); }, nogil);
   m.def("contexts", [] { Scope s; return contexts; }, nogil);
+  m.def("host_writes", [](uintptr_t p, size_t n) { Scope s; sim::host_writes(p, n); }, nogil);
   m.def("configure", [](int l, bool late_, bool st, bool ss, size_t c) { Scope s; lateness = l; late = late_; stacks = st; sync_stacks = ss; cap = c; },
         py::arg("lateness") = 2, py::arg("late") = true, py::arg("stacks") = true, py::arg("sync_stacks") = false, py::arg("cap") = 0, nogil);
   m.def("quiet", [](bool q) { quiet = q; });

@@ -41,6 +41,8 @@ class _Asked:
         return over
 
     def wait(self) -> None:
+        # For a read up only the stream waits: enough where the device writes there next. Where the host does, without
+        # having waited itself, it is told of as of all that the host writes (:mod:`tests.sim.host_writes`).
         self.known = True
         self._inner.wait()
 

@@ -16,7 +16,8 @@ PARTS = [
 MIDWAY = [
     *("other orders host", "other orders disk", "stops streaming host", "stops streaming disk"),
     *("stops at once host", "stops at once disk", "written twice disk"),
-    *("masters host", "masters disk", "gradients lost", "writes lost"),
+    *("masters host", "masters disk", "gradients lost", "gradients asked for"),
+    *("owner fails", "writes lost"),
     *("step fails host", "step fails disk", "scope ends midway host", "scope ends midway disk"),
     *("states asked for", "states asked for in one bucket"),
     *("states set back", "states set back in one bucket", "states lost"),

@@ -1,0 +1,56 @@
+"""Where the package's own threads write to pinned memory, which the simulated accelerator cannot see: it is told, so
+that it names copies up that may still read there. Importing this tells it from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from parallax.machine.device import BounceRing, StreamCopies
+from parallax.runtime.channels.staging import Buffers, Lent
+from parallax.swap.weights import CopiedWeights
+from tests.sim.device import C
+
+
+def _told(*tensors: Tensor) -> None:
+    """This thread is about to write there."""
+    for tensor in tensors:
+        C.host_writes(tensor.data_ptr(), tensor.nbytes)
+
+
+_take, _copy, _up, _stepped = Buffers.take, StreamCopies.copy, BounceRing.up, CopiedWeights.stepped
+
+
+def _taking(self: Buffers, count: int) -> Lent:
+    """Who takes a buffer fills it, or receives into it."""
+    lent = _take(self, count)
+    _told(lent.data)
+    return lent
+
+
+def _copying(self: StreamCopies, source: Tensor, target: Tensor, *after: Any) -> Any:
+    """Within the host at once."""
+    if source.is_cpu and target.is_cpu:
+        _told(target)
+    return _copy(self, source, target, *after)
+
+
+def _filling(self: BounceRing, target: Tensor, *ready: Any) -> Iterator[Tensor]:
+    """From a file, piece by piece."""
+    for piece in _up(self, target, *ready):
+        _told(piece)
+        yield piece
+
+
+def _stepping(self: CopiedWeights) -> None:
+    """New weights, where gradients came down and older weights left."""
+    _told(*self.shared())
+    _stepped(self)
+
+
+Buffers.take = _taking  # type: ignore[method-assign]
+StreamCopies.copy = _copying  # type: ignore[method-assign]
+BounceRing.up = _filling  # type: ignore[method-assign]
+CopiedWeights.stepped = _stepping  # type: ignore[method-assign]
