@@ -47,6 +47,13 @@ class _Stepped(NamedTuple):
         """Of each parameter of ``mine``."""
         return [self.host.states(p) for p in self.mine.parameters()]
 
+    def clear_gradients(self) -> None:
+        """Of ``mine``, which may still be going down if nobody has waited."""
+        for p in self.mine.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        self.host.zero_grad()
+
     def set_states(self, known: list[dict[str, Tensor]], theirs: dict[str, Any]) -> None:
         """Back to these, of both."""
         for p, states in zip(self.mine.parameters(), known):
@@ -103,7 +110,11 @@ def states_set_back(bucket_bytes: int) -> None:
         weights = copy.deepcopy(both.plain.state_dict())
         losses_of(both.mine)
         both.host.skip()
-        both.host.zero_grad()
+        both.clear_gradients()
+        losses_of(both.mine)
+        both.host.reset()
+        both.clear_gradients()
+        both.set_states(known, theirs)
         both.step()
         both.host.reset()
         both.plain.load_state_dict(weights)

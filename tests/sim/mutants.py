@@ -1,10 +1,11 @@
 """Does the simulated accelerator find a wait that is missing? Every wait of the package is taken away, one at a time.
 
 A wait is a call on its own of what does nothing but wait (``WAITS``) for a device, or for work that is done beside the
-one that computes, found by reading the source of ``ROOMS``. What is no such wait, though it has the name of one, is
-named in ``NO_WAITS``; what all ranks do together by torch.distributed (barriers, sums) has other names: it is no
-matter of a device's memory. A mutant is the module without the wait, in processes of its own, which run what
-exercises it until something is wrong: a race, another result, an error, or no end. ::
+one that computes, or a loop that sleeps until something is so; found by reading the source of ``ROOMS``. What is no
+such wait, though it has the name of one, is named in ``NO_WAITS``; what all ranks do together by torch.distributed
+(barriers, sums) has other names: it is no matter of a device's memory. A mutant is the module without the wait, in
+processes of its own, which run what exercises it until something is wrong: a race, another result, an error, or no
+end. ::
 
     python -m tests.sim.mutants                 # all of them, and what became of each
     python -m tests.sim.mutants 7 19            # some
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType
@@ -32,24 +33,35 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
-    *("parallax/machine/device.py", "parallax/swap"),
+    *("parallax/machine/device.py", "parallax/machine/pinned.py", "parallax/swap"),
     *(f"parallax/runtime/{room}" for room in ("channels", "replicas", "optim", "meters")),
     *(
         f"parallax/runtime/{file}.py"
-        for file in ("engine", "executor", "inputs", "stage", "saving")
+        for file in ("engine", "executor", "inputs", "stage", "saving", "update")
     ),
 )
 WAITS = (
     *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
     *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_let_end"),
+    *("skip", "stall", "end", "_end"),
 )
-# By file and function.
+# By file and function, with what is called where that has waits, too.
 NO_WAITS = {
     "swap/lms/states.py _after": "gives the optimizer what the pieces changed",
     "runtime/replicas/reducer.py finish": "reduces",
     "runtime/replicas/reducer.py _settle": "reduces",
     "runtime/executor.py _backward_weight": "computes",
     "runtime/meters/memory.py _touch_libraries": "computes",
+    "runtime/update.py run: self._optimizer.skip()": "drops gradients, which the next step clears, too",
+    "runtime/executor.py run: spans.end(rank, index, action, waited)": "notes a time",
+    "swap/activations/manager.py _reap": "lets go of what is over",
+    "swap/activations/manager.py _end": "lets go of what is over",
+    "swap/optimizer/host.py _step": "begins to bring weights up",
+    "swap/optimizer/host.py _spread: bucket.weights.end()": "begins to bring weights up",
+    **{
+        f"swap/parameters/streamed.py {function}": "a round of a loop, which has no end without it"
+        for function in ("zero_gradients", "_make_room", "_reap")
+    },
     "runtime/channels/shared_channel.py accept": "for a process, where the device is the host",
 }
 # What no rank does alone.
@@ -72,6 +84,10 @@ class Wait(NamedTuple):
     function: str
     text: str
 
+    def is_in(self, named: Collection[str]) -> bool:
+        """Whether it is one of those that are ``named``, with its text or without."""
+        return self.place in named or f"{self.place}: {self.text}" in named
+
     def __str__(self) -> str:
         return f"{self.path.relative_to(ROOT)}:{self.line} {self.function}: {self.text}"
 
@@ -83,7 +99,7 @@ class Wait(NamedTuple):
 
 def waits() -> list[Wait]:
     """All of them, in the order of the source."""
-    return [wait for wait in waits_of_any_kind() if wait.place not in NO_WAITS]
+    return [wait for wait in waits_of_any_kind() if not wait.is_in(NO_WAITS)]
 
 
 def waits_of_any_kind() -> Iterator[Wait]:
@@ -96,23 +112,27 @@ def waits_of_any_kind() -> Iterator[Wait]:
 
 def _waits_in(path: Path) -> Iterator[Wait]:
     """Of each function, those within another once, as the inner one's."""
-    owners: dict[int, tuple[str, ast.Expr]] = {}
+    owners: dict[int, tuple[str, ast.stmt]] = {}
     for function in ast.walk(ast.parse(path.read_text())):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
-                if isinstance(node, ast.Expr) and _is_wait(node):
+                if isinstance(node, ast.Expr | ast.While) and _is_wait(node):
                     owners[node.lineno] = function.name, node
     for line, (name, node) in sorted(owners.items()):
-        yield Wait(path, line, name, ast.unparse(node))
+        yield Wait(path, line, name, ast.unparse(node).splitlines()[0])
 
 
-def _is_wait(node: ast.Expr) -> bool:
-    call = node.value
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr in WAITS
-    )
+def _is_wait(node: ast.Expr | ast.While) -> bool:
+    if isinstance(node, ast.While):
+        return any(ast.unparse(each).startswith("time.sleep(") for each in node.body)
+    return isinstance(node.value, ast.Call) and _name_of(node.value.func) in WAITS
+
+
+def _name_of(called: ast.expr) -> str:
+    match called:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
 
 
 class Without(ast.NodeTransformer):
@@ -122,11 +142,17 @@ class Without(ast.NodeTransformer):
         self._line = line
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if node.lineno != self._line or not _is_wait(node):
+            return node
+        match node.value:
+            case ast.Call(func=ast.Attribute(value=begun)):
+                return ast.copy_location(ast.Expr(begun), node)
+        return ast.copy_location(ast.Pass(), node)
+
+    def visit_While(self, node: ast.While) -> ast.AST:
         if node.lineno == self._line and _is_wait(node):
-            assert isinstance(node.value, ast.Call)
-            assert isinstance(node.value.func, ast.Attribute)
-            return ast.copy_location(ast.Expr(node.value.func.value), node)
-        return node
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
 
 
 class MutatingFinder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):

@@ -55,14 +55,20 @@ def on_a_cpu() -> list[float]:
 
 
 def trains(
-    replicas: Sequence[int], options: dict[str, Any], *, direct: bool, slow: bool = False
+    replicas: Sequence[int],
+    options: dict[str, Any],
+    *,
+    direct: bool,
+    slow: bool = False,
+    fails: str = "",
 ) -> Callable[[int], None]:
-    """As a CPU does; ``slow``: threads wait long for copies, so that what they do comes late."""
+    """As a CPU does; ``slow``: threads wait long for copies, so that what they do comes late. ``fails``: some steps
+    do."""
 
     def run(rank: int) -> None:
         del rank
         C.sync_micros(_SLOW_MICROSECONDS if slow else 0)
-        ran = train("sim", replicas, options, direct=direct, lateness=9, steps=_STEPS)
+        ran = train("sim", replicas, options, direct=direct, lateness=9, steps=_STEPS, fails=fails)
         C.sync_micros(0)
         assert ran.verdict.good, ran.verdict.error or ran.verdict.races[0][0]
         for one, other in zip(ran.losses, on_a_cpu(), strict=True):
@@ -192,6 +198,9 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),
+    "replicas asked": trains(
+        (2,), {"optimizer_offload": 1.0}, direct=False, slow=True, fails="asked"
+    ),
     "replicas below": trains(
         (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
     ),

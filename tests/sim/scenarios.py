@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tests.sim import host_states, midway, side_streams, swapping
+from tests.sim import host_states, midway, side_streams, stumbling, swapping
 
 SCENARIOS = {
     **swapping.SCENARIOS,
     **midway.SCENARIOS,
     **host_states.SCENARIOS,
     **side_streams.SCENARIOS,
+    **stumbling.SCENARIOS,
 }

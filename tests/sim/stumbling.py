@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -160,3 +160,11 @@ def _noting_states() -> Iterator[set[str]]:
         yield states
     finally:
         StreamedSum.forget = forget  # type: ignore[method-assign]
+
+
+def _alone() -> None:
+    """What was told which gradients are the last forgets it: those of another step would go to the host too early."""
+    stumbles(on_a_cpu(), (1,), {"optimizer_offload": 1.0}, direct=False)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {"steps fail in backwards": _alone}

@@ -88,6 +88,21 @@ def activations(tier: str, *, eager: bool, verify: bool = False) -> None:
     assert moved.bytes_in > 0
 
 
+def dropped(tier: str) -> None:
+    """Graphs are dropped while what they saved is on its way down, and the next forward needs their room at once."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers).to(SIM)
+    selector = Selector([*model.parameters()], minimum_bytes=1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = SwapConfig().open_store(f"strict {tier}", 64 * MIB, copies_for(SIM), Path(folder))
+        manager = SwapManager(store, limit_bytes=80 * 1024, policy=Policy(eager=True))
+        for micro in range(6):
+            with offloading(manager, selector, micro):
+                model(rows(micro, 32))
+        manager.close()
+
+
 def early(tier: str) -> None:
     """Three micro-batches are asked for before the first comes back, which takes their places again; the graph of one
     is dropped instead."""
@@ -304,6 +319,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "activations host verified": lambda: activations("host", eager=True, verify=True),
     "activations early host": lambda: early("host"),
     "activations early disk": lambda: early("disk"),
+    "activations dropped host": lambda: dropped("host"),
+    "activations dropped disk": lambda: dropped("disk"),
     "parameters host": lambda: parameters("host"),
     "parameters host adamw": lambda: parameters("host", adamw),
     "parameters disk": lambda: parameters("disk"),

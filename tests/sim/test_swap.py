@@ -10,6 +10,7 @@ from tests.sim import jobs
 PARTS = [
     *("activations host eager", "activations host lazy", "activations disk eager"),
     *("activations host verified", "activations early host", "activations early disk"),
+    *("activations dropped host", "activations dropped disk"),
     *("parameters host", "parameters host adamw", "parameters disk"),
     *("host optimizer", "first span", "scope host", "scope disk"),
 ]
@@ -22,6 +23,7 @@ MIDWAY = [
     *("states asked for", "states asked for in one bucket"),
     *("states set back", "states set back in one bucket", "states lost"),
     *("another stream host", "another stream disk"),
+    "steps fail in backwards",
 ]
 
 
@@ -39,7 +41,7 @@ def test_trains_alike_without_a_race(sim_pool: Pool, name: str, lateness: int) -
     ((error, races, counts),) = sim_pool.run(jobs.scenario, 1, name, lateness)
     assert not error
     assert not races, races[0]
-    if name in PARTS and name != "first span":
+    if name in PARTS and "first span" not in name and "dropped" not in name:
         assert counts["kernels"] > 500
 
 
