@@ -22,7 +22,8 @@ from parallax.plan.analytic.hardware import (
 
 _CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
 _HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # as torch allocates them on Hopper; less on others
-_SEGMENT_BYTES = (2 + 20) * 2**20  # torch's allocator grows by such pieces, of small tensors and of others
+# By which torch's allocator grows: of small tensors, and of others.
+_PIECES_BYTES = (2 + 20) * 2**20
 _MOST_CHANNELS, _MOST_EDGE_CHANNELS = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
 _ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
@@ -34,7 +35,7 @@ class Cuda(Accelerator):
     def reserve_bytes(self) -> int:
         """Workspaces of cuBLAS, too, one for each handle: of the thread that runs forwards, and of the one that runs
         backwards. And what is left of the last piece that the allocator took, which its limit counts."""
-        return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _SEGMENT_BYTES
+        return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
     @property
     def collective_bytes(self) -> int:
