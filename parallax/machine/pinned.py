@@ -108,9 +108,6 @@ class RegisteredArena:
     ) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
         pages = _pages(count, self.allocated_bytes, f"; {remedy}")
-        if hasattr(mmap, "MADV_DONTFORK"):
-            # Linux copies pages that a device may write to at each fork: a loader's worker would hold all of them.
-            pages.madvise(mmap.MADV_DONTFORK)
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         self.data = whole[:count]
         _touch(whole, cpus)

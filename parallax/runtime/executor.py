@@ -167,7 +167,8 @@ class Executor:
                         post(receive)
         self.current = None
         self._crossings.flush()
-        if step.keep is not None:  # no number is read, which would wait for all
+        if step.keep is not None and 0 in self._mesh.stages:
+            # No number is read, which would wait for all.
             self._inputs.landed()
         return spans.take()
 

@@ -179,7 +179,7 @@ def _steps(
     if engine.mesh.device == SIM:
         note_waits()
         engine.predict(batch())
-        assert host_waits(), "rows may still be read"
+        assert host_waits() or engine.mesh.stage, "rows may still be read"
     found.left.append(engine.gradients(batch()))
     found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 
@@ -66,7 +67,41 @@ def beside(tier: str) -> None:
         assert all(map(torch.equal, plain, _trained(tier))), "weights differ on a stream"
 
 
+def turned(kind: str) -> None:
+    """One scope: after a small step a loop "moves" to another stream for good; or each step "begins" and ends with a
+    little on another one. What most is saved on moves."""
+    torch.manual_seed(0)
+    side = torch.Stream(SIM)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) if i % 2 else nn.Tanh() for i in range(16)])
+    model, little = model.to(SIM), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(SIM)
+    optimizer = sgd(model.parameters())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        scope_around(model, optimizer, "host", folder, room=24 * 1024) as scope,
+    ):
+        for seed in range(5):
+            y, before = rows(seed, 32), scope.statistics.bytes_out
+            if kind == "moves":
+                with side if seed else contextlib.nullcontext():
+                    (model(y) if seed else model[:2](y)).square().mean().backward()
+            else:
+                with side:
+                    first = little(rows(seed, 4))
+                loss = model(y).square().mean()
+                with side:
+                    last = little(rows(seed, 4))
+                loss.backward()
+                torch.accelerator.synchronize()
+                del first, last
+            torch.accelerator.synchronize()
+            optimizer.zero_grad()
+            moved = scope.statistics.bytes_out - before
+            assert moved > 2**15 or seed < 2, f"step {seed}: {moved}"
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "another stream host": lambda: beside("host"),
     "another stream disk": lambda: beside("disk"),
+    "moves to another stream": lambda: turned("moves"),
+    "begins on another stream": lambda: turned("begins"),
 }

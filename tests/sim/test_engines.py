@@ -118,10 +118,9 @@ def test_gradients_on_their_way_down_are_not_cleared(
     check(sim_pool, (1,), options, direct=False, fails="gradients")
 
 
-@pytest.mark.parametrize("options", [{"optimizer_offload": 1.0}, {**BELOW, "directive": "offload"}])
-def test_on_a_stream_of_ones_own(sim_pool: Pool, options: dict[str, Any]) -> None:
+def test_on_a_stream_of_ones_own(sim_pool: Pool) -> None:
     """Threads that step gave their work to the first stream, and cleared gradients that were new."""
-    check(sim_pool, (1,), options, direct=False, stream=True)
+    check(sim_pool, (1,), {"optimizer_offload": 1.0}, direct=False, stream=True)
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])

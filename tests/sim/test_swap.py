@@ -23,6 +23,7 @@ MIDWAY = [
     *("states asked for", "states asked for in one bucket"),
     *("states set back", "states set back in one bucket", "states lost"),
     *("another stream host", "another stream disk"),
+    *("moves to another stream", "begins on another stream"),
     "steps fail in backwards",
 ]
 

@@ -26,9 +26,8 @@ def device_memory(
     """Starts to watch the memory of a rank's device, which will hold ``stages``; the function gives the high water
     since. ``reduces``: torch's reducer will add up gradients of replicas."""
     if device.type != "cpu":
-        torch.empty(
-            0, device=device
-        )  # before 2.13 torch resets nothing on a device that nobody has used
+        # Before 2.13 torch resets nothing on a device that nobody has used.
+        torch.empty(0, device=device)
         torch.accelerator.reset_peak_memory_stats(device)
         return lambda: int(torch.accelerator.max_memory_allocated(device))
     # For these torch loads its compiler.

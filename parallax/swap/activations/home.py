@@ -1,5 +1,7 @@
 """Which stream's tensors move. Copies down are ordered after the stream that computes when they begin, and what comes
 back is that stream's again; a tensor that another one has saved stays, and autograd orders its uses as it always does.
+
+Which stream that is can change while nothing is alive that has moved, or may: when the graphs of a step are gone.
 """
 
 from __future__ import annotations
@@ -16,24 +18,31 @@ class Graphs(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is."""
+        """Whether no graph is alive that holds anything of it."""
 
 
 class Home:
-    """The stream that has saved the most so far, of those seen when nothing was alive that another one has saved."""
+    """The stream that saved the most while graphs were last alive; or one that has saved more since, while it itself
+    has saved nothing."""
 
     def __init__(self) -> None:
         self._home: torch.Stream | None = None
-        self._last: torch.Stream | None = None
-        self._bytes: Counter[torch.Stream] = Counter()
+        self._most = 0  # bytes that it saved then
+        self._bytes: Counter[torch.Stream] = Counter()  # since then
 
     def is_left(self, tensor: Tensor, graphs: Graphs) -> bool:
         """Whether ``tensor``, which is saved now and is on an accelerator, was saved by another stream."""
         now = torch.accelerator.current_stream(tensor.device.index)
-        # torch says of a stream and None that they are not unequal.
-        if self._last is None or now != self._last:
-            self._last = now
-            if self._home is None or graphs.empty:
-                self._home = max(self._bytes, key=self._bytes.__getitem__, default=now)
+        if graphs.empty:
+            self._choose(now)
         self._bytes[now] += tensor.nbytes
         return now != self._home
+
+    def _choose(self, now: torch.Stream) -> None:
+        if self._home is None:
+            self._home = now
+        elif self._bytes[self._home]:
+            ((self._home, self._most),) = self._bytes.most_common(1)
+            self._bytes.clear()
+        elif self._bytes[now] > self._most:
+            self._home = now

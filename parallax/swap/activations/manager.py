@@ -96,8 +96,8 @@ class SwapManager:
 
     @property
     def empty(self) -> bool:
-        """Whether no graph that it knows anything of is alive."""
-        return self.resident_bytes == 0 and not self._records
+        """Whether no graph is alive that holds a claim."""
+        return len(self._records) <= len(self._unclaimed)
 
     @property
     def resident_bytes(self) -> int:

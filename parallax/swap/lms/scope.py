@@ -31,7 +31,7 @@ from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.machine.host import relieve_memory
-from parallax.model.saved import SMALL, Selector
+from parallax.model.saved import ELSEWHERE, SMALL, Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
@@ -274,6 +274,8 @@ class Swapping:
 
     def _stayed(self, found: SwapStatistics) -> str:
         """Why nothing left the device."""
+        if not found.high_water and ELSEWHERE in found.decisions:
+            return f"none may move: they are {ELSEWHERE}"
         if found.high_water or SMALL not in found.decisions:
             return "all fitted"
         return f"none may move: they are {self._small()}; lower it where they do not fit"

@@ -85,26 +85,6 @@ def test_pages_are_touched_by_threads_near_the_device(monkeypatch: pytest.Monkey
     pinned.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells it")
-def test_a_loaders_worker_gets_no_pinned_pages() -> None:
-    """Linux would copy each at the fork, since a device may write there."""
-    pinned = RegisteredArena(3 * MIB, lambda *_: 0, lambda _: 0, synchronize=lambda: None)
-    (child, parent), at = os.pipe(), pinned.data.data_ptr()
-    pid = os.fork()
-    if not pid:
-        maps = [
-            line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
-        ]
-        there = any(int(first, 16) <= at < int(last, 16) for first, last in maps)
-        os.write(parent, b"1" if there else b"0")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(child, 1) == b"0"
-    os.close(child)
-    os.close(parent)
-    pinned.close()
-
-
 @pytest.mark.parametrize("count", [1, 4096, 4097, 100_000_007])
 def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
