@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -162,5 +163,4 @@ def _touch(whole: Tensor, cpus: Collection[int]) -> None:
 
     share = -(-whole.numel() // threads // _HUGE) * _HUGE
     with ThreadPoolExecutor(threads, "parallax-touch") as pool:
-        for done in [pool.submit(touch, part) for part in whole.split(share)]:
-            done.result()
+        deque(pool.map(touch, whole.split(share)), maxlen=0)  # raises what they raise

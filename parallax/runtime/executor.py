@@ -166,10 +166,10 @@ class Executor:
                     for receive in receives:
                         post(receive)
         self.current = None
-        self._crossings.flush()
         if step.keep is not None and 0 in self._mesh.stages:
             # No number is read, which would wait for all.
             self._inputs.landed()
+        self._crossings.flush()
         return spans.take()
 
     @property

@@ -11,9 +11,6 @@ from tests.sim.mutants import NO_WAITS, judged, waits, waits_of_any_kind
 UNNOTICED = {
     "runtime/replicas/compress.py reduce": "of gloo alone, which ends sums on threads of its own and carries no tensor "
     "of a simulated device; its group ends them in order",
-    "runtime/optim/optimizer.py skip": "gradients are made zero next, which waits for the same",
-    "machine/pinned.py _touch": "of threads that clear pages, whose pool is left when they have ended: it raises what "
-    "they raise",
     "swap/activations/manager.py _make_room": "of a loop that asks again whether the transfer is over: it would not "
     "sleep meanwhile",
     "swap/trial.py bring_back": "of a measurement before there is a run: without it what has not left yet does not "
