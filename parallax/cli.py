@@ -82,7 +82,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if sys.stdout is not None:  # None: the caller has closed it
             sys.stdout.flush()  # here, where it can be said that there is no room
         return code
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # also a call of exit() in what the user's own functions do
         if under_torchrun():
             from parallax.runtime.failure.exit_report import leave
 

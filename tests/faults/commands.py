@@ -26,6 +26,8 @@ from tests.distributed.pool import ROOT
 from tests.plans import make_plan
 
 TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4"]
+LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
+ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]
 SETTLED = [
     "trainer.microbatch=2",
     "plan.stages=2",
@@ -169,6 +171,20 @@ def fork_server(launcher: subprocess.Popen[str]) -> psutil.Process:
     """The process from which its ranks are forked."""
     (found,) = psutil.Process(launcher.pid).children()
     return found
+
+
+def stepping(run: Path, *command: str, **added: str) -> subprocess.Popen[str]:
+    """A run that has taken two more steps."""
+    metrics = run / "metrics.jsonl"
+
+    def lines() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    before = lines()
+    process = start([*(command or MODULE), "train", "--run-dir", str(run)], **added)
+    wait_for(lambda: lines() > before + 1 or process.poll() is not None, "steps")
+    assert process.poll() is None, process.communicate()
+    return process
 
 
 def started(run: Path) -> subprocess.Popen[str]:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,14 @@ def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def exits() -> None:
+    sys.exit(0)
+
+
+def leaves() -> None:
+    os._exit(0)
+
+
 def is_asked_to_end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(HEARD_SECONDS)
@@ -77,9 +86,10 @@ HOW: dict[str, Callable[[], None]] = {
     for each in (
         *(raises, has_no_disk, finds_no_room),
         *(crashes, is_killed, sleeps, is_stopped, is_asked_to_end),
+        *(exits, leaves),
     )
 }
-SILENT = (crashes, is_killed, is_stopped)
+SILENT = (crashes, is_killed, is_stopped, leaves)
 
 
 class Passed(torch.autograd.Function):

@@ -17,9 +17,10 @@ import pytest
 from parallax import cli, config
 from parallax.runtime.checkpoint import list_checkpoints
 from tests.faults.commands import (
+    ENDLESS,
+    LONG,
     MODULE,
     ON_ONE_RANK_AND_ON_TWO,
-    TINY,
     TORCHRUN,
     check_same_weights,
     finish,
@@ -28,13 +29,11 @@ from tests.faults.commands import (
     ranks,
     running,
     start,
+    stepping,
     temporary,
     wait_for,
 )
 from tests.results import read_metrics
-
-LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
-ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]
 
 # Asks its own process to end, once, when something is called for the n-th time.
 ASKING = """
@@ -79,20 +78,6 @@ def build():
 
 
 SCRIPT = [sys.executable, "-c", "import sys; from parallax.cli import main; sys.exit(main())"]
-
-
-def stepping(run: Path, *command: str, **added: str) -> subprocess.Popen[str]:
-    """A run that has taken two more steps."""
-    metrics = run / "metrics.jsonl"
-
-    def lines() -> int:
-        return metrics.read_text().count("\n") if metrics.exists() else 0
-
-    before = lines()
-    process = start([*(command or MODULE), "train", "--run-dir", str(run)], **added)
-    wait_for(lambda: lines() > before + 1 or process.poll() is not None, "steps")
-    assert process.poll() is None, process.communicate()
-    return process
 
 
 def last_step(run: Path) -> int:

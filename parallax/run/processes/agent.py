@@ -13,14 +13,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from parallax.common.files import temporary_folder
-from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, heeding, stopped_by
+from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, stopped_by
 from parallax.errors import ConfigError, printable
 from parallax.nodes.memory_folder import folder_of, sweep_memory
 from parallax.run.processes.forkserver import ForkServer, ServerLost
@@ -28,6 +28,7 @@ from parallax.run.processes.rescue import rescue
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.run.sweep.points import is_complete, summary_of
 from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
+from parallax.runtime.failure.heartbeat import Heartbeats, ended_early
 from parallax.runtime.failure.report import FailureKind, FailureReport
 
 # How ranks end that were asked to before they could watch for it: by the signal, or as a shell says it.
@@ -46,14 +47,14 @@ class Agent:
     checkpoints: Path
     libraries: tuple[str, ...] = ()
 
-    def start(self, told: Mapping[str, str]) -> int:
-        """Start them, with ``told`` in their environment, and wait for their end; the exit code.
+    def start(self, told: Mapping[str, str], relay: Relay) -> int:
+        """Start them, with ``told`` in their environment, and wait for their end; the exit code. ``relay`` is what
+        heeds requests to end meanwhile.
 
         The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
         """
         own = folder_of(self.directory)
         sweep_memory(mine=None if own is None else own.path)
-        relay = Relay()
         try:
             return self._watched(told, relay)
         finally:
@@ -63,7 +64,7 @@ class Agent:
     def _watched(self, told: Mapping[str, str], relay: Relay) -> int:
         begun = time.time()
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
-        with temporary_folder() as folder, heeding(relay, signal.SIGQUIT):
+        with temporary_folder() as folder:
             try:
                 while (code := self._attempts(told, relay, restarts, folder)) is None:
                     pass
@@ -88,16 +89,19 @@ class Agent:
             while not server.lost:
                 words = folder / f"attempt-{restarts.counted}" / "last-words"
                 words.parent.mkdir()
+                heartbeats = Heartbeats(words.parent, self.ranks, relay)
                 try:
                     server.fork([*self._environments(restarts.counted, folder, words)])
-                    codes = server.wait()
+                    codes = server.wait(heartbeats.have_stopped)
                 except ServerLost as lost:
-                    failure = Failure.of_server(lost.code)
+                    failure = Failure.of_server(lost.code, heartbeats.report)
                 else:
-                    told = read_exit_report(words)
-                    if (code := self._ended(codes, relay, told)) is not None:
+                    told = heartbeats.report or read_exit_report(words)
+                    well = [rank for rank, code in codes.items() if not code]
+                    early = ended_early(words.parent, well)
+                    if (code := self._ended(codes, relay, told, early)) is not None:
                         return code
-                    failure = Failure.of(codes, told)
+                    failure = Failure.of(codes, told, early)
                 if not _starts_again(failure, restarts, asked=bool(relay.first)):
                     return failure.report.code
         return None
@@ -124,15 +128,21 @@ class Agent:
             }
 
     def _ended(
-        self, codes: Mapping[int, int], relay: Relay, report: FailureReport | None
+        self,
+        codes: Mapping[int, int],
+        relay: Relay,
+        report: FailureReport | None,
+        early: Sequence[int],
     ) -> int | None:
-        """The exit code of ranks that ended in order, or as they were asked to; None where they failed."""
+        """The exit code of ranks that ended in order, or as they were asked to; None where they failed, or ended
+        ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
-        asked = relay.first and report is None and ended and ended <= _BY_REQUEST
+        asked = relay.first and report is None and (ended or early) and ended <= _BY_REQUEST
         if stopped or asked:
             return self._say_stopped(relay.first, report)
-        return None if any(codes.values()) else 0
+        well = len(codes) == self.ranks and not any(codes.values())
+        return 0 if well and not early else None
 
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
         """Say how far a run came that was asked to end, by signal ``number`` to this process or by one to its ranks,
@@ -157,8 +167,8 @@ class Agent:
 
 
 class Relay(Requests):
-    """Hands a request to end on to the ranks, which serve it; where there are none yet, and at the second Ctrl-C, there
-    is nothing to wait for."""
+    """Hands the first request to end on to the ranks, which serve it; where there are none yet, and at the second
+    Ctrl-C, there is nothing to wait for. Others that follow change nothing, also when the ranks have saved and gone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,13 +188,14 @@ class Relay(Requests):
         del frame
         repeated = bool(self.first)
         self.add(number)
+        if repeated and not self.impatient:
+            return
         server = self._server
         if self.impatient or server is None or not server.has_ranks:
             if server is not None:
                 server.kill()
             raise Stopped(number)
-        if not repeated:
-            server.signal(signal.SIGTERM)  # whatever was sent
+        server.signal(signal.SIGTERM)  # whatever was sent
 
 
 def _starts_again(failure: Failure, restarts: Restarts, *, asked: bool) -> bool:

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,7 +45,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _ARGUMENTS_START = (
     45  # of /proc/PID/stat's fields after the name: where a process's command line lies
 )
-_LOOK_SECONDS = 5.0  # between two looks at ranks of which the server says nothing
+_LOOK_SECONDS = 1.0  # between two looks at ranks of which the server says nothing
 
 
 class ServerLost(Exception):
@@ -86,16 +86,19 @@ class ForkServer:
         for rank, added in enumerate(environments):
             self._lines.send({"fork": rank, "of": len(environments), "environment": dict(added)})
 
-    def wait(self) -> dict[int, int]:
+    def wait(self, given_up: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait for the end of all ranks; exit codes by rank, in the order in which they came. When one has failed the
-        others are to end by themselves; those that have not after ``ENDING_SECONDS`` are killed, and left out. Raises
-        :class:`ServerLost`."""
-        deadline = float("inf")
-        while self._living and time.monotonic() < deadline:
+        others are to end by themselves; those that have not after ``ENDING_SECONDS`` are killed, and left out, and so
+        are all as soon as they are ``given_up``, which is asked every second or so. Raises :class:`ServerLost`."""
+        deadline, over = float("inf"), False
+        while self._living and time.monotonic() < deadline and not over:
             self._hear(min(deadline - time.monotonic(), _LOOK_SECONDS))
             if any(self._codes.values()):
                 deadline = min(deadline, time.monotonic() + ENDING_SECONDS)
+            over = given_up()
         codes = dict(self._codes)
+        if over and _is_stopped(self._process.pid):
+            self.kill()  # with them
         self.signal(signal.SIGKILL)
         while self._living:
             self._hear(_LOOK_SECONDS)

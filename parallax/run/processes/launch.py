@@ -9,6 +9,7 @@ launcher lives as long as its ranks, which need that memory. So it goes on as a 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from parallax import config as configuration
-from parallax.common.signals import heeding, interrupt
+from parallax.common.signals import heed_to_the_end, heeding
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths
 from parallax.common.units import format_seconds
@@ -33,7 +34,7 @@ from parallax.run.feedback import correct
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.preflight import check_start
 from parallax.run.prepare import PreparedRun, write_run
-from parallax.run.processes.agent import Agent
+from parallax.run.processes.agent import Agent, Relay
 from parallax.run.processes.rank import ON_DRIFT
 from parallax.run.resume import STORED, load_stored, read_stored
 from parallax.run.sweep.points import summary_of
@@ -49,12 +50,15 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
     first = OnDrift.STOP if run.config.plan.replan == AUTO else OnDrift.IGNORE
     on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
     check_start(run)
-    with heeding(interrupt):
-        code = _start(run, on_drift, own_process)
+    relay = Relay()
+    with heeding(relay, signal.SIGQUIT):
+        code = _start(run, on_drift, relay, own_process)
         stops = code == 0 and on_drift is OnDrift.STOP
         if stops and (reason := _drifted(run.directory)):
             again = _replanned(run, reason, safe_console())
-            code = _start(again, OnDrift.NOTE, own_process)
+            code = _start(again, OnDrift.NOTE, relay, own_process)
+    if relay.first and own_process:
+        heed_to_the_end(code)  # what else asks is answered
     return code
 
 
@@ -131,7 +135,7 @@ def _blocks_of(plan: Plan, rank: int) -> str:
     return f"blocks {stage.start}..{stage.stop - 1}{among}"
 
 
-def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
+def _start(run: PreparedRun, on_drift: OnDrift, relay: Relay, own_process: bool) -> int:
     """Start the processes that the plan needs; the exit code."""
     kind = choose_devices(local_cluster(run.config)).kind
     if own_process and kind != "cpu" and accelerator_named(kind).in_use:
@@ -146,7 +150,7 @@ def _start(run: PreparedRun, on_drift: OnDrift, own_process: bool) -> int:
         config.checkpoint.folder(directory, config.name),
         libraries=_libraries(config) if kind == "cpu" else (),
     )
-    return agent.start(told)
+    return agent.start(told, relay)
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from parallax.runtime.failure.exit_report import (
     depart,
     failure_of,
     follows,
+    heartbeat_for_launcher,
     leave,
     say,
 )
@@ -61,6 +62,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
     After an exception the process ends without more ado: leaving the world in order would wait for the others.
     """
     watch: Watch | None = None
+    heartbeat = heartbeat_for_launcher()
     held = contextlib.ExitStack()  # what ends with the process, however it ends
     try:
         die_with(os.getppid())  # no rank is left over when the launcher is killed
@@ -68,7 +70,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
             # A crash in compiled code says where it was called from.
             faulthandler.enable(all_threads=False)
         _meet()
-        watch = Watch.start(say)
+        watch = Watch.start(say, heartbeat)
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
@@ -86,7 +88,8 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         watch.close()
         stop_processes()
         held.close()
-    except (Exception, KeyboardInterrupt) as error:
+        heartbeat.end()
+    except BaseException as error:  # also a call of exit(), which is no end of a run
         leave(error, watch)
     depart(0 if EXIT_REPORT in os.environ else code)  # our launcher knows
 

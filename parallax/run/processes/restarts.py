@@ -9,6 +9,7 @@ pass, and comes again at the same step, does not.
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,9 +35,15 @@ class Failure:
     exit_code: int
 
     @classmethod
-    def of(cls, codes: dict[int, int], told: FailureReport | None) -> Failure:
+    def of(
+        cls, codes: dict[int, int], told: FailureReport | None, early: Collection[int] = ()
+    ) -> Failure:
         """From exit codes by rank, in the order in which they came, and what the ranks ``told``. Which signal ended a
-        rank only its parent knows, and nobody else knows anything where no other rank was left."""
+        rank only its parent knows, and nobody else knows anything where no other rank was left. Ranks that ended
+        ``early`` did so with code 0, which is no failure of theirs and none that may pass."""
+        if early and (told is None or told.how is FailureKind.LOST):
+            rank = told.rank if told is not None and told.rank in early else next(iter(early))
+            return cls(report=_ended_early(rank, told), exit_code=0)
         ended = {rank: code for rank, code in codes.items() if code}
         killed = {
             rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM
@@ -45,19 +52,20 @@ class Failure:
             rank = told.rank if told is not None and told.rank in killed else next(iter(killed))
             known = told if told is not None and told.rank == rank else None
             return cls(report=_killed(rank, killed[rank], known), exit_code=killed[rank])
-        rank, code = next(iter(ended.items()))
+        # Where no rank has ended by itself, all were killed: they did not answer.
+        rank, code = next(iter(ended.items()), (-1, -signal.SIGKILL))
         if told is None:
             said = code if code == UserError.exit_code else 1
             told = FailureReport(rank, FailureKind.LOST, f"rank {rank}", _ended(code), code=said)
         return cls(report=told, exit_code=ended.get(told.rank, code))
 
     @classmethod
-    def of_server(cls, code: int) -> Failure:
-        """The process from which ranks are forked has gone, and they with it."""
-        report = FailureReport(
-            -1, FailureKind.LOST, "the process that starts the ranks", _ended(code)
-        )
-        return cls(report=report, exit_code=code)
+    def of_server(cls, code: int, report: FailureReport | None) -> Failure:
+        """The process from which ranks are forked has gone, and they with it; ``report`` says why, where it was
+        ended."""
+        who = "the process that starts the ranks"
+        lost = FailureReport(-1, FailureKind.LOST, who, _ended(code))
+        return cls(report=report or lost, exit_code=code)
 
     @property
     def may_pass(self) -> bool:
@@ -77,6 +85,14 @@ class Failure:
 def _killed(rank: int, code: int, known: FailureReport | None) -> FailureReport:
     known = known or FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
     return replace(known, what=_ended(code))
+
+
+def _ended_early(rank: int, told: FailureReport | None) -> FailureReport:
+    known = told if told is not None and told.rank == rank else None
+    known = known or FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
+    what = "ended with exit code 0 before the run's end"
+    remark = f"{known.remark}: what it runs called exit; let it raise, or return"
+    return replace(known, what=what, remark=remark, code=1, may_pass=False)
 
 
 def _ended(code: int) -> str:

@@ -23,6 +23,7 @@ from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable
+from parallax.runtime.failure.heartbeat import FileHeartbeat, Heartbeat, NoHeartbeat
 from parallax.runtime.failure.refusal import end
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
@@ -110,6 +111,12 @@ def say(report: FailureReport) -> None:
         )
 
 
+def heartbeat_for_launcher() -> Heartbeat:
+    """This rank's, beside the file of last words, where the launcher is ours."""
+    file = os.environ.get(EXIT_REPORT)
+    return FileHeartbeat(Path(file).parent, int(os.environ["RANK"])) if file else NoHeartbeat()
+
+
 def read_exit_report(words: Path) -> FailureReport | None:
     """What the ranks told; None where none was able to."""
     try:
@@ -125,8 +132,11 @@ def follows(error: BaseException) -> bool:
 
 def may_pass(error: BaseException) -> bool:
     """Whether another attempt may well go on after ``error``: a disk or a network may be back, a device answer again.
-    What Python raises for mistakes in programs comes again, and so do wrong input and wrong numbers."""
-    return error.may_pass if isinstance(error, ParallaxError) else not isinstance(error, _MISTAKES)
+    What Python raises for mistakes in programs comes again, and so do wrong input, wrong numbers, and a program's wish
+    to exit."""
+    if isinstance(error, ParallaxError):
+        return error.may_pass
+    return isinstance(error, Exception) and not isinstance(error, _MISTAKES)
 
 
 def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from parallax.common.signals import exit_code, stopped_by
 from parallax.errors import printable
 from parallax.plan.schedule import Action, Kind
 
@@ -236,6 +237,19 @@ def complaint(
     where = f"in {found}" if found.action else str(found)
     still = ", without a sign of life" if found.phase and not late and not found.waits else ""
     return f"has been {where}, for {found.seconds:.0f} s{still}", remark
+
+
+def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
+    """Of a ``rank`` that was asked to end by signal ``number``, and has not saved in the time that there is for it;
+    ``what`` it does instead."""
+    return FailureReport(
+        rank,
+        FailureKind.OVERDUE,
+        f"{stopped_by(number)}, but nothing could be saved within {grace_seconds:g} s (trainer.grace_seconds):",
+        what,
+        "; what came after the last checkpoint is lost, the same run continues from there",
+        exit_code(number) or 1,
+    )
 
 
 def remedy(limit_seconds: float, phase_seconds: float) -> str:

@@ -31,6 +31,7 @@ from pathlib import Path
 from parallax.common.signals import Requests, exit_code, stopped_by
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
+from parallax.runtime.failure.heartbeat import BeatStatus, Heartbeat
 from parallax.runtime.failure.life import where
 from parallax.runtime.failure.links import (
     UNREACHABLE_SECONDS,
@@ -46,6 +47,7 @@ from parallax.runtime.failure.report import (
     RankStatus,
     complaint,
     name,
+    overdue,
     remedy,
     root_cause,
     speaker,
@@ -86,8 +88,11 @@ class HangLimits:
 class Watch:
     """One rank's watch. Made by :meth:`start`, and closed where the run ends in order."""
 
-    def __init__(self, met: Meeting, say: Callable[[FailureReport], None]) -> None:
+    def __init__(
+        self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat
+    ) -> None:
         self.rank, self._met, self._say = met.rank, met, say
+        self._heartbeat = heartbeat
         self._links = dict(met.links)
         size = len(met.pids)
         # Slower where there are many.
@@ -114,10 +119,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="parallax-watch", daemon=True)
 
     @classmethod
-    def start(cls, say: Callable[[FailureReport], None]) -> Watch:
+    def start(cls, say: Callable[[FailureReport], None], heartbeat: Heartbeat) -> Watch:
         """Begin to watch. Called by the main thread of every rank, with torch's world initialised where there is one.
-        ``say`` is called on the rank that speaks, by any thread."""
-        watch = cls(meet(), say)
+        ``say`` is called on the rank that speaks, by any thread; ``heartbeat`` tells the launcher that this rank is
+        there."""
+        watch = cls(meet(), say, heartbeat)
         watch._thread.start()
         return watch
 
@@ -269,6 +275,8 @@ class Watch:
             self._told = now
             for link in self._links.values():
                 link.send({"seen": seen.to_list()})
+            limits = self._limits.seconds and self._silent_seconds, self._limits.grace_seconds
+            self._heartbeat.beat(BeatStatus(self._name(self.rank, seen.action), seen, *limits))
         if self._late():
             self.claim(self._overdue())
         self._look_beside(now)
@@ -294,26 +302,23 @@ class Watch:
         return open_request and 0 < self._limits.grace_seconds < self._requests.seconds
 
     def _overdue(self) -> FailureReport:
-        number, seconds = self._requests.first, self._limits.grace_seconds
         seen = self._seen[self.rank]
-        return FailureReport(
-            self.rank,
-            FailureKind.OVERDUE,
-            f"{stopped_by(number)}, but nothing could be saved within {seconds:g} s (trainer.grace_seconds):",
-            f"{self._name(self.rank, seen.action)} is still {'in ' if seen.action else ''}{seen}",
-            "; what came after the last checkpoint is lost, the same run continues from there",
-            exit_code(number) or 1,
-        )
+        what = f"{self._name(self.rank, seen.action)} is still {'in ' if seen.action else ''}{seen}"
+        return overdue(self.rank, self._requests.first, self._limits.grace_seconds, what)
+
+    @property
+    def _silent_seconds(self) -> float:
+        """That a rank may be silent now, where there is a limit."""
+        return max(self._limits.after(len(self._own.steps)), 4 * _BEAT_SECONDS * self._pace)
 
     def _judge(self, now: float) -> None:
         """Rank 0 judges all, the others rank 0, and that only if it does not answer."""
         heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
-        limit = max(self._limits.after(len(self._own.steps)), 4 * _BEAT_SECONDS * self._pace)
         seen = [
             replace(each, silent_seconds=now - heard.get(rank, now))
             for rank, each in enumerate(self._seen)
         ]
-        found = root_cause(seen, limit, self._limits.phase_seconds)
+        found = root_cause(seen, self._silent_seconds, self._limits.phase_seconds)
         if found is None or (self.rank != 0 and found != (0, FailureKind.SILENT)):
             return
         rank, how = found

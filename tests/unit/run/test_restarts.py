@@ -103,7 +103,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     )
     assert Failure.of({0: 3}, None).report.text == "rank 0 ended with exit code 3"
     assert Failure.of({0: -signal.SIGSEGV}, None).report.text == "rank 0 was killed by SIGSEGV"
-    assert "starts the ranks was killed by SIGKILL" in Failure.of_server(-9).report.text
+    assert "starts the ranks was killed by SIGKILL" in Failure.of_server(-9, None).report.text
 
 
 def test_copies_in_memory_come_first(tmp_path: Path) -> None:
