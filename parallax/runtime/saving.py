@@ -134,8 +134,8 @@ class Saving:
         self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:
         """Write a checkpoint below ``directory``, on each node its ranks' part where they share none; ``told`` is kept
-        with it, as JSON. Its folder. Of older ones stay those that ``retention`` says. Raises :class:`NonFiniteError`
-        where a weight is no number, and then leaves nothing either."""
+        with it: the caller's ``state``, and ``metrics``. Its folder. Of older ones stay those that ``retention`` says.
+        Raises :class:`NonFiniteError` where a weight is no number, and then leaves nothing either."""
         self.begin(directory, step, told, retention)
         path = self.pending.finish()
         assert path is not None
@@ -158,6 +158,7 @@ class Saving:
         retention: Retention,
     ) -> None:
         self._say_what_is_left_out()
+        kept = told | {"state": json.loads(checkpoint.state_text(told["state"]))}  # as it is now
         partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
         fence = self._fence_of((directory,))
 
@@ -184,10 +185,7 @@ class Saving:
                 sites=sites,
                 fence=fence,
                 spreads=directory in self._apart,
-                told={
-                    **self._known(step, fence, marks),
-                    **json.loads(json.dumps(told)),
-                },  # as it is now
+                told=self._known(step, fence, marks) | kept,
                 retention=retention,
                 thread=thread,
                 part=writer.end(),

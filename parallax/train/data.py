@@ -92,7 +92,8 @@ class Source(Protocol):
         """Held-out batch ``index``; the same rows each time."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, as JSON can hold it. Asked before each batch, should its step be given up."""
+        """Where the next batch begins: numbers, text, tensors, arrays, in lists and dictionaries, 64 MiB at most as
+        text. Asked before each batch, should its step be given up."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""

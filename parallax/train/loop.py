@@ -23,6 +23,7 @@ from parallax.errors import (
     check_positive,
 )
 from parallax.runtime.batch import Rows
+from parallax.runtime.checkpoint import state_text, thaw
 from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
@@ -239,7 +240,7 @@ class _Run:
     def _take_step(self, voice: Voice) -> StepResult | None:
         """None where all ranks gave it up, as one was asked to end: they have a checkpoint of the one before."""
         with self._onlooker.phase("fetching rows"):
-            before = json.dumps(self._state())  # as it is now: a source may go on with what it gave
+            before = state_text(self._state())  # as it is now: a source may go on with what it gave
             batch = self._checkup.fetch(self._fetch)
         try:
             with self._recording.step(), self._saves.saved_before(voice):
@@ -249,7 +250,7 @@ class _Run:
             voice.note(
                 f"step {self._engine.completed_steps + 1} is given up: a rank was asked to end"
             )
-            self._saves.save(voice, json.loads(before), {}, last=True)
+            self._saves.save(voice, thaw(json.loads(before)), {}, last=True)
             return None
 
     def _fetch(self) -> Rows:

@@ -13,6 +13,7 @@ from torch import Tensor
 from parallax.common.documents import MANIFEST_BYTES, any_json, read_text
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import held_in
+from parallax.runtime.checkpoint.caller_state import thaw
 from parallax.runtime.checkpoint.checksums import SEAL, checksum, seal, verify_file
 from parallax.runtime.checkpoint.folder import INDEX, VERSION
 
@@ -25,7 +26,7 @@ class CheckpointReader:
         self.directory = directory
         index = _read_index(directory)
         with _as_damage(directory):
-            self.step, self.state = int(index["step"]), dict(index["state"])
+            self.step, self.state = int(index["step"]), dict(thaw(index["state"]))
             self.scale, self.metrics = dict(index.get("scale", {})), dict(index.get("metrics", {}))
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             # When its run was started; older ones do not say.

@@ -1,0 +1,94 @@
+"""What a source of rows keeps in checkpoints: it goes on from there exactly, or is told at once that it could not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallax.runtime.checkpoint import list_checkpoints
+from tests.faults.commands import check_same_weights, one_line, prepared
+
+Called = Callable[..., tuple[int, str, str]]
+
+# Draws rows by three generators, of which none has a state that JSON can hold.
+SOURCE = """
+import random, numpy, torch
+from torch import nn
+from parallax import TensorRows
+
+class Rows:
+    def __init__(self, keep="all"):
+        self.keep = keep
+        self.own, self.torch = random.Random(1), torch.Generator().manual_seed(1)
+        self.numpy = numpy.random.RandomState(1)
+    def batch(self, rows):
+        shift = self.own.randrange(8) + self.numpy.randint(8)
+        inputs = (torch.randint(0, 8, (rows, 4), generator=self.torch) + shift) % 8
+        return TensorRows(inputs, inputs[:, 0])
+    def validation(self, index, rows):
+        return TensorRows(torch.zeros(rows, 4, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+    def state_dict(self):
+        if self.keep == "large":
+            return {"rows": [1, 2.5] * 1_100_000}
+        if self.keep == "generator":
+            return {"rows": {"torch": self.torch}}
+        return {3: self.own.getstate(), "torch": self.torch.get_state(), "numpy": self.numpy.get_state()}
+    def load_state_dict(self, state):
+        self.own.setstate(state[3])
+        self.torch.set_state(state["torch"])
+        self.numpy.set_state(state["numpy"])
+
+def build():
+    return nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(32, 8))
+"""
+OWN = [
+    "model=custom",
+    "model.target=own_state:build",
+    "+model.kwargs={}",
+    "data=custom",
+    "data.target=own_state:Rows",
+    "trainer.global_batch=4",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=2",
+    "logger.tensorboard=false",
+    "optimizer.final_rate=1",
+]
+
+
+def test_states_of_generators_go_on(here: Path, called: Called) -> None:
+    (here / "own_state.py").write_text(SOURCE)
+    whole = prepared(*OWN, "trainer.steps=4", name="whole", replicas=(1,))
+    cut = prepared(*OWN, "trainer.steps=2", name="cut", replicas=(1,))
+    for run in (whole, cut):
+        assert called("train", "--run-dir", str(run))[0] == 0
+    settings = (cut / "config.yaml").read_text()
+    (cut / "config.yaml").write_text(settings.replace("steps: 2", "steps: 4"))
+    code, out, _ = called("train", "--run-dir", str(cut))
+    assert code == 0
+    assert "continuing after step 2" in out
+    check_same_weights(cut, whole)
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        ("generator", "(state_dict()) holds a Generator at ['source']['rows']['torch']: accepted"),
+        pytest.param(
+            "large",
+            "(state_dict()) holds 2,200,002 values, and at most 2,097,152 are kept",
+            marks=pytest.mark.faults,
+        ),
+    ],
+)
+def test_what_could_not_be_read_again_ends_before_the_first_step(
+    here: Path, called: Called, keep: str, said: str
+) -> None:
+    (here / "own_state.py").write_text(SOURCE)
+    run = prepared(*OWN, f"+data.kwargs={{keep:{keep}}}", replicas=(1,))
+    code, out, err = called("train", "--run-dir", str(run))
+    assert code == 2
+    assert said in one_line(err)
+    assert "step " not in out
+    assert list_checkpoints(run / "checkpoints") == []
