@@ -44,8 +44,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` in place of ``path``, whole, with the rights of any new file, so that others may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # of an earlier process of the same number; or a link
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -29,13 +29,14 @@ _log = logging.getLogger(__name__)
 def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the run directory, made where it is missing; what was made and stays empty is removed at the end.
 
-    Raises :class:`ConfigError` where another process still holds it after ``patience_seconds``, naming that one, or
-    where it cannot be made.
+    Raises :class:`ConfigError` where another process still holds it after ``patience_seconds``, naming that one, where
+    it cannot be made, or where there are symbolic links in it.
     """
     made = _make(directory)
     try:
         handle = _acquire(directory / LOCK, time.monotonic() + patience_seconds)
         try:
+            _check_no_links(directory)
             yield
         finally:
             with contextlib.suppress(OSError):
@@ -86,6 +87,19 @@ def _check_own(directory: Path) -> None:
         raise ConfigError(
             f"{printable(str(directory))} is another user's (uid {found.st_uid}): choose another name, or copy it"
         )
+
+
+def _check_no_links(directory: Path) -> None:
+    """Refuse a directory with symbolic links in it: what is written there would change, or what is removed there would
+    take away, something elsewhere. Somebody may have made them for that, in a folder that was unpacked."""
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                raise ConfigError(
+                    f"{printable(path)} is a symbolic link, through which nothing is written: put what it leads to in "
+                    "its place, or remove it (checkpoint.directory=FOLDER keeps checkpoints elsewhere)"
+                )
 
 
 def _acquire(path: Path, until: float) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.common.events import Span, read_events
+from parallax.common.files import replace_text
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
 from parallax.plan.cluster import Cluster
@@ -76,7 +77,7 @@ def correct(
     before = predict(inputs.profile, cluster, Pipeline.of(plan))
     profile = calibrate(inputs.profile, before.spans, measured, plan, cluster)
     after = predict(profile, cluster, Pipeline.of(plan))
-    (directory / CALIBRATED).write_text(profile.to_json() + "\n", encoding="utf-8")
+    replace_text(directory / CALIBRATED, profile.to_json() + "\n")
     return CorrectedProfile(
         profile=profile,
         path=remember_run_profile(profile, config),

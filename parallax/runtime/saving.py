@@ -61,6 +61,7 @@ class Saving:
         self._scale = scale
         self._said = not chain.left_out or mesh.rank > 0
         self._sites: dict[Path, Sites] = {}
+        self._above: dict[Path, Path] = {}  # what each lay in when it was used first
         self._apart: set[Path] = set()
         self._fence: Fence | None = None
         # Where one memory is both, copies are no more the device's than those of an accelerator's are.
@@ -71,7 +72,7 @@ class Saving:
     def usable(self, *directories: Path) -> tuple[list[Path], list[str]]:
         """Checkpoints below ``directories`` of which the nodes have all parts, the best to go on from last, and what is
         to be said of others; what interrupted saves have left is removed. Of two starts of a run the later one counts.
-        Raises :class:`CheckpointError` where nodes have checkpoints and none is whole."""
+        Raises :class:`CheckpointError` where there are checkpoints and none is whole."""
         fence = self._fence_of(directories)
         found: list[tuple[float, str, Path]] = []
         told: list[str] = []
@@ -85,13 +86,15 @@ class Saving:
                     checkpoint.remove_partial(directory)
 
             from_all(clean if sites.leads else lambda: None)
-            whole, lost = whole_checkpoints(directory, sites, self._mesh.nodes)
+            whole, others = whole_checkpoints(directory, sites, self._mesh.nodes)
             found += [(each.started, each.name, directory / each.name) for each in whole]
-            told += lost
+            told += others
             if directory not in self._apart:  # what hosts had in memory is gone for good
-                missing = missing or lost
+                missing = missing or others
         if missing and not found:
-            raise CheckpointError(missing[-1])
+            raise CheckpointError(
+                f"{missing[-1]} (no other checkpoint is whole; another name=NAME starts anew)"
+            )
         return [path for _, _, path in sorted(found, key=lambda each: each[:2])], told
 
     def begin_start(self, *directories: Path) -> None:
@@ -164,6 +167,7 @@ class Saving:
 
         def begin() -> None:
             fence.hold(directory)
+            self._check_there(directory)
             checkpoint.begin(partial)
 
         from_all(lambda: begin() if sites.leads else None)
@@ -231,13 +235,24 @@ class Saving:
         """Which ranks share ``directory``; they are asked once."""
         if directory not in self._sites:
             # Relative where it was asked for like that: nodes may start in folders of other names.
-            above = from_first(
+            nearest = from_first(
                 lambda: next(
                     folder for folder in (directory, *directory.parents) if folder.is_dir()
                 )
             )
-            self._sites[directory] = find_sites(above, self._mesh.nodes)
+            self._sites[directory] = find_sites(nearest, self._mesh.nodes)
+            self._above[directory] = next(each for each in directory.parents if each.is_dir())
         return self._sites[directory]
+
+    def _check_there(self, directory: Path) -> None:
+        """A folder that somebody removed or moved is not made again: a part of the run would lie there, as if it were
+        the run."""
+        above = self._above.get(directory)
+        if above is not None and not above.is_dir():
+            raise CheckpointError(
+                f"{above} has been removed or moved while the run was trained, so nothing can be saved there: move it "
+                "back, and the same command goes on from its last checkpoint"
+            )
 
     def _say_what_is_left_out(self) -> None:
         """Once, on one rank."""

@@ -4,6 +4,8 @@ been."""
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,16 @@ import torch
 
 from parallax.errors import CheckpointError
 from parallax.runtime.checkpoint import checkpoint_name, list_checkpoints
-from tests.faults.commands import prepared, running, weights
+from tests.faults.commands import (
+    ENDLESS,
+    finish,
+    one_line,
+    prepared,
+    running,
+    stepping,
+    temporary,
+    weights,
+)
 from tests.faults.failing import fail_in_save
 from tests.results import read_metrics
 
@@ -69,14 +80,14 @@ def test_a_fault_behind_the_steps_leaves_the_checkpoint_before(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("where", ["weight", "state", "header", "index", "truncated"])
+@pytest.mark.parametrize("where", ["weight", "state", "header", "index", "truncated", "gone"])
 def test_damage_is_named_and_the_checkpoint_before_is_taken(
     here: Path, called: Called, where: str
 ) -> None:
     expected = undisturbed(called)
     run = Path("runs/whole")
     last = list_checkpoints(run / "checkpoints")[-1]
-    file = last / ("checkpoint.json" if where == "index" else "stage-01.safetensors")
+    file = last / ("checkpoint.json" if where in ("index", "gone") else "stage-01.safetensors")
     named = damage(file, where)
     code, out, err = called("train", "--run-dir", str(run))
     assert code == 0, err
@@ -89,6 +100,9 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(
 
 def damage(file: Path, where: str) -> str:
     """What is named."""
+    if where == "gone":
+        file.unlink()
+        return "No such file"
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
     if where in ("weight", "state"):
@@ -104,3 +118,54 @@ def damage(file: Path, where: str) -> str:
     data[at] ^= 1
     file.write_bytes(data)
     return "damaged"
+
+
+SHORT = [
+    "experiment=tiny",
+    "data.max_bytes=64KiB",
+    "trainer.global_batch=4",
+    "trainer.steps=2",
+    "logger.tensorboard=false",
+]
+
+
+@pytest.mark.parametrize("what", ["gone", "index"])
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(
+    here: Path, called: Called, what: str
+) -> None:
+    """It would write over what could be restored."""
+    run = prepared(*SHORT, replicas=(1,))
+    assert called("train", "--run-dir", str(run))[0] == 0
+    (last,) = list_checkpoints(run / "checkpoints")
+    damage(last / "checkpoint.json", what)
+    left = {path: path.read_bytes() for path in last.iterdir()}
+    code, out, err = called("train", "--run-dir", str(run))
+    assert code == CheckpointError.exit_code
+    assert re.fullmatch(
+        rf"parallax: {last / 'checkpoint.json'} is damaged \(.*\); use an earlier one \(no other checkpoint is whole; "
+        r"another name=NAME starts anew\)|parallax: .*: it is damaged \(SHA-256\).*starts anew\)",
+        one_line(err),
+    ), err
+    assert "step " not in out
+    assert {path: path.read_bytes() for path in last.iterdir()} == left
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_the_folder_of_a_run_that_is_gone_is_not_made_again(here: Path, how: str) -> None:
+    """A part of the run would lie there, as if it were the run."""
+    run = prepared(*ENDLESS, "trainer.checkpoint_every=20", replicas=(1,))
+    launcher = stepping(run)
+    if how == "moved":
+        run.rename("elsewhere")
+    else:
+        shutil.rmtree(run)
+    code, _, err = finish(launcher)
+    assert code == CheckpointError.exit_code, err
+    assert one_line(err) == (
+        f"parallax: {run} has been removed or moved while the run was trained, so nothing can be saved there: move it "
+        "back, and the same command goes on from its last checkpoint"
+    )
+    assert not run.exists()
+    assert running(here) == []
+    assert temporary() == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallax.common import trust
+from parallax.common.files import replace_text
 from parallax.common.lock import LOCK, locked
 from parallax.errors import ConfigError
 from parallax.swap.stores.files import private_file
@@ -48,6 +49,39 @@ def test_a_link_is_no_folder_of_a_run(tmp_path: Path) -> None:
     ):
         pass
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "checkpoints", "debug/steps.csv", "checkpoints/step-00000001", "gone"]
+)
+def test_links_inside_of_the_folder_of_a_run_are_refused(tmp_path: Path, name: str) -> None:
+    """What is written through one would change something of its user's elsewhere."""
+    run, target = tmp_path / "run", tmp_path / "target"
+    link = run / name
+    link.parent.mkdir(parents=True)
+    if name != "gone":
+        target.mkdir()
+    link.symlink_to(target)
+    with (
+        pytest.raises(ConfigError, match="is a symbolic link, through which nothing is written"),
+        locked(run),
+    ):
+        pass
+    assert sorted(path.name for path in run.iterdir()) == [name.partition("/")[0]]
+    link.unlink()
+    with locked(run):
+        pass
+
+
+def test_what_is_replaced_is_not_written_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("theirs")
+    for name in ("report.html", f".report.html.{os.getpid()}"):
+        (tmp_path / name).symlink_to(target)
+    replace_text(tmp_path / "report.html", "ours")
+    assert target.read_text() == "theirs"
+    assert (tmp_path / "report.html").read_text() == "ours"
+    assert not (tmp_path / "report.html").is_symlink()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")

@@ -35,6 +35,8 @@ def rescue(directory: Path, checkpoints: Path) -> str:
         latest = max(map(lateness, list_checkpoints(checkpoints)), default=(0.0, ""))
         moved = newest is not None and lateness(newest) > latest
         if newest is not None and moved:
+            if not directory.is_dir():
+                raise CheckpointError(f"{directory} has been removed or moved")
             _move(newest, checkpoints)
     except (OSError, CheckpointError, ConfigError) as error:
         if found is not None:

@@ -20,7 +20,7 @@ from parallax.errors import CheckpointError, printable
 from parallax.machine.host import node_name
 from parallax.nodes.places import Nodes, Sites
 from parallax.nodes.together import from_all
-from parallax.runtime.checkpoint import CheckpointReader, digest, list_checkpoints
+from parallax.runtime.checkpoint import CheckpointReader, digest, list_checkpoints, step_of
 from parallax.runtime.checkpoint.folder import INDEX
 
 
@@ -65,7 +65,9 @@ def whole_checkpoints(
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
     """What this node has, and what is wrong with the rest."""
     held, damaged = dict[str, HeldParts](), list[str]()
-    for path in list_checkpoints(directory):
+    # One that has lost its index says so, as any other that is damaged.
+    named = {path for path in directory.glob("step-*") if step_of(path) is not None}
+    for path in sorted({*list_checkpoints(directory), *named}):
         try:
             reader = CheckpointReader(path)
         except CheckpointError as error:
