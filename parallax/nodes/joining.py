@@ -7,14 +7,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from parallax.errors import AbsentError, ConfigError, printable
 from parallax.machine.host import interface_of, own_address
+from parallax.nodes.meeting import OpenMeeting, ask
 from parallax.nodes.objects import sign_with
 from parallax.nodes.secret import agree, ranks_in_words, run_secret
 
@@ -29,13 +29,15 @@ _LATE_SECONDS = 5.0  # by which torch may be late itself
 def start_processes(file: str | None = None) -> None:
     """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
 
-    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, where those that have a secret
-    prove it (:mod:`parallax.nodes.secret`). Then they talk over the network card that leads there, unless the user
-    names another: gloo asks for this host's name, which often means loopback.
+    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, apart from those that were there
+    before (:mod:`parallax.nodes.meeting`), where those that have a secret prove it (:mod:`parallax.nodes.secret`). Then
+    they talk over the network card that leads there, unless the user names another: gloo asks for this host's name,
+    which often means loopback.
     """
     store: Any
+    answer: Callable[[], object] = _nothing
     if file is None:
-        store, rank, size = _network_store()
+        store, answer, rank, size = _network_store()
     else:
         rank, size, restart = (
             int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -46,7 +48,14 @@ def start_processes(file: str | None = None) -> None:
     addresses.set(str(rank), own)
     roll_call = dist.PrefixStore("roll-call", store)  # type: ignore[attr-defined]
     limit = join_seconds()
-    wait_for_all(roll_call, rank, size, join_seconds=limit, note_seconds=_note_seconds(limit))
+    wait_for_all(
+        roll_call,
+        rank,
+        size,
+        join_seconds=limit,
+        note_seconds=_note_seconds(limit),
+        meanwhile=answer,
+    )
     meeting = dist.PrefixStore("secret", store)  # type: ignore[attr-defined]
     sign_with(agree(meeting, rank, size, run_secret()) if file is None else b"")
     if file is None:
@@ -75,10 +84,10 @@ def join_seconds() -> float:
     return float(said or JOIN_SECONDS)
 
 
-def _network_store() -> tuple[Any, int, int]:
-    """Torch's store at MASTER_ADDR, this rank and how many there are. Until rank 0 is there the others cannot know who
-    else is missing; so it is the one that they wait for. Torch waits in silence, and for ever where another program
-    listens at the port."""
+def _network_store() -> tuple[Any, Callable[[], object], int, int]:
+    """Torch's store at MASTER_ADDR, what is to be done there until all have come, this rank and how many there are.
+    Until rank 0 is there the others cannot know who else is missing; so it is the one that they wait for. Torch waits
+    in silence, and for ever where another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
@@ -101,8 +110,8 @@ def _network_store() -> tuple[Any, int, int]:
         timer.daemon = True
         timer.start()
     try:
-        store = _store(int(rank), int(size), datetime.timedelta(seconds=limit))
-    except dist.DistError as error:
+        store, answer = _store(int(rank), int(size), limit)
+    except (dist.DistError, TimeoutError) as error:
         if rank == "0" or time.monotonic() - begun < limit:
             raise
         raise AbsentError(absent) from error
@@ -110,17 +119,33 @@ def _network_store() -> tuple[Any, int, int]:
         for timer in timers:
             timer.cancel()
     store.set_timeout(TIMEOUT)
-    return store, int(rank), int(size)
+    return store, answer, int(rank), int(size)
 
 
-def _store(rank: int, size: int, limit: datetime.timedelta) -> Any:
-    """Of rank 0, which does not wait there for the others; or that of torchrun's agent."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(iter(rendezvous("env://", timeout=limit)))[0]
+def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
+    """Of rank 0, which does not wait there for the others; or this meeting's part of that of torchrun's agent, which
+    outlives its ranks, and what rank 0 does there until all have come."""
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False
+    outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    end = time.monotonic() + limit
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        size,
+        is_master=rank == 0 and not outlives,
+        timeout=datetime.timedelta(seconds=limit),
+        wait_for_workers=False,
     )
+    if not outlives:
+        return store, _nothing
+    if rank == 0:
+        meeting = OpenMeeting(store)
+        return meeting.part, meeting.answer
+    return ask(store, max(0.0, end - time.monotonic())), _nothing
+
+
+def _nothing() -> None:
+    """To be done while others are waited for."""
 
 
 def _note_seconds(limit: float) -> float:
@@ -134,18 +159,21 @@ def wait_for_all(
     *,
     join_seconds: float = JOIN_SECONDS,
     note_seconds: float = NOTE_SECONDS,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> None:
     """Wait for every rank to call this with the same ``store`` of torch, and say which do not: torch would wait for
     twice as long and name none.
 
     Raises :class:`AbsentError` after ``join_seconds``; after ``note_seconds`` the first of those that are here says on
-    stderr whom it waits for. Raises :class:`ConfigError` where another rank counts another number of ranks.
+    stderr whom it waits for. ``meanwhile`` is called again and again. Raises :class:`ConfigError` where another rank
+    counts another number of ranks.
     """
     _check_size(store, rank, size)
     store.set(f"rank {rank}", "")
     store.add("here", 1)
     start, noted = time.monotonic(), False
     while store.add("here", 0) < size:
+        meanwhile()
         if store.check(["another size"]):
             raise ConfigError(store.get("another size").decode())
         seconds = time.monotonic() - start

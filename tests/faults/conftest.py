@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,6 +33,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for process in left:
         process.kill()
     assert not left
+
+
+@pytest.fixture
+def port() -> int:
+    """One that is free on this host."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture

@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.agent import agents_store
 from tests.distributed.pool import ROOT
 
 pytestmark = pytest.mark.faults
@@ -17,10 +19,17 @@ pytestmark = pytest.mark.faults
 JOIN_SECONDS = 3
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+@pytest.fixture(params=["of rank 0", "of torchrun's agent"])
+def place(
+    request: pytest.FixtureRequest, port: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
+    """The port of the store at which ranks meet."""
+    if request.param == "of rank 0":
+        yield port
+    else:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        with agents_store() as served:
+            yield served
 
 
 def start(
@@ -45,18 +54,18 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return process.returncode, [line for line in err.splitlines() if line.startswith("parallax:")]
 
 
-def test_who_never_comes_is_said_and_ends_the_run(tmp_path: Path, port: int) -> None:
-    code, said = ended(start(tmp_path, 0, 2, port))
+def test_who_never_comes_is_said_and_ends_the_run(tmp_path: Path, place: int) -> None:
+    code, said = ended(start(tmp_path, 0, 2, place))
     assert code == 1
     assert said[0] == "parallax: waiting for 1 of 2 ranks: rank 1; up to 3 s"
     assert "rank 1 of 2 has not come within 3 s" in said[1]
 
 
-def test_rank_0_never_comes(tmp_path: Path, port: int) -> None:
-    code, said = ended(start(tmp_path, 1, 2, port))
+def test_rank_0_never_comes(tmp_path: Path, place: int) -> None:
+    code, said = ended(start(tmp_path, 1, 2, place))
     assert code == 1
-    assert said[0] == f"parallax: waiting for rank 0 of 2 at 127.0.0.1:{port}, up to 3 s"
-    assert f"rank 0 of 2 has not come to 127.0.0.1:{port} within 3 s" in said[1]
+    assert said[0] == f"parallax: waiting for rank 0 of 2 at 127.0.0.1:{place}, up to 3 s"
+    assert f"rank 0 of 2 has not come to 127.0.0.1:{place} within 3 s" in said[1]
 
 
 def test_a_port_that_another_program_has(tmp_path: Path) -> None:
@@ -73,8 +82,8 @@ def test_a_port_that_another_program_has(tmp_path: Path) -> None:
         assert "whether another program has that port" in said[-1]
 
 
-def test_ranks_that_count_otherwise_are_told_so(tmp_path: Path, port: int) -> None:
-    both = start(tmp_path, 0, 2, port, 60), start(tmp_path, 1, 3, port, 60)
+def test_ranks_that_count_otherwise_are_told_so(tmp_path: Path, place: int) -> None:
+    both = start(tmp_path, 0, 2, place, 60), start(tmp_path, 1, 3, place, 60)
     for code, said in map(ended, both):
         assert code == 2
         assert "as one of 3" in said[-1]

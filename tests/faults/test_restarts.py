@@ -257,25 +257,35 @@ def test_a_request_to_end_is_served_after_a_restart(here: Path) -> None:
     assert temporary() == []
 
 
+def torchrun(ranks: int, port: int, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
+        *("--max-restarts=2", "--monitor-interval=0.1"),
+        *(each.format(port=port) for each in more),
+        *("-m", "parallax", "train"),
+    ]
+
+
 LINES = {
-    "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-        *("--max-restarts=2", "--monitor-interval=0.1", "-m", "parallax"),
-    ],
-    "local.sh": [str(ROOT / "launch" / "local.sh")],
+    "standalone": ["--standalone"],
+    "static": ["--master-port={port}"],
+    "local.sh": [],
 }
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("line", LINES)
-def test_under_torchrun_restarts_are_its_own(here: Path, called: Called, line: str) -> None:
-    """Whatever the settings say; they are counted all the same, and nothing is lost."""
+def test_under_torchrun_restarts_are_its_own(
+    here: Path, called: Called, line: str, port: int
+) -> None:
+    """Whatever the settings say; they are counted all the same, and nothing is lost. torchrun's store outlives its
+    ranks, unless a variable asks for another, which it does not heed where it has a fixed port."""
     reference = plain(called, *kill_at())
     run = prepared(*kill_at((1, 3, "forward"), (0, 5, "update")), f"trainer.steps={STEPS}")
-    command = [*LINES[line], *(["train"] if line == "torchrun" else []), "--run-dir", str(run)]
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if line == "torchrun" else {}
-    variables |= {"PYTHON": sys.executable, "PROCESSES": "2", "RESTARTS": "2"}
-    code, _, err = finish(start(command, **variables))
+    script = [str(ROOT / "launch" / "local.sh")]
+    command = script if line == "local.sh" else torchrun(2, port, *LINES[line])
+    variables = {"PYTHON": sys.executable, "PROCESSES": "2", "RESTARTS": "2"}
+    code, _, err = finish(start([*command, "--run-dir", str(run)], **variables))
     assert code == 0, err
     said = [text for text in err.splitlines() if text.startswith("parallax: ")]
     assert [re.match(r"parallax: rank (\d) .* ended without a word", text)[1] for text in said] == [
@@ -287,6 +297,27 @@ def test_under_torchrun_restarts_are_its_own(here: Path, called: Called, line: s
     assert (summary["restarts"], summary["lost_steps"]) == (2, 2)
     assert running(here) == []
     assert not [path for path in temporary() if not path.name.startswith("torchelastic_")]
+
+
+@pytest.mark.faults
+def test_two_torchruns_count_restarts_each_for_itself(
+    here: Path, called: Called, port: int
+) -> None:
+    """As on two hosts: the one whose rank was killed counts a restart, the other may not."""
+    reference = plain(called, *kill_at())
+    run = prepared(*kill_at((1, 3, "forward")), f"trainer.steps={STEPS}")
+    meeting = [
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}"),
+        *("--rdzv-id=counts", "--local-addr=127.0.0.1"),
+    ]
+    both = [
+        start([*torchrun(1, port, *meeting, f"--rdzv-conf=is_host={head}"), "--run-dir", str(run)])
+        for head in (1, 0)
+    ]
+    for code, _, err in map(finish, both):
+        assert code == 0, err
+    check_as_if_nothing_had_been(run, reference)
+    assert running(here) == []
 
 
 def lives(process: psutil.Process) -> bool:

@@ -165,7 +165,7 @@ def two_agents(here: Path, run: Path) -> Ended:
         )
         command.insert(command.index("-m", 3), "--local-addr=127.0.0.1")
         command += ["train", "--run-dir", str(run)]
-        launchers.append(start(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+        launchers.append(start(command))
     seconds = seconds_until_gone(here, lambda: launchers[0].poll() is not None)
     ended = [finish(launcher) for launcher in launchers]
     return Ended([code for code, _, _ in ended], "".join(err for _, _, err in ended), seconds)

@@ -1,0 +1,78 @@
+"""Ranks that are started again meet in a store that has all that those before them said."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallax.errors import ParallaxError
+from parallax.nodes.joining import start_processes
+from tests.distributed.agent import agents_store, running
+
+SECONDS = 60.0
+LATE_SECONDS = 1.0
+
+
+def rank(connection: Connection, number: int, told: int, variables: dict[str, str]) -> None:
+    """What the ranks told, summed up by torch; or why they have not met."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(number),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "PARALLAX_JOIN_SECONDS": "30",
+        "PARALLAX_SECRET": "known to all of them",
+        **variables,
+    }
+    try:
+        start_processes()
+    except ParallaxError as error:
+        connection.send(str(error))
+        return
+    sum_of_all = torch.tensor(told)
+    dist.all_reduce(sum_of_all)
+    connection.send(int(sum_of_all))
+    connection.recv()  # until it is killed
+
+
+def answers(
+    told: int, port: int, size: int = 2, late: int | None = None, **variables: str
+) -> set[Any]:
+    """Of all ranks, before they are killed; ``late`` comes when the others have had time to go on without it."""
+    where = {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), **variables}
+    with ExitStack() as stack:
+        ranks = []
+        for number in sorted(range(size), key=lambda number: number == late):
+            if number == late:
+                time.sleep(LATE_SECONDS)
+            ranks.append(stack.enter_context(running(rank, number, told, where)))
+        return {each.recv() for each in ranks if each.poll(SECONDS)}
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "late"),
+    [(2, "0", 0), (2, "1", 1), (3, "0", 1)],
+    ids=["a host was done without for a moment", "a rank was killed", "a host has gone"],
+)
+def test_ranks_meet_again(before: int, count: str, late: int) -> None:
+    """Torchrun counts no restart where hosts join or leave."""
+    with agents_store() as port:
+        assert answers(1, port, before) == {before}
+        again = answers(10, port, late=late, TORCHELASTIC_RESTART_COUNT=count)
+        assert again == {20}
+
+
+def test_who_asked_before_there_was_a_rank_0_and_died_is_not_waited_for() -> None:
+    """The next to come as rank 1 is another."""
+    with agents_store() as port:
+        where = {"MASTER_PORT": str(port), "WORLD_SIZE": "2", "PARALLAX_JOIN_SECONDS": "1"}
+        with running(rank, 1, 1, where) as gone:
+            assert f"rank 0 of 2 has not come to 127.0.0.1:{port} within 1 s" in gone.recv()
+        assert answers(10, port) == {20}
