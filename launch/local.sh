@@ -42,7 +42,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 meeting=$(mktemp -d "${TMPDIR:-/tmp}/parallax.XXXXXX")
 trap 'rm -rf "$meeting"' EXIT
 export PARALLAX_RENDEZVOUS=$meeting/ranks
-# Otherwise restarted ranks find the keys of those before them.
+# Otherwise torchrun opens a port for a store of the ranks, which meet at the file.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 "$python" -m torch.distributed.run \

@@ -80,7 +80,7 @@ cores=$(getconf _NPROCESSORS_ONLN)
 threads=$((cores / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 again=60 # seconds within which a HEAD that was there must be back
-# Otherwise restarted ranks find the keys of those before them.
+# Otherwise a host that joins is told of no store of the ranks, or of another one than the others.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export PARALLAX_JOIN_SECONDS=$join
 

@@ -25,7 +25,7 @@ on_node() {
     address=$(address_of "$SLURMD_NODENAME")
     threads=$(($(nproc) / processes))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    # Otherwise ranks that start again find the keys of those before them.
+    # The ranks have a store of their own, which ends with them.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     logs=$(mktemp -d "${TMPDIR:-/tmp}/parallax.XXXXXX")
     trap 'rm -rf "$logs"' EXIT # no local variable: the function is over then
