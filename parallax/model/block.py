@@ -127,17 +127,32 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Every part that :func:`transform` would change, with the keys that lead there; :class:`Field` of a dataclass."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
+    if is_nest(value):
+        for key, part in parts_of(value):
             yield from leaves(part, (*path, key))
-    elif isinstance(value, list) or type(value) is tuple or _has_names(value):
-        for index, part in enumerate(value):
-            yield from leaves(part, (*path, index))
-    elif is_record(value):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name), (*path, Field(field.name)))
     else:
         yield path, value
+
+
+def is_nest(value: Any) -> bool:
+    """Whether :func:`transform` looks inside of ``value``."""
+    return (
+        isinstance(value, Mapping | list)
+        or type(value) is tuple
+        or _has_names(value)
+        or is_record(value)
+    )
+
+
+def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a nest is made of, by the keys of :func:`leaves`; of what is no nest nothing."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list) or type(value) is tuple or _has_names(value):
+        yield from enumerate(value)
+    elif is_record(value):
+        for field in dataclasses.fields(value):
+            yield Field(field.name), getattr(value, field.name)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -50,6 +50,7 @@ from parallax.run.planning import (
 )
 from parallax.run.verified import check_rows, verify_run
 from parallax.runtime.batch import Rows
+from parallax.runtime.health.row_check import RowCheck
 from parallax.train.data import Source, TextDataConfig, TextSource, build_source
 
 logger = logging.getLogger("parallax")
@@ -129,7 +130,7 @@ def build_loss(config: RunConfig) -> Loss:
     return own
 
 
-def usual_loss(outputs: Any, targets: Tensor) -> Tensor:
+def usual_loss(outputs: Any, targets: Any) -> Tensor:
     """The loss that ``outputs`` have, as models of transformers have one where labels are among their inputs; otherwise
     mean cross-entropy: class scores in the last dimension of ``outputs``, or of its ``logits``, classes in
     ``targets``."""
@@ -141,6 +142,12 @@ def usual_loss(outputs: Any, targets: Tensor) -> Tensor:
         raise DescribeError(
             f"the model returns a {type(outputs).__name__} without logits or loss: let the rows' inputs have labels, "
             "with which a model of transformers computes its loss, or give the model a loss(outputs, targets)"
+        )
+    if not isinstance(targets, Tensor):
+        raise DescribeError(
+            f"the model's scores have shape {list(scores.shape)} and the targets are a {type(targets).__name__}: "
+            "cross-entropy takes a tensor of classes; let the rows' inputs have labels, with which a model of "
+            "transformers computes its loss, or give the model a loss(outputs, targets)"
         )
     if scores.ndim < 2 or scores.shape[:-1].numel() != targets.numel():
         raise DescribeError(
@@ -211,6 +218,18 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
     if not text and len(batch) > 1:
         _check_inputs(f"data.target={printable(target)}: the inputs", batch)
     return batch
+
+
+def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
+    """Those rows, whose inputs and targets are as many."""
+    batch = first_batch(config, open_source(config, quiet=quiet))
+    if isinstance(config.data, TextDataConfig):
+        return batch
+    wanted = config.trainer.global_batch
+    name = f"data.target={printable(config.data.target)}: the batch of validation(0, {wanted})"
+    checked = RowCheck().of(batch, name)
+    checked.check_last()
+    return checked
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
@@ -299,7 +318,7 @@ def _what_is_planned(
     )
     loss = build_loss(config)
     progress(doing(config, "fetching rows"))
-    batch = first_batch(config, open_source(config, quiet=False))
+    batch = _sampled(config, quiet=False)
     return chain, loss, batch
 
 
@@ -310,7 +329,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     progress(doing(config, "building the model"))
     chain, loss = build_chain(config), build_loss(config)
     progress(doing(config, "fetching rows"))
-    batch = first_batch(config, open_source(config, quiet=False))
+    batch = _sampled(config, quiet=False)
     verify_run(config, chain, loss, batch, progress)
     progress("profiling")
     return measure_model(
@@ -332,7 +351,7 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
         profile,
         build_chain(config),
         build_loss(config),
-        first_batch(config, open_source(config)),
+        _sampled(config),
         settled(local_cluster(config), config.plan),
         precision=config.precision,
         swap=config.swap,
@@ -388,6 +407,6 @@ def _shapes(config: RunConfig, chain: Chain) -> Sample:
             return (tokens,), tokens
 
         return text
-    batch = first_batch(config, open_source(config))
+    batch = _sampled(config)
     longest = longest_rows(batch)
     return lambda rows: (chain.arguments(batch.inputs(0, rows), longest), batch.targets(0, rows))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.channels.stage_io import StageIO
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.entry import GraphEntry
+from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.inputs import ModelInputs, Part
 from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.meters.spans import HostSpans, SpanClock
@@ -139,6 +140,7 @@ class Executor:
         self._gradients: dict[Key, Gradients] = {}
         self._outgoing_gradients: dict[Key, Gradients] = {}
         self._flights: dict[Key, _Flight] = {}
+        self._row_check = RowCheck()
 
     def run(self, step: StepContext) -> list[Span]:
         """Execute the program of ``step``; the spans that are known by then of training steps, this one's and what was
@@ -147,6 +149,9 @@ class Executor:
         spans = self._spans if step.training else HostSpans()
         post, ahead = self._crossings.post, self._crossings.posts
         self.cut = False
+        name = "the batch of" if step.training else "a batch that is evaluated at"
+        batch = self._row_check.of(step.batch, f"{name} step {index}")
+        step = replace(step, batch=batch)
         self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):

@@ -1,0 +1,133 @@
+"""Whether inputs and targets are as many as the rows that were asked for.
+
+Only the first stage asks for inputs and only the last for targets, and a loss need not mind how many it is given. So
+each answer is looked at. A tensor of another length may be one without rows, which is returned whole whichever rows are
+asked for; that is found out once, with rows that are asked for one by one, and only where a length is not the one due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from parallax.errors import DataError, HangError, printable
+from parallax.model.block import Field, is_ragged, parts_of
+from parallax.model.ragged import count_rows
+from parallax.runtime.batch import Rows
+
+Place = tuple[Any, ...]
+"""The keys that lead to a part of inputs or targets; the first is which of both."""
+
+
+class RowCheck:
+    """The check of one source's batches. It remembers which tensors have no rows."""
+
+    def __init__(self) -> None:
+        self._rowless: set[Place] = set()
+
+    def of(self, batch: Rows, name: str) -> CheckedRows:
+        """The same rows, checked; ``name`` is what an error calls the batch."""
+        return CheckedRows(batch, name, self._rowless)
+
+
+class CheckedRows:
+    """Rows whose inputs and targets raise :class:`DataError` where they are of another number."""
+
+    def __init__(self, batch: Rows, name: str, rowless: set[Place]) -> None:
+        self._batch, self._name, self._rowless = batch, name, rowless
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the batch says, such as ``longest``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batch, name)
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """See :class:`~parallax.runtime.batch.Rows`."""
+        return self._checked("inputs", start, stop)
+
+    def targets(self, start: int, stop: int) -> Any:
+        """See :class:`~parallax.runtime.batch.Rows`."""
+        return self._checked("targets", start, stop)
+
+    def check_last(self) -> None:
+        """Raise :class:`DataError` where the last row has no inputs or no targets."""
+        for ask in (self.inputs, self.targets):
+            ask(len(self) - 1, len(self))
+
+    def _checked(self, what: str, start: int, stop: int) -> Any:
+        values = getattr(self._batch, what)(start, stop)
+        for place, count in _counts(values, (what,)):
+            if count == stop - start or place in self._rowless:
+                continue
+            found = self._rows_at(place)
+            if not found:
+                self._rowless.add(place)
+                continue
+            few = found < len(self)
+            held = f"have {found}" if few else f"are {count} for {stop - start} row(s)"
+            raise DataError(
+                f"{self._name} has {len(self)} row(s), and its {_in_words(place)} {held}: give each row its inputs and "
+                "its targets; what has no rows is returned whole, whichever rows are asked for"
+            )
+        return values
+
+    def _rows_at(self, place: Place) -> int:
+        """How many rows the part at ``place`` has: one for each of the first ones, and none for those after its end.
+        0: it has none, or that is not known."""
+        what = place[0]
+        try:
+            one, two = (self._counts_of(what, 0, min(n, len(self))) for n in (1, 2))
+            # Of rows that are a list of tensors each tensor is one row.
+            if one.keys() != two.keys() and place[-1] is not list:
+                return 0
+            found = one.get(place, 0)
+            if found != 1 or two.get(place) not in (1, 2):
+                return 0
+            for row in range(1, len(self)):
+                count = self._counts_of(what, row, row + 1).get(place, 0)
+                if count not in ((0, 1) if found == row else (0,)):
+                    return 0
+                if row == 1 and count != two[place] - 1:
+                    return 0
+                found += count
+        except HangError:
+            raise
+        except Exception:  # a source of one's own that does not give them one by one
+            return 0
+        return found
+
+    def _counts_of(self, what: str, start: int, stop: int) -> dict[Place, int]:
+        return dict(_counts(getattr(self._batch, what)(start, stop), (what,)))
+
+
+def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
+    """How long everything in a nest is that may have rows: tensors of one dimension or more, what is ragged, lists."""
+    if isinstance(value, list):
+        yield (*place, list), len(value)
+    if is_ragged(value):
+        yield place, count_rows(value)
+    elif isinstance(value, Tensor):
+        if value.dim():
+            yield place, len(value)
+    else:
+        for key, part in parts_of(value):
+            yield from _counts(part, (*place, key))
+
+
+def _in_words(place: Place) -> str:
+    """``targets`` or ``inputs['mask']``.
+
+    >>> _in_words(("inputs", "mask", 0))
+    "inputs['mask'][0]"
+    """
+    what, *keys = place
+    ways = [
+        f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in keys if key is not list
+    ]
+    return printable("".join([what, *ways]))
