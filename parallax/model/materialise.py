@@ -93,8 +93,8 @@ def check_weights(chain: Chain) -> list[str]:
 def _check(
     chain: Chain, weights: CheckpointWeights, aliases: Mapping[str, Iterable[str]]
 ) -> list[str]:
-    shapes = {n: t.shape for n, t in chain.model.state_dict(keep_vars=True).items()}
-    wanted = {name: shapes[name] for names in chain.names for name in names.values()}
+    known = chain.model.state_dict(keep_vars=True)
+    wanted = {name: known[name] for names in chain.names for name in names.values()}
     buffers = {name for name, _ in chain.model.named_buffers()}
     made = set(wanted) - set(chain.construction.unwritten) if chain.partial_weights else set()
     return weights.check(wanted, aliases, buffers, made=made)

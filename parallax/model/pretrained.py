@@ -34,7 +34,7 @@ def read_weights(
         state = model.state_dict(keep_vars=True)
         aliases = tied_names(model)
         again = {name for names in aliases.values() for name in names}
-        wanted = {n: t.shape for n, t in state.items() if n not in again and n not in without}
+        wanted = {n: t for n, t in state.items() if n not in again and n not in without}
         buffers = {name for name, _ in model.named_buffers()}
         remarks = weights.check(
             wanted, aliases, ignored={*buffers, *without}, made=wanted if incomplete else ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -139,6 +141,18 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         for part in sorted(last.glob("*.safetensors"))
         for name, tensor in load_file(part).items()
     }
+
+
+def declare(path: Path, name: str, kind: str) -> None:
+    """Change what the header of a file says of a tensor of two bytes a number: another number format, with as many
+    numbers as go into its bytes."""
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    bits = {"F4": 4, "F6": 6, "F8": 8}[kind[:2]]
+    header[name] |= {"dtype": kind, "shape": [header[name]["shape"][0] * 16 // bits]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
 def check_same_weights(run: Path, other: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_header_that_lies(checkpoint: Path, how: str) -> None:
     with pytest.raises(CheckpointError):
         CheckpointReader(checkpoint).check({"w": torch.ones(4)})
     with pytest.raises(CheckpointError):
-        CheckpointWeights(part, OwnLayout()).check({"model/w": [4]}, {})
+        CheckpointWeights(part, OwnLayout()).check({"model/w": torch.ones(4)}, {})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 

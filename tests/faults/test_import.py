@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from parallax import cli, config
 from parallax.config import RunConfig
+from parallax.errors import CheckpointError
+from parallax.model.construction.weights import CheckpointWeights, OwnLayout
 from parallax.run.job import build_chain, build_loss, open_source
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 from parallax.runtime.engine import Engine
-from tests.faults.commands import TINY, one_line, prepared
+from tests.faults.commands import TINY, declare, one_line, prepared
 from tests.plans import make_plan
 
 SETTINGS = [*TINY, "trainer.steps=9", "optimizer.warmup_steps=1", "model.verify=false"]
@@ -208,7 +210,20 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "kind": (
         lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.int64)}),
-        "layers.0.up.bias is in torch.int64, and in the model it is in torch.float32",
+        "layers.0.up.bias is in torch.int64, and in the model it is in torch.float32: accepted are float64, float32, "
+        "float16, bfloat16 and float8",
+    ),
+    "bool": (
+        lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.bool)}),
+        "layers.0.up.bias is in torch.bool, and in the model it is in torch.float32: accepted are float64",
+    ),
+    "u16": (
+        lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.uint16)}),
+        "layers.0.up.bias is in torch.uint16, and in the model it is in torch.float32: accepted are float64",
+    ),
+    "complex": (
+        lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.complex64)}),
+        "layers.0.up.bias is in torch.complex64, and in the model it is in torch.float32: accepted are float64",
     ),
     "range": (
         lambda held: held.update(
@@ -227,6 +242,65 @@ def test_other_weights_are_refused_with_their_names(here: Path, imported: Import
     words = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
     assert said in one_line(imported(*words, code=2))
     assert sorted(path for path in here.rglob("*") if path.name != "runs") == before
+
+
+@pytest.mark.parametrize("kind", ["F4", "F8_E8M0", "F8_E4M3FNUZ"])
+def test_number_formats_that_are_not_read(here: Path, imported: Import, kind: str) -> None:
+    name = "layers.0.up.bias"
+    weights(here / "w.safetensors", lambda held: held.update({name: torch.zeros(64).half()}))
+    declare(here / "w.safetensors", name, kind)
+    line = one_line(
+        imported("w.safetensors", "--from", "safetensors", "name=other", *SETTINGS, code=2)
+    )
+    assert (
+        f"{name} is in number format {kind}, which is not read here: accepted are F64, F32" in line
+    )
+    assert not Path("runs/other").exists()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_floats_of_eight_bits_become_masters(here: Path, imported: Import, form: str) -> None:
+    given: dict[str, Tensor] = {}
+
+    def narrow(held: dict[str, Tensor]) -> None:
+        for number, name in enumerate(held):
+            dtype = (torch.float8_e4m3fn, torch.float8_e5m2)[number % 2]
+            held[name] = held[name].to(dtype)
+        given.update(held)
+
+    weights(here / "w.safetensors", narrow)
+    if form == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            save({"model": given}, checkpoint_id=here / "theirs", no_dist=True)
+    source = "theirs" if form == "dcp" else "w.safetensors"
+    imported(source, "--from", form, "name=other", *SETTINGS)
+    found = tensors(Path("runs/other"))
+    assert all(torch.equal(found[f"model/{name}"], value.float()) for name, value in given.items())
+
+
+def test_packed_numbers_of_a_distributed_folder(here: Path, imported: Import) -> None:
+    held: dict[str, Tensor] = {}
+    weights(here / "w.safetensors", lambda known: held.update(known))
+    name = "layers.0.up.bias"
+    held[name] = torch.zeros(256, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        save({"model": held}, checkpoint_id=here / "theirs", no_dist=True)
+    line = one_line(imported("theirs", "--from", "dcp", "name=other", *SETTINGS, code=2))
+    assert f"{name} is in torch.float4_e2m1fn_x2, and in the model it is in torch.float32" in line
+
+
+def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
+    """As folders of transformers may hold them whose config.json does not say so."""
+    known = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)}
+    save_file(known, here / "w.safetensors")
+    found = CheckpointWeights(here / "w.safetensors", OwnLayout())
+    wanted = {"a.weight": torch.ones(2, 2)}
+    with pytest.raises(
+        CheckpointError, match=r"float8_e4m3fn with a\.weight_scale beside it: weights"
+    ):
+        found.check(wanted, {}, made=wanted)
 
 
 @pytest.mark.parametrize(

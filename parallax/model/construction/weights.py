@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallax.common.documents import MANIFEST_BYTES, read_json
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import Recipe, TensorFiles, held_in
+from parallax.model.files.values import as_dtype, check_kind, is_of_eight_bits, read_as
 
 _PICKLED = (b"PK\x03\x04", b"\x80")  # how files of torch.save begin: zip files now, pickles before
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -97,19 +98,20 @@ class CheckpointWeights:
     def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
         self._path, self._layout = path, layout
         self._files = files or SafetensorFiles(path)
-        self._held = self._files.held
+        self._held = {n: t.to(read_as(t.dtype)) for n, t in self._files.held.items()}
         self._recipes = layout.recipes(self._held)
 
     def check(
         self,
-        wanted: Mapping[str, Sequence[int]],
+        wanted: Mapping[str, Tensor],
         aliases: Mapping[str, Iterable[str]],
         ignored: Collection[str] = (),
         *,
         made: Collection[str] = (),
     ) -> list[str]:
-        """Every name in ``wanted`` is there with its shape, under that name or one of its ``aliases``, and there is
-        nothing else but for what may be ``ignored``. Raises :class:`CheckpointError` with the names.
+        """Every name in ``wanted`` is there with its shape and kind of numbers, under that name or one of its
+        ``aliases``, and there is nothing else but for what may be ``ignored``. Raises :class:`CheckpointError` with the
+        names.
 
         What is in ``made`` may be missing, as a whole: a new head, but not one layer of many; with it, what is too much
         is left unread. Returns what is to be said of both, a line each."""
@@ -119,10 +121,10 @@ class CheckpointWeights:
         lacking = [name for name in missing if name not in new]
         extra = self._extra(known)
         wrong = []
-        for name, shape in wanted.items():
+        for name, tensor in wanted.items():
             found = self.find(name, aliases)
-            if found is not None and (held := self._shape(found)) != list(shape):
-                wrong.append(f"{found} is {held} and must be {list(shape)}")
+            if found is not None and (held := self._shape(found)) != list(tensor.shape):
+                wrong.append(f"{found} is {held} and must be {list(tensor.shape)}")
         problems = [
             *_said("it lacks {}", lacking),
             *_said("it has {}, which the model has not", [] if made else extra),
@@ -133,11 +135,34 @@ class CheckpointWeights:
                 f"weights {self._path} are not of this model: {'; '.join(problems)}; name the architecture and sizes "
                 "that they were saved from"
             )
+        self._check_numbers(wanted, aliases, extra)
         unmade = [name for name in missing if not self._layout.may_lack(name)]
         return [
             *_said("they lack {}, which the model's constructor makes anew", unmade),
             *_said("they hold {}, which the model has not: unread", extra),
         ]
+
+    def _check_numbers(
+        self,
+        wanted: Mapping[str, Tensor],
+        aliases: Mapping[str, Iterable[str]],
+        extra: Collection[str],
+    ) -> None:
+        """Raise :class:`CheckpointError` where a tensor is of another kind, or has a scale beside it."""
+        for name, tensor in wanted.items():
+            if (found := self.find(name, aliases)) is None:
+                continue
+            check_kind(found, self.without_values(found).dtype, tensor.dtype)
+            for source in self._recipes[found].sources:
+                if not is_of_eight_bits(dtype := self._files.held[source].dtype):
+                    continue
+                part = source.rpartition(".")[0]
+                scales = [n for n in extra if n.rpartition(".")[0] == part and "scale" in n]
+                if scales:
+                    raise CheckpointError(
+                        f"{printable(source)} is in {dtype} with {printable(scales[0])} beside it: weights that are "
+                        "quantized cannot be trained; give those from before that"
+                    )
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
         """Raise :class:`CheckpointError` where what the model has once is there several times, and different."""
@@ -159,7 +184,7 @@ class CheckpointWeights:
     def fill(self, tensor: Tensor, name: str) -> None:
         """Read ``name`` into ``tensor``."""
         with torch.no_grad():
-            tensor.copy_(self.read(name))
+            tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
         """Of what is missing what may be: nothing like it is there under another number."""
@@ -183,8 +208,12 @@ class CheckpointWeights:
         return self._recipes[name].make(self._held.__getitem__)[name]
 
     def read(self, name: str) -> Tensor:
-        """One tensor, by the model's name, in the number format of the files."""
-        return self._recipes[name].make(self._files.read)[name]
+        """One tensor, by the model's name, in the number format of the files, or float32 where that has eight bits."""
+        return self._recipes[name].make(self._read)[name]
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._files.read(name)
+        return tensor.to(read_as(tensor.dtype))
 
     def _shape(self, name: str) -> list[int]:
         return list(self.without_values(name).shape)

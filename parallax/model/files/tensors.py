@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, printable
 
 Read = Callable[[str], Tensor]
 """One tensor of the side that is read, by its name there."""
@@ -74,7 +74,10 @@ def held_in(file: Any) -> dict[str, Tensor]:
 def _without_values(name: str, part: Any) -> Tensor:
     kind = part.get_dtype()
     if kind not in NUMBER_FORMATS:
-        raise CheckpointError(f"{name} is in number format {kind}, which cannot be read here")
+        raise CheckpointError(
+            f"{printable(name)} is in number format {kind}, which is not read here: accepted are "
+            f"{', '.join(NUMBER_FORMATS)}"
+        )
     return torch.empty(part.get_shape(), dtype=NUMBER_FORMATS[kind], device="meta")
 
 

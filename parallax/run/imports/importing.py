@@ -18,6 +18,7 @@ from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.describe import Chain
 from parallax.model.factory.registry import base_of
+from parallax.model.files.values import as_dtype
 from parallax.model.materialise import materialise
 from parallax.model.pretrained import tied_names
 from parallax.run.imports.sources import SOURCES, ImportSource
@@ -116,16 +117,8 @@ class _Import:
         what is to be said of the rest."""
         weights = self._source.weights
         buffers = {name for name, _ in self._chain.model.named_buffers()}
-        shapes = {name: tensor.shape for name, tensor in self._wanted.items()}
-        remarks = weights.check(shapes, self._aliases, buffers)
+        remarks = weights.check(self._wanted, self._aliases, buffers)
         weights.check_ties(self._aliases)
-        for name, tensor in self._wanted.items():
-            if (held := weights.find(name, self._aliases)) is not None:
-                dtype = weights.without_values(held).dtype
-                if _kind(dtype) != _kind(tensor.dtype):
-                    raise CheckpointError(
-                        f"{printable(held)} is in {dtype}, and in the model it is in {tensor.dtype}"
-                    )
         return [*remarks, *check_states(self._source, self._trained, self._optimizer)]
 
     @property
@@ -172,8 +165,11 @@ class _Import:
             yield f"model/{name}", self._weight(name, tensor)
             for key in self._source.states.get(name, {}):
                 if key != MASTER:
-                    value = self._source.read_state(name, key)
-                    yield f"{key}/{name}", state_as_kept(key, value, tensor, self._chain.dtype)
+                    value, dtype = self._source.read_state(name, key), self._dtype_of(tensor)
+                    yield (
+                        f"{key}/{name}",
+                        state_as_kept(f"{key} of {name}", key, value, tensor, dtype),
+                    )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
         """The master, where the source has one; what files need not hold, as the model's constructor makes it."""
@@ -184,15 +180,7 @@ class _Import:
             value = self._source.weights.read(held)
         else:
             value = self._constructed(name)
-        dtype = self._dtype_of(tensor)
-        if value.dtype is dtype:
-            return value
-        found = value.to(dtype)
-        if bool((torch.isfinite(value) & ~torch.isfinite(found)).any()):
-            raise CheckpointError(
-                f"{printable(name)} holds numbers that are too large for {dtype}: use precision=fp64"
-            )
-        return found
+        return as_dtype(name, value, self._dtype_of(tensor))
 
     def _constructed(self, name: str) -> Tensor:
         chain = replace(self._chain, weights=None)
@@ -244,7 +232,3 @@ def _check_room(directory: Path, found: _Import) -> None:
             f"{printable(str(directory))}: the checkpoint is {format_bytes(size)}, and {format_bytes(free)} are free "
             "there; make room, or name a folder on another disk (checkpoint.directory)"
         )
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"

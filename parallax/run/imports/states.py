@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, printable
+from parallax.model.files.values import as_dtype, check_kind
 from parallax.run.imports.sources import ImportSource
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.optimizer.buckets import MASTER
@@ -36,6 +37,9 @@ def check_states(
                 f"{_WITHOUT}"
             )
         for key, tensor in found.items():
+            counts = key == _STEP and not tensor.is_floating_point()
+            kind = torch.int64 if counts else trained[name].dtype
+            check_kind(f"{key} of {name}", tensor.dtype, kind)
             wanted = [] if key == _STEP else list(trained[name].shape)
             one = key == _STEP or trained[name].numel() == 1
             if list(tensor.shape) != wanted and not (one and tensor.numel() == 1):
@@ -51,11 +55,14 @@ def check_states(
     return remarks
 
 
-def state_as_kept(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state as checkpoints have it: counters as torch's optimizers count, all else in ``dtype``."""
+def state_as_kept(
+    what: str, key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """A state as checkpoints have it: counters as torch's optimizers count, all else in ``dtype``; ``what`` it is to
+    an error."""
     if key == _STEP:
         return value.reshape(()).to(torch.float32)
-    return value.reshape(parameter.shape).to(dtype)
+    return as_dtype(what, value.reshape(parameter.shape), dtype)
 
 
 _WITHOUT = "add --weights-only to leave its states out"

@@ -1,0 +1,90 @@
+"""What tensors of files may be in a model: number formats that become the model's, and numbers that are numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallax.errors import CheckpointError, printable
+
+_OF_EIGHT_BITS = {
+    getattr(torch, name)
+    for name in (
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16} | _OF_EIGHT_BITS
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.bool}
+_WHOLE |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+_ACCEPTED = {
+    "float": "float64, float32, float16, bfloat16 and float8",
+    "whole": "whole numbers and bool",
+    "complex": "complex numbers",
+}
+
+
+def is_of_eight_bits(dtype: torch.dtype) -> bool:
+    """Whether it is one of the floats of eight bits."""
+    return dtype in _OF_EIGHT_BITS
+
+
+def read_as(dtype: torch.dtype) -> torch.dtype:
+    """What tensors of ``dtype`` are read as. Torch computes next to nothing with floats of eight bits, and float32
+    holds each of their numbers."""
+    return torch.float32 if is_of_eight_bits(dtype) else dtype
+
+
+def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    """Raise :class:`CheckpointError` where a tensor of files cannot be the model's: one is of floats and the other of
+    whole numbers, or it is packed."""
+    if _kind(found) != (kind := _kind(wanted)):
+        raise CheckpointError(
+            f"{printable(name)} is in {found}, and in the model it is in {wanted}: accepted are "
+            f"{_ACCEPTED.get(kind, kind)}"
+        )
+
+
+def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in the number format ``dtype``, of the same kind. Raises :class:`CheckpointError` where numbers are too
+    large for it."""
+    if value.dtype is dtype:
+        return value
+    found = value.to(dtype)
+    if _kind(dtype) == "whole":
+        fits = torch.equal(found.to(value.dtype), value)
+    else:
+        largest = torch.tensor(_ends(value), dtype=torch.float64)
+        fits = not bool((largest.isfinite() & ~largest.to(read_as(_part(dtype))).isfinite()).any())
+    if not fits:
+        more = ": use precision=fp64" if dtype is torch.float32 else ""
+        raise CheckpointError(
+            f"{printable(name)} holds numbers that are too large for {dtype}{more}"
+        )
+    return found
+
+
+def _ends(tensor: Tensor) -> list[float]:
+    """The least and the largest number, NaN where one is: found without memory for a copy, in a twentieth of isfinite's
+    time. Nothing of whole numbers."""
+    values = tensor.detach()
+    if _kind(values.dtype) == "whole" or not values.numel():
+        return []
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return [float(each) for each in torch.aminmax(values.to(read_as(values.dtype)))]
+
+
+def _part(dtype: torch.dtype) -> torch.dtype:
+    """What the parts of its numbers are in, where these are complex."""
+    return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype in _FLOATS else "whole" if dtype in _WHOLE else str(dtype)
