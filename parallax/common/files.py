@@ -59,6 +59,7 @@ def making_folder(path: Path) -> Iterator[Path]:
     """A folder that becomes ``path``, where there is none or an empty one, when the block ends well: a folder in
     another one beside it, fsync of all that is in it, rename. What a process that was killed has left goes with the
     next."""
+    alone = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
     _sweep(path.parent, prefix)
@@ -76,6 +77,9 @@ def making_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(name, ignore_errors=True)
         os.close(handle)
+        if alone:
+            with contextlib.suppress(OSError):  # it holds something
+                path.parent.rmdir()
 
 
 def sync(path: Path) -> None:

@@ -14,8 +14,10 @@ from functools import cache
 import torch
 from torch import nn
 
+from parallax.errors import CheckpointError, printable
 from parallax.model.construction.weights import CheckpointWeights
 from parallax.model.describe import Chain
+from parallax.model.files.values import in_words, not_finite
 from parallax.model.pretrained import tied_names
 
 
@@ -55,9 +57,35 @@ def materialise_each(
             state = block.state_dict(keep_vars=True)
             for inner, name in saved.items():
                 weights.fill(state[inner], name)
+        _check_values(chain, index, block, saved)
         with _same_parameters(device):
             block.to(device=device)
         yield block
+
+
+def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str, str]) -> None:
+    """Raise :class:`CheckpointError` where a parameter is NaN or infinite: nothing can be trained with it, and no
+    checkpoint may hold it. Frozen infinities, such as those of masks, are let be. ``saved`` come from the weights'
+    files, under those names."""
+    state = block.state_dict(keep_vars=True)
+    for inner, name in chain.names[index].items():
+        tensor = state[inner]
+        if not isinstance(tensor, nn.Parameter) or not (what := not_finite(tensor)):
+            continue
+        if tensor.requires_grad or (what == "nan" and (inner in saved or chain.base)):
+            whose = (
+                f"weights {chain.weights}: {saved[inner]}"
+                if inner in saved
+                else f"parameter {name}"
+            )
+            remedy = (
+                "give others"
+                if inner in saved
+                else "mend the files or the constructor that it comes from"
+            )
+            raise CheckpointError(
+                f"{printable(whose)} {in_words(tensor)}, and cannot be trained: {remedy}"
+            )
 
 
 @contextlib.contextmanager

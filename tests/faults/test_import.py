@@ -21,6 +21,7 @@ from parallax import cli, config
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError
 from parallax.model.construction.weights import CheckpointWeights, OwnLayout
+from parallax.model.files.distributed import DistributedFiles
 from parallax.run.job import build_chain, build_loss, open_source
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 from parallax.runtime.engine import Engine
@@ -225,6 +226,20 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.complex64)}),
         "layers.0.up.bias is in torch.complex64, and in the model it is in torch.float32: accepted are float64",
     ),
+    "nan": (
+        lambda held: held["layers.0.up.bias"][3:5].fill_(torch.nan),
+        "layers.0.up.bias holds 2 number(s) that are NaN or infinite, of 256, and no checkpoint may hold such",
+    ),
+    "inf": (
+        lambda held: held["layers.0.up.bias"][7:8].fill_(-torch.inf),
+        "layers.0.up.bias holds 1 number(s) that are NaN or infinite, of 256, and no checkpoint may hold such",
+    ),
+    "nan of eight bits": (
+        lambda held: held.update(
+            {"layers.0.up.bias": torch.full((256,), torch.nan).to(torch.float8_e4m3fn)}
+        ),
+        "layers.0.up.bias holds 256 number(s) that are NaN or infinite, of 256",
+    ),
     "range": (
         lambda held: held.update(
             {"layers.0.up.bias": torch.full((256,), 1e300, dtype=torch.float64)}
@@ -241,7 +256,7 @@ def test_other_weights_are_refused_with_their_names(here: Path, imported: Import
     before = sorted(here.rglob("*"))
     words = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
     assert said in one_line(imported(*words, code=2))
-    assert sorted(path for path in here.rglob("*") if path.name != "runs") == before
+    assert sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize("kind", ["F4", "F8_E8M0", "F8_E4M3FNUZ"])
@@ -277,6 +292,32 @@ def test_floats_of_eight_bits_become_masters(here: Path, imported: Import, form:
     imported(source, "--from", form, "name=other", *SETTINGS)
     found = tensors(Path("runs/other"))
     assert all(torch.equal(found[f"model/{name}"], value.float()) for name, value in given.items())
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("model.layers.0.up.bias", "parallax: layers.0.up.bias holds 1 number(s) that are NaN"),
+        ("optimizer.state.layers.0.up.bias.master", "parallax: layers.0.up.bias holds 1 number(s)"),
+        ("optimizer.state.layers.0.up.bias.exp_avg", "exp_avg of layers.0.up.bias holds 1 number"),
+    ],
+)
+def test_no_number_in_a_distributed_folder(
+    here: Path, imported: Import, part: str, said: str
+) -> None:
+    settings = [*SETTINGS, "precision=mixed_bf16"] if part.endswith("master") else SETTINGS
+    run = prepared(*settings)
+    train(run, 1)
+    assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
+    files = DistributedFiles(here / "out")
+    held = {name: files.read(name) for name in files.held}
+    held[part][3] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        save(held, checkpoint_id=here / "theirs", no_dist=True)
+    line = one_line(imported("theirs", "--from", "dcp", "name=other", *settings, code=2))
+    assert said in line
+    assert sorted(path.name for path in (here / "runs").iterdir()) == ["run"]
 
 
 def test_packed_numbers_of_a_distributed_folder(here: Path, imported: Import) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.faults.commands import declare, one_line
+from tests.faults.commands import declare, one_line, prepared, running, temporary
 
 Called = Callable[..., tuple[int, str, str]]
 MODULE = """
@@ -93,3 +93,43 @@ def test_numbers_of_another_kind(begun: Callable[..., str], dtype: str) -> None:
 def test_a_number_format_that_is_not_read(begun: Callable[..., str]) -> None:
     line = begun({**sample(), "2.bias": torch.zeros(2).half()}, "F4")
     assert "2.bias is in number format F4, which is not read here: accepted are F64, F32" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("2.bias", torch.nan), ("2.bias", torch.inf), ("0.weight", -torch.inf)]
+)
+def test_no_numbers(begun: Callable[..., str], name: str, value: float) -> None:
+    held = sample()
+    held[name][3] = value
+    count, whole = held[name][3].numel(), held[name].numel()
+    line = begun(held)
+    assert f"weights w.safetensors: {name} holds {count} number(s) that are NaN or infinite" in line
+    assert f"of {whole}, and cannot be trained" in line
+
+
+def test_numbers_that_are_too_large(begun: Callable[..., str]) -> None:
+    line = begun({**sample(), "2.bias": torch.full((8,), 1e300, dtype=torch.float64)})
+    assert "2.bias holds numbers that are too large for torch.float32" in line
+
+
+def test_no_numbers_of_a_constructor(here: Path, called: Called) -> None:
+    (here / "begins.py").write_text(MODULE)
+    code, _, err = called("train", *OWN, "model.target=begins:broken", "name=other")
+    assert code == 2
+    assert "parameter 2.bias holds 8 number(s) that are NaN or infinite, of 8" in one_line(err)
+
+
+def test_a_run_that_is_planned(here: Path, called: Called) -> None:
+    """Its files were changed meanwhile; and infinities of a buffer, as masks have them, are let be."""
+    (here / "begins.py").write_text(MODULE)
+    save_file(sample(), "w.safetensors")
+    words = [*OWN, "model.weights=w.safetensors"]
+    assert called("train", "--run-dir", str(prepared(*words, name="good")))[0] == 0
+    run = prepared(*words)
+    save_file({**sample(), "2.bias": torch.full((8,), torch.nan)}, "w.safetensors")
+    code, _, err = called("train", "--run-dir", str(run))
+    assert code == 2
+    assert "2.bias holds 8 number(s) that are NaN or infinite, of 8" in one_line(err)
+    assert not (run / "checkpoints").exists()
+    assert running(here) == []
+    assert temporary() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -68,11 +70,35 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
+def not_finite(tensor: Tensor) -> str:
+    """NaN or infinity ("nan", "inf"), where a tensor of floats or complex numbers holds any."""
+    ends = _ends(tensor)
+    if all(map(math.isfinite, ends)):
+        return ""
+    return "nan" if math.isnan(ends[0]) else "inf"
+
+
+def in_words(tensor: Tensor) -> str:
+    """How many of its numbers are NaN or infinite, for the end of a line."""
+    count = int((~torch.isfinite(tensor.detach().to(read_as(tensor.dtype)))).sum())
+    return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
+
+
+def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
+    """Raise :class:`CheckpointError` for numbers that no checkpoint may hold. Where a tensor is not trained, infinity
+    is let be, as masks have it."""
+    what = not_finite(tensor)
+    if what == "nan" or (what and not frozen):
+        raise CheckpointError(
+            f"{printable(name)} {in_words(tensor)}, and no checkpoint may hold such: give others"
+        )
+
+
 def _ends(tensor: Tensor) -> list[float]:
     """The least and the largest number, NaN where one is: found without memory for a copy, in a twentieth of isfinite's
-    time. Nothing of whole numbers."""
+    time. None of whole numbers."""
     values = tensor.detach()
-    if _kind(values.dtype) == "whole" or not values.numel():
+    if _kind(values.dtype) not in ("float", "complex") or not values.numel():
         return []
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

@@ -18,7 +18,7 @@ from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.describe import Chain
 from parallax.model.factory.registry import base_of
-from parallax.model.files.values import as_dtype
+from parallax.model.files.values import as_dtype, check_finite
 from parallax.model.materialise import materialise
 from parallax.model.pretrained import tied_names
 from parallax.run.imports.sources import SOURCES, ImportSource
@@ -180,7 +180,10 @@ class _Import:
             value = self._source.weights.read(held)
         else:
             value = self._constructed(name)
-        return as_dtype(name, value, self._dtype_of(tensor))
+        found = as_dtype(name, value, self._dtype_of(tensor))
+        if isinstance(tensor, nn.Parameter):
+            check_finite(name, found, frozen=not tensor.requires_grad)
+        return found
 
     def _constructed(self, name: str) -> Tensor:
         chain = replace(self._chain, weights=None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, printable
-from parallax.model.files.values import as_dtype, check_kind
+from parallax.model.files.values import as_dtype, check_finite, check_kind
 from parallax.run.imports.sources import ImportSource
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.optimizer.buckets import MASTER
@@ -60,6 +60,7 @@ def state_as_kept(
 ) -> Tensor:
     """A state as checkpoints have it: counters as torch's optimizers count, all else in ``dtype``; ``what`` it is to
     an error."""
+    check_finite(what, value)
     if key == _STEP:
         return value.reshape(()).to(torch.float32)
     return as_dtype(what, value.reshape(parameter.shape), dtype)

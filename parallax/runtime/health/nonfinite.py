@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
-from parallax.model.block import has_gradient, tensors_in
+from parallax.model.block import tensors_in
+from parallax.model.files.values import not_finite
 from parallax.model.ragged import opened
 from parallax.plan.plan import Plan
 from parallax.plan.rows import micro_batch_rows
@@ -111,9 +112,9 @@ def _look(
     if mesh.is_last and (text := _rows(mesh, "targets", batch, batch.targets)):
         found.append(((0, 1), text))
     for name, value, gradient, is_parameter in tensors:
-        if is_parameter and (what := _kind(value)):
+        if is_parameter and (what := not_finite(value)):
             found.append(((1, mesh.stage), f"parameter {printable(name)} holds {what}"))
-        if gradient is not None and (what := _kind(gradient)):
+        if gradient is not None and (what := not_finite(gradient)):
             found.append(((3, -mesh.stage), f"the gradient of {printable(name)} holds {what}"))
     if not math.isfinite(loss_share):
         found.append(((2, 0), f"the loss becomes {loss_share} on the last stage"))
@@ -126,7 +127,7 @@ def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
         for tensor in tensors_in(opened(read(start, stop))):
-            if what := _kind(tensor):
+            if what := not_finite(tensor):
                 if not tensor.dim() or len(tensor) != stop - start:
                     return f"the batch's {name} hold {what}, in a tensor without rows"
                 bad = ~torch.isfinite(tensor.detach()).reshape(len(tensor), -1).all(1)
@@ -156,24 +157,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _kind(tensor: Tensor) -> str:
-    """NaN or infinity, where a tensor holds any."""
-    values = tensor.detach()
-    if not has_gradient(values) or not values.numel():
-        return ""
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if values.element_size() == 1:  # torch compares none of eight bits
-        values = values.float()
-    # The ends of what there is, NaN where one is: found without memory for a copy, in a twentieth of isfinite's time.
-    ends = [float(each) for each in torch.aminmax(values)]
-    if all(map(math.isfinite, ends)):
-        return ""
-    return "nan" if math.isnan(ends[0]) else "inf"
-
-
 def unfit(name: str, tensor: Tensor, value: Tensor) -> str:
     """Why a trained parameter must not be saved, or nothing."""
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad and (what := _kind(value)):
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad and (what := not_finite(value)):
         return f"parameter {printable(name)} holds {what}"
     return ""
