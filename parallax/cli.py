@@ -65,12 +65,12 @@ def _main(arguments: Sequence[str] | None) -> int:
         heed_from_the_start()
     try:
         with ending_at_once(), _no_collection():
-            from parallax.common.terminal import SafeFormatter, lines, print_exception
+            from parallax.common.terminal import SafeFormatter, print_exception
 
             parsed = _parse(typed)
             parsed.own_process = arguments is None
     except UserError as error:
-        print(f"parallax: {lines(str(error))}", file=sys.stderr)
+        print(f"parallax: {printable(str(error))}", file=sys.stderr)
         return _refused(error.exit_code) if arguments is None else error.exit_code
     logging.basicConfig(format="%(message)s")
     for handler in logging.getLogger().handlers:
@@ -105,7 +105,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if not isinstance(error, ParallaxError):
             print(print_exception(error), end="", file=sys.stderr)
             return 1
-        print(f"parallax: {lines(str(error))}", file=sys.stderr)
+        print(f"parallax: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
 
 

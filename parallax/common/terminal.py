@@ -1,14 +1,17 @@
 """The doors to the terminal: text of others (names, paths, messages of exceptions) goes through them as it was written,
-but for what would steer a terminal or begin a line of its own."""
+but for what would steer a terminal or begin a line of its own. Only tracebacks have several lines, and what a table
+gives as a :class:`~rich.text.Text`."""
 
 from __future__ import annotations
 
 import logging
 import traceback
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from parallax.errors import printable
 
@@ -34,6 +37,10 @@ def print_exception(error: BaseException) -> str:
 class SafeConsole(Console):
     """A console that takes no markup and no control characters from what it prints; its own styles stay."""
 
+    def render_str(self, text: str, **given: Any) -> Text:
+        """What a line or a cell says, on one line: whoever wants several gives a :class:`~rich.text.Text`."""
+        return super().render_str(printable(text), **given)
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
@@ -52,7 +59,11 @@ def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 class SafeFormatter(logging.Formatter):
-    """Log records, escaped."""
+    """Log records, escaped: one line each, but for the traceback of an exception."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # as logging calls it
+        """The line."""
+        return printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""

@@ -93,7 +93,7 @@ def main() -> int:
     try:
         print("\n".join(torchrun_options(*sys.argv[1:2] or [""])))
     except UserError as error:
-        print(f"parallax: {error}", file=sys.stderr)
+        print(f"parallax: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -187,7 +187,7 @@ def wait_for_all(
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
                 who = f"{len(absent)} of {size} ranks: {ranks_in_words(absent)}"
                 print(
-                    f"parallax: waiting for {who}; up to {join_seconds:g} s",
+                    f"parallax: waiting for {printable(who)}; up to {join_seconds:g} s",
                     file=sys.stderr,
                 )
             noted = True

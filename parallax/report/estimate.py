@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallax.common.units import format_bytes
+from parallax.errors import printable
 from parallax.plan.analytic.hardware import usual_contexts
 from parallax.plan.cost.estimate import Estimate
 
@@ -15,8 +16,8 @@ from parallax.plan.cost.estimate import Estimate
 def estimate_table(found: Estimate) -> RenderableType:
     """Terms on one device, and the fullest stage of pipelines; with everything kept and everything recomputed."""
     about = Text(
-        f"{found.model}: {found.parameters:,} parameters in {found.precision}, {found.micro_batches} micro-batches of "
-        f"{found.rows} row(s); bytes on one device:"
+        f"{printable(found.model)}: {found.parameters:,} parameters in {found.precision}, "
+        f"{found.micro_batches} micro-batches of {found.rows} row(s); bytes on one device:"
     )
     terms = _table("")
     for term in found.keep:

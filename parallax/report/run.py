@@ -35,9 +35,9 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
         title_style="bold",
     )
     for column in ("rank", "stage", "replica", "budget", "predicted\npeak", "measured\npeak"):
-        ranks.add_column(column, justify="right")
+        ranks.add_column(Text(column), justify="right")
     for column in ("offloaded\nper step", "stall\nper step"):
-        ranks.add_column(column, justify="right")
+        ranks.add_column(Text(column), justify="right")
     for rank in summary.get("ranks") or []:
         ranks.add_row(
             *(_cell(rank.get(key), "{}") for key in ("rank", "stage", "replica")),

@@ -13,6 +13,7 @@ from typing import Any
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from parallax.common.units import format_bytes, format_seconds
 from parallax.swap.statistics import SwapStatistics
@@ -179,7 +180,7 @@ def _table(title: str, *headings: str) -> Table:
         caption_justify="left",
     )
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")
     return table
 
 

@@ -8,14 +8,18 @@ import json
 import logging
 import re
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+from safetensors.torch import save_file
 
 from parallax import cli
 from parallax.commands import plan
@@ -32,6 +36,7 @@ from parallax.run.slurm.job import SlurmJob
 from parallax.runtime.failure.exit_report import say
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.monitor import Progress
+from tests.faults.commands import one_line
 
 HOSTILE = "a\x1b[31m\x9b2J\x07\r\u202eb[/red][bold]\udc80\nparallax: all is well"
 
@@ -56,6 +61,42 @@ def test_tables_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.isprintable() for line in text.splitlines())
     assert "[/red][bold]" in text
     assert "\\x1b[31m" in text
+    assert text.count("\\nparallax: all is well") == 4, "only what is a Text has several lines"
+
+
+def test_a_name_is_one_line_wherever_it_is_printed() -> None:
+    for name in ("a\nb", "a\r\nb", "a\u2028b", "a\u2029b", "a\x85b", "a\vb", "a\u202eb"):
+        table = Table("name", show_header=False, box=None)
+        table.add_row(name)
+        for shown in (table, name, f"results: {name}", Group(table)):
+            file = io.StringIO()
+            SafeConsole(file=file, width=200, markup=False, emoji=False).print(shown)
+            assert file.getvalue().count("\n") == 1
+            assert printable(name) in file.getvalue()
+        record = logging.LogRecord("parallax", logging.INFO, "", 0, "%s", (name,), None)
+        assert SafeFormatter("%(message)s").format(record) == printable(name)
+
+
+def test_names_of_tensors_in_the_line_of_an_import(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_file({HOSTILE[:-1].replace("\udc80", ""): torch.zeros(1)}, here / "w.safetensors")
+    words = ["import", "w.safetensors", "--from", "safetensors", "name=other", "experiment=tiny"]
+    assert cli.main(words) == 2
+    assert "b[/red][bold]\\nparallax: all is wel" in one_line(capfd.readouterr().err)
+    assert cli.main(["import", "a\n\x1b\u2028b", "--from", "dcp", *words[4:]]) == 2
+    assert "a\\n\\x1b\\u2028b is no folder of torch" in one_line(capfd.readouterr().err)
+
+
+def test_a_traceback_in_the_log_has_its_lines() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        found = sys.exc_info()
+    record = logging.LogRecord("parallax", logging.ERROR, "", 0, HOSTILE, (), found)
+    text = SafeFormatter("%(message)s").format(record)
+    assert harmless(text)
+    assert "\nTraceback (most recent call last):\n" in text
 
 
 def test_styles_stay() -> None:
@@ -77,7 +118,9 @@ def test_the_error_line(
 
     monkeypatch.setattr(plan, "run", fails)
     assert cli.main(["plan"]) == getattr(error, "exit_code", 1)
-    assert harmless(capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert harmless(err)
+    assert isinstance(error, ValueError) or one_line(err)
 
 
 def test_last_words_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:

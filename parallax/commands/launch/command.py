@@ -97,10 +97,11 @@ def run(parsed: argparse.Namespace) -> int:
     what = f"{len(points)} runs" if points else "one run"
     console.print(
         f"job {number}: {what} on {job.nodes} node(s) with {job.processes} rank(s) each, from "
-        f"{RUNS / job.runs[0]}; says what it does in {RUNS / job.runs[0] / LOG}\n"
+        f"{RUNS / job.runs[0]}; says what it does in {RUNS / job.runs[0] / LOG}",
         f"`scancel --signal=USR1 {number}` saves and queues it again, `scancel {number}` ends it",
         highlight=False,
         markup=False,
+        sep="\n",
         soft_wrap=True,
     )
     return 0

@@ -59,16 +59,8 @@ PARTS = 16
 LARGE_PARTS = 4
 """A module that decides by values stays whole, unless it is more than one part of so many."""
 
-SPLIT_LINES = """
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = Embed()    # each block is a module: (tensors) -> tensor or tuple of tensors
-            self.layers = nn.ModuleList(Layer() for _ in range(12))
-            self.head = Head()
-        def blocks(self):           # in the order that data flows
-            return [self.embed, *self.layers, self.head]
-"""
+SPLIT = "def blocks(self): return [self.embed, *self.layers, self.head]"
+"""A model says where it is cut: each block is a module, (tensors) -> tensor or tuple of tensors."""
 
 
 def cut_recorded(
@@ -356,8 +348,8 @@ def _keeps(state: KeepsState) -> DescribeError:
 def _refused(model: nn.Module, why: str) -> DescribeError:
     return DescribeError(
         f"{type(model).__name__} is no chain of blocks ({why}): give the model a method blocks() that returns its "
-        f"parts in the order that data flows, e.g.\n{SPLIT_LINES}\nor name them: model.blocks='[embed,layers.*,head]'; "
-        "model.blocks=[''] makes it one block"
+        f"parts, modules, in the order that data flows, such as `{SPLIT}`, or name them: "
+        "model.blocks='[embed,layers.*,head]'; model.blocks=[''] makes it one block"
     )
 
 

@@ -95,8 +95,8 @@ peaks are of each rank, measured / predicted. A click on a heading sorts.</p>
 
 
 def _shown(text: str) -> str:
-    """A text of whoever wrote it, as a text."""
-    return html.escape("\n".join(map(printable, text.split("\n"))))
+    """A text of whoever wrote it, as a text of one line."""
+    return html.escape(printable(text))
 
 
 def _table(results: SweepResults) -> str:
@@ -108,7 +108,7 @@ def _table(results: SweepResults) -> str:
 
 
 def _cell(cell: TableCell) -> str:
-    text = _shown(cell.text)
+    text = "\n".join(map(_shown, cell.text.split("\n")))
     if cell.number is None:
         return f"<td>{text}</td>"
     return f'<td class="number" data-number="{cell.number!r}">{text}</td>'

@@ -47,9 +47,9 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
     for point in results.points:
         gain, weak_gain = strong.get(point.name), weak.get(point.name)
         yield [
-            TableCell(point.name),
+            TableCell(printable(point.name)),
             _count(point.devices),
-            TableCell(point.layout or NONE),
+            TableCell(printable(point.layout) or NONE),
             _count(point.global_batch),
             _seconds(point.step_seconds),
             _seconds(point.predicted_step_seconds),
@@ -61,7 +61,7 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
             _share(gain.efficiency if gain else None),
             *([_share(weak_gain.efficiency if weak_gain else None)] if has_weak else []),
             _peaks(point),
-            TableCell(point.status),
+            TableCell(printable(point.status)),
         ]
 
 
@@ -76,8 +76,10 @@ def results_table(results: SweepResults) -> RenderableType:
             name, justify="left" if text else "right", overflow="fold", min_width=least
         )
     for row in rows(results):
-        table.add_row(*(cell.text for cell in row))
-    reasons = [f"{point.name}: {point.reason}" for point in results.points if point.reason]
+        table.add_row(*(Text(cell.text) for cell in row))
+    reasons = [
+        printable(f"{point.name}: {point.reason}") for point in results.points if point.reason
+    ]
     return Group(table, *(Text(reason) for reason in reasons))
 
 

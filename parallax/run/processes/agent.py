@@ -59,7 +59,7 @@ class Agent:
             return self._watched(told, relay)
         finally:
             if not relay.impatient and (said := rescue(self.directory, self.checkpoints)):
-                print(said)
+                print(printable(said))
 
     def _watched(self, told: Mapping[str, str], relay: Relay) -> int:
         begun = time.time()
@@ -152,7 +152,7 @@ class Agent:
             code = exit_code(number, saved=report.saved)
             report = replace(report, who=stopped_by(number), code=code)
         print(
-            f"parallax: {report.text}; `parallax train name={self.name}` continues",
+            f"parallax: {printable(report.text)}; `parallax train name={self.name}` continues",
             file=sys.stderr,
         )
         return report.code

@@ -215,7 +215,7 @@ def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.devi
 
 def _tell_end(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
     for line in summary["unwritten"]:
-        print(f"parallax: {line}; the run went on without it", file=sys.stderr)
+        print(f"parallax: {printable(line)}; the run went on without it", file=sys.stderr)
     if summary["stopped"]:
         _tell_stopped(run, summary, code)
     else:

@@ -189,7 +189,8 @@ def _say_stopped(number: int, folder: Path, asked: Multirun) -> int:
     if not asked.in_turn:
         where = "; points that were submitted go on by themselves"
     print(
-        f"parallax: {stopped_by(number)} after {many} points{where}; the same command with name={folder.name} goes on",
+        f"parallax: {stopped_by(number)} after {many} points{printable(where)}; the same command with "
+        f"name={folder.name} goes on",
         file=sys.stderr,
     )
     return exit_code(number)
