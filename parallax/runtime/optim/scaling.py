@@ -140,10 +140,12 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     have two digits. For other types it is torch.nn.utils.get_total_norm, to the last bit."""
     if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-    norms: list[Tensor] = []
+    found: dict[int, Tensor] = {}
     for alike in by_kind(gradients):
         wide = torch.promote_types(alike[0].dtype, torch.float32)
-        norms += norm_of_each(alike, 2, dtype=wide)
+        found |= zip(map(id, alike), norm_of_each(alike, 2, dtype=wide))
+    # In their order: the norms of gradients that are elsewhere, which stand for these, have one type.
+    norms = [found[id(gradient)] for gradient in gradients]
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     return torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
 
