@@ -205,6 +205,7 @@ class MemoryBound:
         self.begin_high_water()
         self.trims = 0  # times that freed memory went back
         _bounds.append(self)
+        _freed.move_line()
         self.line_bytes = _freed.line_bytes()
 
     def begin_high_water(self) -> None:
@@ -231,6 +232,7 @@ class MemoryBound:
         self.peak_bytes()
         if self in _bounds:
             _bounds.remove(self)
+            _freed.move_line()
 
 
 class _FreedMemory:
@@ -238,6 +240,7 @@ class _FreedMemory:
 
     def __init__(self) -> None:
         self._base = self._seen = self._step = self._tensors = self._handled = 0
+        self._look_after = 0  # bytes handled
 
     def start(self) -> None:
         trim_freed_memory()
@@ -247,12 +250,16 @@ class _FreedMemory:
     def line_bytes(self) -> int:
         return self._base + self._growth()
 
+    def move_line(self) -> None:
+        """To where the bounds that are open put it."""
+        self._look_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
+
     def due(self, handled: int | None) -> bool:
         """Whether it is worth looking."""
         if handled is None:
             return True
         self._handled += handled
-        return self._handled >= max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
+        return self._handled >= self._look_after
 
     def relieve(self, coming: int) -> None:
         self._handled = 0
@@ -267,6 +274,7 @@ class _FreedMemory:
             for bound in _bounds:
                 bound.trims += 1
             self._seen = self._tensors = data_bytes()
+        self.move_line()
 
     @staticmethod
     def _growth() -> int:

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, fields
 
+from parallax.common.units import format_bytes
+from parallax.errors import BudgetExceeded
 from parallax.swap.stores.store import Pending, Store
 
 _MOST_SAMPLES = 2000
@@ -162,6 +164,15 @@ class Ledger:
         """Count the time of transfers that have ended on the device, too."""
         while self._timed and self._timed[0].done():
             self._now.transfer_seconds += self._timed.popleft().seconds()
+
+    def exceeded(self, size: int) -> BudgetExceeded:
+        """What is to be raised where ``size`` bytes are needed and nothing more can leave."""
+        return BudgetExceeded(
+            f"the device may hold {format_bytes(self.limit)} of offloaded activations; "
+            f"{format_bytes(self.resident)} are in use by the running backward and {format_bytes(size)} more are "
+            "needed: raise cluster.device_memory, lower trainer.microbatch, or use more plan.stages",
+            needed_bytes=size,
+        )
 
     def take(self) -> SwapStatistics:
         """What happened since the last call."""

@@ -15,9 +15,9 @@ second unpack finds it, and a graph that never sees its backward leaves nothing 
 ``limit_bytes`` bounds what records hold on the device. Where the next one would not fit, the manager first
 drops what is already written, then lets the oldest of what was kept leave, then waits for writes (back-pressure),
 then gives up what stayed by preference, copies fetched too early, and those that were used and may be used again
-(a shared storage, a retained graph); and raises :class:`BudgetExceeded` with the arithmetic when none of these is
-left. :class:`~parallax.swap.activations.policy.Policy` says what is kept, what stays by preference and how early it
-comes back.
+(a shared storage, a retained graph); and raises :class:`~parallax.errors.BudgetExceeded` with the arithmetic when
+none of these is left. :class:`~parallax.swap.activations.policy.Policy` says what is kept, what stays by preference
+and how early it comes back.
 
 Whoever knows the next micro-batch calls ``fetch``; otherwise the first use of what a micro-batch saved does.
 """
@@ -32,8 +32,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from parallax.common.units import format_bytes
-from parallax.errors import BudgetExceeded, SwapError
+from parallax.errors import SwapError
 from parallax.machine.host import relieve_memory
 from parallax.swap.activations.books import Books, Lingering
 from parallax.swap.activations.checks import Checks, NoChecks, SumChecks
@@ -106,6 +105,11 @@ class SwapManager:
             with contextlib.suppress(SwapError):  # for add, fetch and load to report
                 self._reap()
             return self._ledger.resident
+
+    @property
+    def resident_at_most(self) -> int:
+        """The same and what has ended since the manager looked last, for who asks often."""
+        return self._ledger.resident
 
     @property
     def stored_bytes(self) -> int:
@@ -323,13 +327,7 @@ class SwapManager:
                 or self._drop_used()
                 or self._leave_fresh(silent=True)
             ):
-                raise BudgetExceeded(
-                    f"the device may hold {format_bytes(self._ledger.limit)} of offloaded activations; "
-                    f"{format_bytes(self._ledger.resident)} are in use by the running backward and "
-                    f"{format_bytes(size)} more are needed: raise cluster.device_memory, lower "
-                    "trainer.microbatch, or use more plan.stages",
-                    needed_bytes=size,
-                )
+                raise self._ledger.exceeded(size)
             self._reap()
 
     def _let_go(self, size: int) -> None:

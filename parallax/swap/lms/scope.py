@@ -348,8 +348,13 @@ def _saving(
     hooks = offloading(manager, selector, micro=0)
 
     def excess(size: int) -> int:
-        held = sum(each.device_bytes for each in states)
-        return manager.resident_bytes + held + size - share.room if held else 0
+        held = 0
+        for each in states:
+            held += each.device_bytes
+        # Nearly always all fits, as the manager counted last: it need not look for what has ended since.
+        if not held or manager.resident_at_most + held + size <= share.room:
+            return 0
+        return manager.resident_bytes + held + size - share.room
 
     def make_way(size: int) -> None:
         for each in states:
@@ -357,7 +362,7 @@ def _saving(
                 each.give_room(excess(size))
 
     def pack(tensor: Tensor) -> Any:
-        if any(each.device_bytes for each in states):
+        if states:
             size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
             if excess(size) > 0 and selector.moves(tensor):
                 make_way(size)
