@@ -28,7 +28,7 @@ from parallax.run.processes.rescue import rescue
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.run.sweep.points import is_complete, summary_of
 from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
-from parallax.runtime.failure.heartbeat import Heartbeats, ended_early
+from parallax.runtime.failure.heartbeat import Heartbeats
 from parallax.runtime.failure.report import FailureKind, FailureReport
 
 # How ranks end that were asked to before they could watch for it: by the signal, or as a shell says it.
@@ -97,8 +97,7 @@ class Agent:
                     failure = Failure.of_server(lost.code, heartbeats.report)
                 else:
                     told = heartbeats.report or read_exit_report(words)
-                    well = [rank for rank, code in codes.items() if not code]
-                    early = ended_early(words.parent, well)
+                    early = heartbeats.of_living(rank for rank in codes if not codes[rank])
                     if (code := self._ended(codes, relay, told, early)) is not None:
                         return code
                     failure = Failure.of(codes, told, early)

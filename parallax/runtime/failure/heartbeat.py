@@ -1,13 +1,13 @@
 """Where all ranks stand still at once, or end before their time, none of them can say so: their launcher does.
 
 Ranks watch each other. But of ranks that are all stopped none watches, and a process that is the only rank, or that a
-call of ``os._exit(0)`` has ended, leaves nobody who knows. So each rank's watch writes what it is doing into a file of
-its own, a few times a second, and the rank last of all that it has come to its end; the launcher reads them::
+call of ``os._exit(0)`` has ended, leaves nobody who knows. So the launcher makes a file for each rank, into which the
+rank's watch writes what it is doing, a few times a second, and which the rank removes where it ends in order::
 
     rank 0 ── watch ── beat ──> heartbeat-0 ──┐
     rank 1 ── watch ── beat ──> heartbeat-1 ──┴── launcher: none has changed for longer than the limit
 
-A file that cannot be written goes, and of a rank without one nothing is concluded but that it has not ended in order.
+Of a rank whose file cannot be written or read nothing is concluded, but that it has not ended while the file is there.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from parallax.runtime.failure.report import (
     root_cause,
 )
 
-_BYTES = (
-    4096  # of a file, all of them each time: a disk that fills up later takes none of them away
-)
+# Of a file, all of them each time: a disk that fills up later takes none of them away.
+_BYTES = 4096
 _LOOK_SECONDS = 1.0  # between two looks at the files
 # Without a look: the launcher itself was stopped, most likely with its ranks.
 _PAUSE_SECONDS = 15.0
@@ -77,11 +76,10 @@ class FileHeartbeat:
     """In the file of ``rank`` in ``folder``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self._path, self._count = folder / f"heartbeat-{rank}", itertools.count()
+        self._path, self._count = _file(folder, rank), itertools.count()
         self._handle: int | None = None
         with contextlib.suppress(OSError):
-            self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            self._handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
 
     def beat(self, status: BeatStatus) -> None:
         """Write it in place of the last."""
@@ -92,27 +90,19 @@ class FileHeartbeat:
         try:
             os.pwrite(self._handle, text.encode().ljust(_BYTES)[:_BYTES], 0)
         except OSError:
-            self._path.unlink(missing_ok=True)
-            self._close()
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, 0)  # what is old would be taken for silence
 
     def end(self) -> None:
-        """A name without a byte, for which even a full disk has room."""
-        _mark_of_end(self._folder, self._rank).touch()
-        self._close()
-
-    def _close(self) -> None:
+        """Remove it, which even a full disk has room for."""
+        self._path.unlink(missing_ok=True)
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
-def _mark_of_end(folder: Path, rank: int) -> Path:
-    return folder / f"ended-{rank}"
-
-
-def ended_early(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Those of ``ranks`` that have not said that they have come to their end."""
-    return [rank for rank in ranks if not _mark_of_end(folder, rank).exists()]
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"heartbeat-{rank}"
 
 
 @dataclass(slots=True)
@@ -125,7 +115,8 @@ class _Heard:
 
 
 class Heartbeats:
-    """The launcher's side: the files of so many ``ranks`` in ``folder``. ``requests``: those to end so far."""
+    """The launcher's side: the files of so many ``ranks`` in ``folder``, which it makes before there are ranks.
+    ``requests``: those to end so far."""
 
     def __init__(self, folder: Path, ranks: int, requests: Requests) -> None:
         self._folder, self._requests = folder, requests
@@ -133,6 +124,13 @@ class Heartbeats:
         self._looked = time.monotonic()
         self.report: FailureReport | None = None
         """Why they are to be killed, once they are."""
+        for rank in range(ranks):
+            with contextlib.suppress(OSError):
+                _file(folder, rank).touch()
+
+    def of_living(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that have not ended in order."""
+        return [rank for rank in ranks if _file(self._folder, rank).exists()]
 
     def have_stopped(self) -> bool:
         """Whether the ranks are to be killed, as none of them answers: for longer than any may be silent, or where they
@@ -145,7 +143,7 @@ class Heartbeats:
         return self.report is not None
 
     def _judge(self) -> FailureReport | None:
-        living = ended_early(self._folder, range(len(self._heard)))
+        living = self.of_living(range(len(self._heard)))
         known = [
             (rank, status, replace(status.seen, silent_seconds=self._heard[rank].silent_seconds))
             for rank in living
@@ -169,7 +167,7 @@ class Heartbeats:
         for rank, heard in enumerate(self._heard):
             heard.silent_seconds += gap
             try:
-                text = read_json(self._folder / f"heartbeat-{rank}", SMALL_BYTES)
+                text = read_json(_file(self._folder, rank), SMALL_BYTES)
                 _, name, seen, limit, grace = text
                 status = BeatStatus(str(name), RankStatus.from_list(seen), limit, grace)
             except (OSError, ValueError, TypeError):

@@ -14,7 +14,7 @@ from parallax.common import signals
 from parallax.common.signals import Requests
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.failure import heartbeat
-from parallax.runtime.failure.heartbeat import BeatStatus, FileHeartbeat, Heartbeats, ended_early
+from parallax.runtime.failure.heartbeat import BeatStatus, FileHeartbeat, Heartbeats
 from parallax.runtime.failure.report import FailureKind, RankStatus
 
 SEEN = RankStatus(Action(Kind.FORWARD, 0, 1), 3)
@@ -75,10 +75,9 @@ def seconds_until(clock: Clock, looks: Callable[[], bool], most: float = 1000.0)
 def test_silence_of_all(
     tmp_path: Path, begin: Begin, clock: Clock, seen: RankStatus, expected: float
 ) -> None:
-    ranks = [begin(rank) for rank in (0, 1)]
     heard = Heartbeats(tmp_path, 2, Requests())
-    for each in ranks:
-        beat(each, seen=seen)
+    for rank in (0, 1):
+        beat(begin(rank), seen=seen)
     found = seconds_until(clock, heard.have_stopped)
     assert expected < (found or 0.0) < expected + 20
     assert heard.report is not None
@@ -87,8 +86,8 @@ def test_silence_of_all(
 
 
 def test_one_that_answers_is_there_to_judge(tmp_path: Path, begin: Begin, clock: Clock) -> None:
-    silent, there = begin(0), begin(1)
     heard = Heartbeats(tmp_path, 2, Requests())
+    silent, there = begin(0), begin(1)
     beat(silent)
 
     def looks() -> bool:
@@ -97,7 +96,7 @@ def test_one_that_answers_is_there_to_judge(tmp_path: Path, begin: Begin, clock:
 
     assert seconds_until(clock, looks) is None
     there.end()
-    assert ended_early(tmp_path, [0, 1]) == [0]
+    assert heard.of_living([0, 1]) == [0]
     assert seconds_until(clock, heard.have_stopped) is not None  # nobody is left to
 
 
@@ -151,5 +150,5 @@ def test_what_cannot_be_written_is_no_silence(
 
     monkeypatch.setattr(os, "pwrite", full)
     beat(rank)
-    assert [*tmp_path.iterdir()] == []
+    assert heard.of_living([0]) == [0]
     assert seconds_until(clock, heard.have_stopped) is None
