@@ -344,9 +344,8 @@ class Engine:
     def save(
         self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's: numbers, text, tensors,
-        arrays, in lists and dictionaries, which come back equal. Its folder. Older ones stay as ``retention`` says.
-        Where nodes share no such folder, each has its ranks' part.
+        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, and comes back equal. Its
+        folder. Older ones stay as ``retention`` says. Where nodes share no such folder, each has its ranks' part.
 
         All ranks fail together where one cannot write; what was saved before stays as it is.
         """

@@ -167,8 +167,8 @@ def train(directive: str, share: float = 1.0, steps: int = 3, *, room: float = 1
 
 def figures() -> dict[str, Any]:
     """Those of the tests and the documentation. Where the host is held up, by whatever else runs on it, waits are
-    longer: of the step with waits the least disturbed of three."""
-    offloads = [train("offload", 0.5) for _ in range(3)]
+    longer: of the step with waits the least disturbed of five."""
+    offloads = [train("offload", 0.5) for _ in range(5)]
     return {
         "keep": train("keep")._asdict(),
         "recompute": train("recompute")._asdict(),
