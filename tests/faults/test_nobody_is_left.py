@@ -112,6 +112,7 @@ def test_the_grace_ends_for_ranks_that_are_stopped(here: Path) -> None:
     """Nobody waits longer than asked for ranks that cannot even say that they are late."""
     run = prepared(*ENDLESS, "trainer.watchdog_seconds=0", "trainer.grace_seconds=1", replicas=(1,))
     launcher = stepping(run)
+    time.sleep(BEATS_SECONDS)
     for process in ranks(launcher):
         process.suspend()
     launcher.send_signal(signal.SIGTERM)

@@ -99,7 +99,7 @@ class Watch:
         self._pace = max(1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS)
         self._limits, self._own = HangLimits(), OwnStatus()
         self._seen = [RankStatus()] * size
-        self._looked = self._told = time.monotonic()
+        self._looked, self._told = time.monotonic(), float("-inf")
         self._heard = [self._looked] * size
         self._requests = Requests()
         self._serving = self._served = False
