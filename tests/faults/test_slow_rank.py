@@ -56,13 +56,14 @@ def test_a_slow_rank(here: Path, called: Callable[..., tuple[int, str, str]], re
     run = Path("runs/run")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["ended"]) == (30, "steps")
-    stages = Plan.load(run / "plan.yaml").stages
+    plan = Plan.load(run / "plan.yaml")
+    its = plan.stages[plan.locate(1)[0]]  # the slow rank's, which may be the first in the new plan
     if replan == "off":
         assert [found["rank"] for found in summary["stragglers"]] == [1]
         return
     assert "planning again: rank 1 (stage 1" in out
     had = re.search(r"times slower: it had blocks (\d+)..11, and now has blocks ", out)
     assert had is not None
-    assert stages[1].stop - stages[1].start < min(5, 12 - int(had[1]))
+    assert its.stop - its.start < min(5, 12 - int(had[1]))
     assert summary["stragglers"] == [], "as the new plan predicts"
     assert temporary() == []
