@@ -30,6 +30,22 @@ class Rows(Protocol):
         """Loss targets of rows [start, stop); asked by the last stage."""
 
 
+class RowsOf:
+    """What stands for ``batch`` and looks at the rows that it gives. Whoever derives from it says at which, and how."""
+
+    def __init__(self, batch: Rows) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the batch says, such as ``longest``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batch, name)
+
+
 def row_count(batch: Rows, step: int) -> int:
     """How many rows the batch of a step has; raises :class:`~parallax.errors.DataError` where it has none."""
     rows = len(batch)

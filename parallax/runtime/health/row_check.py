@@ -15,7 +15,7 @@ from torch import Tensor
 from parallax.errors import DataError, HangError, printable
 from parallax.model.block import Field, is_ragged, parts_of
 from parallax.model.ragged import count_rows
-from parallax.runtime.batch import Rows
+from parallax.runtime.batch import Rows, RowsOf
 
 Place = tuple[Any, ...]
 """The keys that lead to a part of inputs or targets; the first is which of both."""
@@ -32,20 +32,12 @@ class RowCheck:
         return CheckedRows(batch, name, self._rowless)
 
 
-class CheckedRows:
+class CheckedRows(RowsOf):
     """Rows whose inputs and targets raise :class:`DataError` where they are of another number."""
 
     def __init__(self, batch: Rows, name: str, rowless: set[Place]) -> None:
-        self._batch, self._name, self._rowless = batch, name, rowless
-
-    def __len__(self) -> int:
-        return len(self._batch)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the batch says, such as ``longest``."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._batch, name)
+        super().__init__(batch)
+        self._name, self._rowless = name, rowless
 
     def inputs(self, start: int, stop: int) -> Any:
         """See :class:`~parallax.runtime.batch.Rows`."""

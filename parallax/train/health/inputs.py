@@ -6,23 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from parallax.runtime.batch import Rows
+from parallax.runtime.batch import Rows, RowsOf
 
 
-class TimedRows:
+class TimedRows(RowsOf):
     """A batch, and the ``seconds`` that it has taken to give its rows."""
 
     def __init__(self, batch: Rows) -> None:
-        self._batch, self.seconds = batch, 0.0
-
-    def __len__(self) -> int:
-        return len(self._batch)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the batch says, such as ``longest``."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._batch, name)
+        super().__init__(batch)
+        self.seconds = 0.0
 
     def inputs(self, start: int, stop: int) -> Any:
         """Its inputs."""
