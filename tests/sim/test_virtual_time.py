@@ -40,9 +40,12 @@ def test_spans_are_the_devices(figures: dict[str, Any], directive: str) -> None:
 
 
 def test_waits_of_the_stream_are_stalls(figures: dict[str, Any]) -> None:
+    """Behind a link that is too slow. Where the host is held up, by whatever else runs on it, some are longer by
+    hundredths of a second, so those of the quick link tell nothing."""
     assert figures["keep"]["waited"]["backward"] == 0
-    late = figures["offload"]["seconds"] - figures["keep"]["seconds"]
-    waited = sum(figures["offload"]["waited"].values())
+    late = figures["late"]["seconds"] - figures["keep"]["seconds"]
+    waited = sum(figures["late"]["waited"].values())
+    assert late > 0.02 * figures["keep"]["seconds"]
     assert waited == pytest.approx(late, rel=0.5)
 
 
