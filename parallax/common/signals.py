@@ -72,14 +72,14 @@ def ending_at_once() -> Iterator[None]:
     their middle has left out, or fail with another. There is nothing to put in order yet."""
     before = signal.getsignal(signal.SIGINT)
     on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or before is not signal.default_int_handler:
+    if not on_main or before not in (signal.default_int_handler, _end):
         yield
         return
     signal.signal(signal.SIGINT, _end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -118,7 +118,8 @@ def heed_from_the_start() -> None:
           a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the code of such
           any other process    ends at once, in one line, with the same code; so does a rank at SIGTERM
 
-    Torchrun sends SIGTERM where all is over anyway. Ctrl-C stays as it is (:func:`ending_at_once`).
+    Torchrun sends SIGTERM where all is over anyway. Ctrl-C ends any process at once until :func:`ending_at_once` is
+    over.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # whose process it is
@@ -129,6 +130,8 @@ def heed_from_the_start() -> None:
         # Who starts ranks may ignore what they heed.
         if before is signal.SIG_DFL or (before is signal.SIG_IGN and under_torchrun()):
             signal.signal(number, _early)
+        elif before is signal.default_int_handler:
+            signal.signal(number, _end)
     os.register_at_fork(after_in_child=_forget)
     # Behind those of all that is imported from here on, which can be ended.
     atexit.register(_heed_no_more)

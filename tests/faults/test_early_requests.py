@@ -220,3 +220,28 @@ def test_ctrl_c_while_ranks_start(here: Path, begun: str, seconds: float) -> Non
     assert one_line(err).startswith("parallax: stopped by SIGINT")
     assert "restart" not in err
     assert running(here) == []
+
+
+AT_ONCE = """
+import os, signal
+
+before = signal.pthread_sigmask
+
+def mask(how, numbers):
+    found = before(how, numbers)
+    if how == signal.SIG_UNBLOCK and os.environ.get("RANK") == "0":
+        os.killpg(0, signal.SIGINT)
+    return found
+
+signal.pthread_sigmask = mask
+"""
+
+
+def test_ctrl_c_as_soon_as_a_forked_rank_hears(here: Path) -> None:
+    (here / "sitecustomize.py").write_text(AT_ONCE)
+    run = prepared(*ENDLESS)
+    process = start(["setsid", *MODULE, "train", "--run-dir", str(run)])
+    code, _, err = finish(process)
+    assert code == 130, err
+    assert one_line(err).startswith("parallax: stopped by SIGINT")
+    assert running(here) == []
