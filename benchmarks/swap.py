@@ -1,8 +1,8 @@
 """What does swap cost, and what does it save?  ``python -m benchmarks.swap [--json]``
 
-One GPT in fp32 in one process of one thread does the same steps of the same batch in several ways; every way has a
-process of its own, so that none sees another's heap, and the ways take turns, so that a noisy machine disturbs all of
-them alike:
+One GPT in fp32 in one process of one thread does the same steps of the same batch in several ways; every way but the
+last has a process of its own, so that none sees another's heap, and the ways take turns, so that a noisy machine
+disturbs all of them alike:
 
 ``plain``        every saved activation stays in memory
 ``offload``      the activations may take ``fraction`` of what plain's take: as many blocks stay as fit beside a swap
@@ -13,7 +13,8 @@ them alike:
                  sets no limit
 ``loop``         no engine: a loop over the micro-batches as anyone would write it
 ``auto``         the same loop inside ``parallax.swap`` with a budget above all needs: what swap costs where nothing
-                 has to move
+                 has to move. In the process of ``loop``, in turns, since two processes that do the same differ by more
+                 than this costs: by where their pages lie
 
 Plain and synchronous give freed memory back at once, so that their peaks are what the tensors need. Those that keep
 to a budget, offload and recompute, give it back when they near the budget (parallax.machine.host.MemoryBound):
@@ -35,7 +36,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -185,7 +185,7 @@ class Result:
 
 @contextlib.contextmanager
 def _way(sizes: Sizes, way: Way, folder: Path) -> Iterator[tuple[int, Callable[[str], Result]]]:
-    """Ready: the bytes of parameters, gradients and AdamW's two; each message is one step."""
+    """Ready: the bytes of parameters, gradients and AdamW's two; each message is one step, in the mode that it says."""
     torch.set_num_threads(1)
     if way.mode != "malloc" and way.line_bytes is None:
         return_freed_memory()
@@ -201,21 +201,19 @@ def _way(sizes: Sizes, way: Way, folder: Path) -> Iterator[tuple[int, Callable[[
         0, sizes.vocabulary, (sizes.rows, sizes.sequence + 1), generator=generator
     )
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make = _loop if way.mode in ("loop", "auto") else _engine
-    with make(config, sizes, way, folder, inputs, targets) as (static_bytes, step):
-
-        def timed(_: str) -> Result:
-            before = time.process_time()
-            result = step()
-            return dataclasses.replace(result, cpu_seconds=time.process_time() - before)
-
-        yield static_bytes, timed
+    made = (
+        _loop(config, sizes, folder, inputs, targets)
+        if way.mode == "loop"
+        else _engine(config, sizes, way, folder, inputs, targets)
+    )
+    with made as ready:
+        yield ready
 
 
 @contextlib.contextmanager
 def _engine(
     config: GPTConfig, sizes: Sizes, way: Way, folder: Path, inputs: Tensor, targets: Tensor
-) -> Iterator[tuple[int, Callable[[], Result]]]:
+) -> Iterator[tuple[int, Callable[[str], Result]]]:
     chain = describe(config.build)
     batch = TensorRows(inputs, targets)
     engine = Engine.build(chain, _plan(chain, sizes, way), loss=GPT.loss, scratch=folder / "swap")
@@ -224,13 +222,14 @@ def _engine(
     # The weights are there.
     bound = None if way.line_bytes is None else MemoryBound(static * 3 // 4 + way.line_bytes)
 
-    def step() -> Result:
-        with _synchronous(folder) if way.mode == "synchronous" else contextlib.nullcontext():
+    def step(mode: str) -> Result:
+        cpu = time.process_time()
+        with _synchronous(folder) if mode == "synchronous" else contextlib.nullcontext():
             done = engine.step(batch)
         return Result(
             done.loss,
             done.seconds,
-            0.0,
+            time.process_time() - cpu,
             done.swap.stall_seconds,
             done.swap.bytes_out,
             done.peak_bytes,
@@ -244,8 +243,8 @@ def _engine(
 
 @contextlib.contextmanager
 def _loop(
-    config: GPTConfig, sizes: Sizes, way: Way, folder: Path, inputs: Tensor, targets: Tensor
-) -> Iterator[tuple[int, Callable[[], Result]]]:
+    config: GPTConfig, sizes: Sizes, folder: Path, inputs: Tensor, targets: Tensor
+) -> Iterator[tuple[int, Callable[[str], Result]]]:
     first = GPTConfig(
         layers=1, hidden=8, heads=1, sequence=8
     ).build()  # libraries take memory when they are first used
@@ -260,34 +259,35 @@ def _loop(
     rows = -(-sizes.rows // sizes.micro_batches)
     micro_batches = list(zip(inputs.split(rows), targets.split(rows)))
 
-    def step() -> Result:
-        start, total = time.perf_counter(), 0.0
+    def run() -> Result:
+        start, cpu, total = time.perf_counter(), time.process_time(), 0.0
         optimizer.zero_grad(set_to_none=False)
         for part, wanted in micro_batches:
             loss = GPT.loss(model(part), wanted) * (len(part) / sizes.rows)
             loss.backward()
             total += loss.item()
         optimizer.step()
-        return Result(total, time.perf_counter() - start, 0.0, 0.0, 0, meter.peak_bytes())
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        return Result(total, seconds, cpu_seconds, 0.0, 0, meter.peak_bytes())
 
-    swap = (
-        parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder)
-        if way.mode == "auto"
-        else None
-    )
-    with swap or contextlib.nullcontext():
-        yield 4 * sum(parameter.nbytes for parameter in model.parameters()), step
+    def step(mode: str) -> Result:
+        if mode == "loop":
+            return run()
+        with parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder):
+            return run()
+
+    yield 4 * sum(parameter.nbytes for parameter in model.parameters()), step
 
 
 # ------------------------------------------------------------------------------------------------------- all ways
 
 
 class _Runner:
-    """One way's worker and what came of it so far."""
+    """One way's worker, which may be another way's, too, and what came of it so far."""
 
-    def __init__(self, sizes: Sizes, way: Way, folder: Path) -> None:
+    def __init__(self, way: Way, worker: Worker) -> None:
         self.row = Row(way.mode, way.fraction, way.budget_bytes)
-        self.worker = Worker(way.mode, _way, sizes, way, folder, start="forkserver")
+        self.worker = worker
         self.static_bytes = 0
 
     def start(self) -> None:
@@ -301,7 +301,7 @@ class _Runner:
             self.row.reason = str(failed)
 
     def step(self, *, counts: bool) -> None:
-        result: Result = self.worker.ask("step")
+        result: Result = self.worker.ask(self.row.mode)
         row = self.row
         row.losses.append(result.loss)
         row.peak_bytes = result.peak_bytes
@@ -408,13 +408,15 @@ def _measure(sizes: Sizes, folder: Path) -> tuple[list[Row], int, int]:
                 line_bytes=int(1.05 * min([way.line_bytes or 0 for way in ways], default=0)),
             )
         )
-        ways += [Way(mode) for mode in ("synchronous", "malloc", "loop", "auto")]
+        ways += [Way(mode) for mode in ("synchronous", "malloc", "loop")]
         runners = [plain, *(_begin(stack, sizes, way, folder) for way in ways)]
         for runner in runners[1:]:
             runner.start()
+        runners.append(_Runner(Way("auto"), runners[-1].worker))
+        runners[-1].step(counts=False)
         running = [runner for runner in runners if runner.row.reason is None]
         for turn in range(sizes.repetitions):
-            for runner in rotated(running, turn):
+            for runner in list(rotated(running, turn))[:: (-1) ** turn]:
                 runner.step(counts=True)
         refused = [row for row in offloads if isinstance(row, Row)]
         return [runner.row for runner in runners] + refused, plain.static_bytes, activations
@@ -446,9 +448,9 @@ def _offload(sizes: Sizes, fraction: float, activations: int) -> Way | Row:
 def _begin(stack: contextlib.ExitStack, sizes: Sizes, way: Way, folder: Path) -> _Runner:
     own = folder / f"{way.mode}-{way.fraction or 0}"
     own.mkdir()
-    runner = _Runner(sizes, way, own)
-    stack.callback(runner.worker.close)
-    return runner
+    worker = Worker(way.mode, _way, sizes, way, own, start="forkserver")
+    stack.callback(worker.close)
+    return _Runner(way, worker)
 
 
 def table(found: dict[str, Any]) -> Table:
