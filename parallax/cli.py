@@ -6,6 +6,7 @@ Little is imported here, and the rest inside of :func:`main`, where Ctrl-C is an
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
 import gc
@@ -127,8 +128,9 @@ def _no_collection(*, own_process: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if own_process:
+        if own_process and not gc.get_freeze_count():  # a forked rank's are frozen
             gc.freeze()
+            atexit.register(gc.unfreeze)  # so that all of it is taken down, as always
         if enabled:
             gc.enable()
 
