@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one of vmap's or of a functional gradient's, which has no memory of its own."""
@@ -37,6 +40,16 @@ class OperatorMode(TorchDispatchMode):
             return (wrapped if "torch._dynamo" in sys.modules else plain)(self, *call)
 
         cls.__torch_dispatch__ = dispatch  # type: ignore[assignment, method-assign]
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """``function`` itself, one of Python's, which nothing compiles from now on, nor what it calls, as after
+    ``torch.compiler.disable``: that makes eight calls more each time, and loads the compiler where nobody has."""
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    code = function.__code__
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 without_operator_modes = torch._C._DisableTorchDispatch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallax.machine.host import LOOK_BYTES, relieve_memory
-from parallax.model.private import operation_number
+from parallax.model.private import operation_number, uncompiled
 from parallax.model.saved import ELSEWHERE, NOT_PLAIN, Selector
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.records import Entry, empty, layout_of
@@ -101,7 +101,8 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
             entry, alias = manager.save(tensor, micro, operation_number())
             return _MovedTensor(tensor, entry, alias, manager)
 
-        super().__init__(pack, _unpack)
+        # Autograd calls them from compiled blocks, too, wherever such a block calls what is not compiled.
+        super().__init__(uncompiled(pack), uncompiled(_unpack))
         self._manager = manager
 
     def __exit__(self, *args: object) -> None:

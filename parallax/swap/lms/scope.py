@@ -31,6 +31,7 @@ from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.machine.host import relieve_memory
+from parallax.model.private import uncompiled
 from parallax.model.saved import ELSEWHERE, SMALL, Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -346,6 +347,7 @@ def _saving(
     """The manager's hooks, with states making way and errors in the words of the limit. Graphs hold these functions,
     so they must not hold the scope."""
     hooks = offloading(manager, selector, micro=0)
+    pack_hook, unpack_hook = hooks.pack_hook, hooks.unpack_hook
 
     def excess(size: int) -> int:
         held = 0
@@ -367,26 +369,24 @@ def _saving(
             if excess(size) > 0 and selector.moves(tensor):
                 make_way(size)
         try:
-            return hooks.pack_hook(tensor)
+            return pack_hook(tensor)
         except BudgetExceeded as error:
             raise _exceeded(
                 share, manager, error.needed_bytes
             ) from None  # its words are those of a plan
 
     def unpack(packed: Any) -> Tensor:
-        make_way(0)  # what the manager has brought back since
+        if states and excess(0) > 0:  # by what the manager has brought back since
+            make_way(0)
         try:
-            found: Tensor = hooks.unpack_hook(packed)
+            found: Tensor = unpack_hook(packed)
         except BudgetExceeded as error:
             raise _exceeded(
                 share, manager, error.needed_bytes
             ) from None  # its words are those of a plan
         return found
 
-    # Autograd calls these from compiled blocks too, and the compiler would compile them as a part of the block.
-    return torch.autograd.graph.saved_tensors_hooks(
-        torch.compiler.disable(pack), torch.compiler.disable(unpack)
-    )
+    return torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), uncompiled(unpack))
 
 
 def _transfers(found: SwapStatistics) -> str:

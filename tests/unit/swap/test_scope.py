@@ -427,6 +427,30 @@ def test_compiled_blocks(tight: Callable[..., Swapping]) -> None:
     compiled("aot_eager", tight)
 
 
+def test_what_a_compiled_block_leaves_to_python_compiles_no_hook(scratch: Path) -> None:
+    """Between its graphs such a block calls the operator from Python, whose hooks torch would compile, too."""
+    from torch._dynamo import disallow_in_graph
+    from torch._dynamo.utils import counters
+
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.rand(ROWS, WIDTH)
+
+    def block() -> Tensor:
+        return torch.erfinv(torch.erfinv(layer(x).tanh() / 2) / 2) * 2
+
+    def graphs(scope: contextlib.AbstractContextManager[object]) -> int:
+        torch.compiler.reset()
+        counters.clear()
+        with scope:
+            torch.compile(block, backend="aot_eager")().sum().backward()
+        return counters["stats"]["unique_graphs"]
+
+    disallow_in_graph(torch.erfinv)
+    plain = graphs(contextlib.nullcontext())
+    assert plain > 1
+    assert graphs(parallax.swap(layer, "1GiB", minimum_bytes=1, directory=scratch)) == plain
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.thorough
