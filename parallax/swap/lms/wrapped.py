@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
+_PLAIN = frozenset(
+    (Tensor, Parameter)
+)  # what nearly all are: wrappers are looked for in others alone
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
@@ -25,7 +29,9 @@ def local_bytes(tensor: Tensor) -> int:
 
 def wraps(tensor: Tensor) -> bool:
     """Whether it follows torch's protocol of subclasses that can be taken apart and made again."""
-    return all(hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
+    return type(tensor) not in _PLAIN and all(
+        hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__")
+    )
 
 
 def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
