@@ -8,6 +8,7 @@ without hooks, divided by their number, is the way of one saved tensor, down and
 ``bare``       a copy down and a copy up beside the computing, with the events that order them, and nothing else
 ``stays``      ours, of tensors that the selector keeps: they are smaller than ``swap.minimum_bytes``
 ``fits``       ours, of tensors that may move, and need not: all of them fit
+``swap``       the same inside ``parallax.swap``, with an optimizer: what a loop of somebody else's has
 ``leaves``     ours, of tensors that are all written to host memory and come back
 
 All take their turns in one process; the time is what the process computes, in all of its threads. ``--simulated`` runs
@@ -33,6 +34,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+import parallax
 from benchmarks.workers import rotated
 from parallax.machine.device import Event, copies_for
 from parallax.model.saved import Selector
@@ -80,8 +82,15 @@ def _ways(sizes: Sizes, device: torch.device, stack: contextlib.ExitStack) -> di
         "bare": _bare(sizes, device, stack),
         "stays": ours(minimum=2**20),
         "fits": ours(),
+        "swap": _swap(device),
         "leaves": ours(limit=size * max(8, sizes.tensors // 8), eager=True),
     }
+
+
+def _swap(device: torch.device) -> Hooks:
+    model = torch.nn.Linear(1, 1, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return lambda: parallax.swap(model, 2**40, optimizer=optimizer, tier="disk", minimum_bytes=1)
 
 
 def _bare(sizes: Sizes, device: torch.device, stack: contextlib.ExitStack) -> Hooks:
@@ -114,13 +123,13 @@ def _turn(hooks: Hooks, sizes: Sizes, device: torch.device) -> tuple[float, floa
     x = torch.ones(sizes.numbers, requires_grad=True).to(device)
     gc.collect()
     gc.disable()
-    start = time.process_time()
     with hooks():
+        start = time.process_time()
         for _ in range(sizes.tensors):
             x = x.sin()
-    middle = time.process_time()
-    x.backward(torch.ones_like(x))
-    end = time.process_time()
+        middle = time.process_time()
+        x.backward(torch.ones_like(x))
+        end = time.process_time()
     gc.enable()
     return middle - start, end - middle
 

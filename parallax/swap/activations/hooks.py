@@ -75,12 +75,12 @@ class _MovedTensor:
                     leaf  # its ``.data`` are others now, and it is these that autograd would find
                 )
         # Whoever changes it in place has to be seen by others that saved it.
-        found = counter.detach()
-        if found.untyped_storage() is not storage:
-            layout = self._layout or record.layout
-            assert layout is not None
-            with torch.inference_mode(False):  # in which nothing could share a counter
-                found.data = counter.new_empty(0).set_(storage, *layout)
+        if counter.untyped_storage() is storage:
+            return counter
+        layout, found = self._layout or record.layout, counter.detach()
+        assert layout is not None
+        with torch.inference_mode(False):  # in which nothing could share a counter
+            found.data = counter.new_empty(0).set_(storage, *layout)
         return found
 
 

@@ -20,6 +20,9 @@ none of these is left. :class:`~parallax.swap.activations.policy.Policy` says wh
 and how early it comes back.
 
 Whoever knows the next micro-batch calls ``fetch``; otherwise the first use of what a micro-batch saved does.
+
+Where nothing has to leave before room is needed, no books are kept until it is: what certainly fits is counted, and
+no more. Where room was needed they are kept until a step has shown that it is needed no longer.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from parallax.machine.host import relieve_memory
 from parallax.swap.activations.books import Books, Lingering
 from parallax.swap.activations.checks import Checks, NoChecks, SumChecks
 from parallax.swap.activations.home import Home
-from parallax.swap.activations.policy import Policy
+from parallax.swap.activations.policy import NoPreferences, Policy
 from parallax.swap.activations.records import Batch, Claim, Entry, Record, State, tier_closed
 from parallax.swap.activations.returning import Returning
 from parallax.swap.activations.transfers import Transfers
@@ -46,6 +49,7 @@ from parallax.swap.stores.forks import mind_forks
 from parallax.swap.stores.store import Store
 
 _DEFAULT_POLICY = Policy()
+_FITTED = "kept while there was room"
 _LEAD = 8  # once room is needed, this part of the limit leaves ahead of need, beside the computing
 
 
@@ -68,7 +72,7 @@ class SwapManager:
         self.forked()
         mind_forks(self)
         self.closed = False  # nothing is taken any more
-        self._clock = 0
+        self._clock = self._uses = 0
         self._writing: deque[Record] = deque()
         self._unclaimed: deque[Claim] = deque()  # filled without the lock, by claims that end
         self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
@@ -78,6 +82,10 @@ class SwapManager:
         self._returning = Returning(self._transfers, self._ledger, self._preferences, self._books)
         self._records: dict[int, Record] = {}  # those that are alive, by their clocks
         self._known: dict[int, Record] = {}
+        indifferent = isinstance(self._preferences, NoPreferences)
+        self._can_do_without_books = indifferent and not policy.eager and not verify
+        self._booked = not self._can_do_without_books
+        self._moved = False  # something has, since no graph was alive
 
     def forked(self) -> None:
         """Another thread may have held the lock."""
@@ -133,47 +141,84 @@ class SwapManager:
             if self.closed:
                 raise tier_closed()
             self._reap()
-            storage, books = tensor.untyped_storage(), self._books
+            storage = tensor.untyped_storage()
             known = self._known.get(storage.data_ptr())
             if known is not None and known.origin() is not storage:
                 known = None
-            again = known is not None and known in books.fresh
-            if known is not None and again:
-                books.take(known)
             if operation is None or operation != self._operation:
-                self._settle()
+                if self._booked or known is not None:
+                    self._turn_to(known, operation)
                 self._operation = operation
             if known is not None:
-                if again:
-                    books.put(known, books.fresh)
                 claim = known.claim()
                 if claim is not None and known.version == tensor._version:
                     self._ledger.decide("shares memory with another", 0)
                     return claim, None
-            self._make_room(storage.nbytes(), micro)
+            size = storage.nbytes()
+            if self._booked or self._ledger.resident + size > self._ledger.limit:
+                self._book()
+                self._make_room(size, micro)
             self._clock += 1
             batch = self._open.get(micro)
             if batch is None:
                 batch = self._open[micro] = Batch(micro)
-            record = Record(tensor, storage, batch, self._clock)
+            record = Record(tensor, storage, batch, self._clock, operation)
             entry = Entry(record, self._unclaimed)
-            self._ledger.resize(record.size)
+            self._ledger.resize(size)
             self._records[record.clock] = record
-            self._checks.saved(record)
-            batch.enter(record)
-            if operation is None:
-                self._place(record)
+            if self._booked:
+                self._checks.saved(record)
+                batch.enter(record)
+                if operation is None:
+                    self._place(record)
+                else:
+                    self._books.put(record, self._books.fresh)
             else:
-                books.put(record, books.fresh)
+                batch.saved += 1
+                record.undecided = _FITTED
             self._known[record.address] = record
-            relieve_memory(record.size)
+            relieve_memory(size)
             return entry, record.alias
+
+    def _turn_to(self, known: Record | None, operation: int | None) -> None:
+        """Another operator saves, so what the one before it saved may leave; ``known`` not, if both saved it."""
+        if not self._booked:
+            if known is not None and self._runs(known):
+                known.operation = operation
+                self._records[known.clock] = self._records.pop(known.clock)  # the last again
+        elif known is not None and known in self._books.fresh:
+            self._books.take(known)
+            self._settle()
+            self._books.put(known, self._books.fresh)
+        else:
+            self._settle()
+
+    def _runs(self, record: Record) -> bool:
+        """Whether the operator that saved it last may still run."""
+        return record.operation is not None and record.operation == self._operation
+
+    def _book(self) -> None:
+        """Room may be needed: the books say of each record where it stands, as if they always had (but for the order in
+        which several micro-batches began to come back)."""
+        if self._booked:
+            return
+        alive = [record for record in self._records.values() if record.claim() is not None]
+        for record in alive:
+            runs = self._runs(record)
+            self._books.put(record, self._books.fresh if runs else self._books.kept)
+        for record in sorted(alive, key=lambda record: record.clock):
+            record.batch.claims[record.ordinal] = record.claim
+        for record in sorted(alive, key=lambda record: (record.used, -record.clock)):
+            if record.batch.begun:
+                self._books.stay(record)
+        self._booked = True
 
     def settle(self) -> None:
         """No operator runs that saved anything: what it saved may leave."""
         with self._lock:
             if self._books.fresh and not self.closed:
                 self._settle()
+            self._operation = None
 
     def fetch(self, micro: int) -> None:
         """Begin to bring back what a micro-batch saved, last saved first, as far as the limit allows."""
@@ -191,16 +236,18 @@ class SwapManager:
         with self._lock:
             record = entry.record
             self._reap()
-            if record.state is not State.LOADED:
-                self._bring(record)
-            if record.state is State.LOADED:
-                if record.transfer is not None:
-                    self._transfers.arrive(record)
-                self._books.put(record, self._books.used)
+            if self._booked:
+                if record.state is not State.LOADED:
+                    self._bring(record)
+                if record.state is State.LOADED:
+                    if record.transfer is not None:
+                        self._transfers.arrive(record)
+                    self._books.put(record, self._books.used)
+                self._checks.returned(record)
             self._use(record)
             storage, size = record.storage, record.size
             assert storage is not None
-            if self._returning.waits and not self.closed:
+            if self._booked and self._returning.waits and not self.closed:
                 self._returning.pump(self._let_go)
             relieve_memory(size)
             origin = record.origin()
@@ -258,13 +305,14 @@ class SwapManager:
             record.undecided = "kept by policy"
         elif not self._policy.eager:
             self._books.put(record, self._books.kept)
-            record.undecided = "kept while there was room"
+            record.undecided = _FITTED
         else:
             self._write(record)
 
     def _write(self, record: Record) -> None:
         """Begin to write; where that fails, the record stays in its book."""
         self._transfers.write(record)
+        self._moved = True
         self._books.take(record)
         self._writing.append(record)
         self._books.leave(record)
@@ -286,11 +334,12 @@ class SwapManager:
 
     def _use(self, record: Record) -> None:
         """A record is handed out: for the first time, perhaps, and as the first of its micro-batch."""
-        self._checks.returned(record)
         if not record.used:
-            record.used = True
-            self._decide(record, record.undecided)
+            if record.undecided:
+                self._decide(record, record.undecided)
             self._preferences.used(record, self._clock)
+        self._uses += 1
+        record.used = self._uses
         if not record.batch.begun and not self.closed:
             self._begin(record.batch)
 
@@ -395,6 +444,11 @@ class SwapManager:
 
     def _reap(self) -> None:
         """Account for what ended since the last call: claims, transfers, uses."""
+        if not self._booked:
+            if self._unclaimed:
+                self._count_ended()
+            return
+        ended = bool(self._unclaimed)
         while self._unclaimed:
             record = self._records.pop(self._unclaimed.popleft().clock)
             if record.undecided:
@@ -426,6 +480,26 @@ class SwapManager:
                     self._release(record)
             self._writing.popleft()
         self._ledger.measure()
+        if ended and not (self._records or self._writing or self._ending or self._lingering):
+            self._booked = self._moved or not self._can_do_without_books
+            self._moved = False
+
+    def _count_ended(self) -> None:
+        """Of what there are no books."""
+        gone = 0
+        try:
+            while self._unclaimed:
+                record = self._records.pop(self._unclaimed.popleft().clock)
+                gone += record.size
+                if record.undecided:
+                    self._decide(record, record.undecided)
+                if self._known.get(record.address) is record:
+                    del self._known[record.address]
+                record.end()
+        finally:
+            self._ledger.resize(-gone)
+        if not self._records:
+            self._open.clear()
 
     def _end(self, record: Record) -> None:
         """No transfer touches its bytes any more, and nobody claims them."""

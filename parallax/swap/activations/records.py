@@ -92,7 +92,8 @@ class Record:
     record or the caller, holds it: what is written there behind autograd's back (``.data``, numpy) is what autograd
     would find there. ``alias`` is the tensor that was saved, without its history: it shares the version counter, and
     the bytes for as long as they never left. ``layout`` is its offset, size and strides, from when they leave.
-    ``book``: the number of that of the manager's books in which it stands."""
+    ``book``: the number of that of the manager's books in which it stands. ``operation``: which operator saved it
+    last."""
 
     __slots__ = (
         "address",
@@ -105,6 +106,7 @@ class Record:
         "differentiable",
         "layout",
         "leaving",
+        "operation",
         "ordinal",
         "origin",
         "returned",
@@ -121,7 +123,12 @@ class Record:
     )
 
     def __init__(
-        self, tensor: Tensor, storage: torch.UntypedStorage, batch: Batch, clock: int
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        batch: Batch,
+        clock: int,
+        operation: int | None = None,
     ) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.origin = weakref.ref(storage)
@@ -129,11 +136,13 @@ class Record:
         self.device, self.version = tensor.device, tensor._version
         self.alias: Tensor | None = tensor.detach()
         self.batch, self.ordinal, self.clock = batch, batch.saved, clock
+        self.operation = operation
         self.state: str = State.KEPT
         self.transfer: Pending | None = None
         self.slot: StoreSlot | None = None
         self.book: int | None = None
-        self.wanted = self.leaving = self.used = self.returned = False
+        self.wanted = self.leaving = self.returned = False
+        self.used = 0  # which of all uses was its last; 0: none
         self.differentiable = tensor.requires_grad
         self.undecided = "kept"  # why it stays, until it leaves, is used or dies
         self.sum: Tensor | None = None

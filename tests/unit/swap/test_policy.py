@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +108,77 @@ def test_what_is_kept_makes_room_for_what_is_needed_sooner() -> None:
     use(manager, first)
     use(manager, later)
     assert manager.take_statistics().high_water <= 1000
+
+
+def told(policy: Policy, limit: int, seed: int) -> list[Any]:
+    """What a manager does, call by call, in steps at random: some drop their graphs, some tensors share a storage."""
+    draw, (manager, store) = random.Random(seed), manager_of(policy, limit)
+    found: list[Any] = []
+    alive: list[tuple[Entry, Tensor]] = []
+    operation = 0
+
+    def note() -> None:
+        found.append((tuple(store.log), manager.resident_bytes, len(store.transfers)))
+        store.log.clear()
+
+    for _ in range(4):
+        for micro in range(draw.randint(1, 3)):
+            for _ in range(draw.randint(1, 14)):
+                operation += draw.random() < 0.7
+                again = alive and draw.random() < 0.2
+                saved = draw.choice(alive)[1] if again else tensor(draw.randint(1, 200), 7)
+                with contextlib.suppress(BudgetExceeded):
+                    alive.append((manager.save(saved, micro, operation)[0], saved))
+                note()
+                store.finish(draw.choice([0, 0, 0, 1, 3]))
+                if draw.random() < 0.1:
+                    manager.settle()
+                    operation += 1
+                if draw.random() < 0.1 and alive:
+                    alive.pop(draw.randrange(len(alive)))
+            first = 0 if draw.random() < 0.8 else len(alive) // 2
+            for entry in dict.fromkeys(entry for entry, _ in reversed(alive[first:])):
+                with contextlib.suppress(BudgetExceeded):
+                    assert value(manager.load(entry)) == 7
+                note()
+            del entry, alive[first if draw.random() < 0.8 else len(alive) :]
+        if draw.random() < 0.7:
+            alive.clear()
+            store.finish(99)
+        statistics = manager.take_statistics()
+        kept = [v for reason, v in statistics.decisions.items() if reason.startswith("kept")]
+        found += [sum(size for _, size in kept), statistics.decisions.get("moved")]
+        found += [statistics.high_water, statistics.bytes_out, statistics.bytes_in]
+    del saved, alive[:]
+    assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
+    return found
+
+
+@pytest.mark.parametrize("limit", [300, 800, 2000])
+def test_books_that_are_kept_late_say_what_they_would_have_said(limit: int) -> None:
+    """A number of tensors that is never reached prefers nothing, but the books are kept from the beginning."""
+    from_the_beginning = Policy(eager=False, n_tensors=2**40)
+    for seed in range(40):
+        assert told(LAZY, limit, seed) == told(from_the_beginning, limit, seed), seed
+
+
+def test_what_fits_takes_few_calls() -> None:
+    """Of Python, with nothing but the manager between autograd and the tensors; they were 40."""
+    manager, _ = manager_of(LAZY)
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    saved = [tensor(1) for _ in range(100)]
+    sys.setprofile(count)
+    try:
+        use(manager, [manager.save(each, 0, i)[0] for i, each in enumerate(saved)])
+        assert manager.resident_bytes == 0
+    finally:
+        sys.setprofile(None)
+    assert calls / len(saved) < 20
 
 
 @pytest.mark.parametrize("policy", [LAZY, Policy(n_tensors=1), Policy(eager=False, n_tensors=1)])
