@@ -11,10 +11,11 @@ disturbs all of them alike:
 ``synchronous``  the peer: the hook of PyTorch's own tutorial, which saves each tensor to a file and waits for it
 ``malloc``       plain, with the C library's usual allocator and all that it keeps of freed memory: what anyone has who
                  sets no limit
-``loop``         no engine: a loop over the micro-batches as anyone would write it
+``loop``         no engine: a loop over the micro-batches as anyone would write it, with the usual allocator
 ``auto``         the same loop inside ``parallax.swap`` with a budget above all needs: what swap costs where nothing
                  has to move. In the process of ``loop``, in turns, since two processes that do the same differ by more
-                 than this costs: by where their pages lie
+                 than this costs: by where their pages lie. Each turn of the two is two steps, the first of them for
+                 warming up, and ``auto_turns`` times as many turns are taken as of the others
 
 Plain and synchronous give freed memory back at once, so that their peaks are what the tensors need. Those that keep
 to a budget, offload and recompute, give it back when they near the budget (parallax.machine.host.MemoryBound):
@@ -82,6 +83,7 @@ class Sizes:
     vocabulary: int = 256
     rows: int = 16
     micro_batches: int = 8
+    auto_turns: int = 4
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Result:
 def _way(sizes: Sizes, way: Way, folder: Path) -> Iterator[tuple[int, Callable[[str], Result]]]:
     """Ready: the bytes of parameters, gradients and AdamW's two; each message is one step, in the mode that it says."""
     torch.set_num_threads(1)
-    if way.mode != "malloc" and way.line_bytes is None:
+    if way.mode not in ("malloc", "loop") and way.line_bytes is None:
         return_freed_memory()
     config = GPTConfig(
         layers=sizes.layers,
@@ -256,6 +258,7 @@ def _loop(
     torch.manual_seed(0)
     model = config.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trained: dict[str, list[Tensor]] = {}  # by mode: parameters and states
     rows = -(-sizes.rows // sizes.micro_batches)
     micro_batches = list(zip(inputs.split(rows), targets.split(rows)))
 
@@ -268,14 +271,30 @@ def _loop(
             total += loss.item()
         optimizer.step()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        return Result(total, seconds, cpu_seconds, 0.0, 0, meter.peak_bytes())
+        copies = sum(tensor.nbytes for each in trained.values() for tensor in each)
+        return Result(total, seconds, cpu_seconds, 0.0, 0, meter.peak_bytes() - copies)
+
+    def tensors() -> list[Tensor]:
+        states = (optimizer.state[parameter] for parameter in model.parameters())
+        return [*model.parameters(), *(value for state in states for value in state.values())]
 
     def step(mode: str) -> Result:
-        if mode == "loop":
-            return run()
-        with parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder):
-            return run()
+        """In the model as this mode has left it."""
+        with torch.no_grad():
+            for now, then in zip(tensors(), trained[mode], strict=True):
+                now.copy_(then)
+        swap = parallax.swap(model, AMPLE, optimizer=optimizer, directory=folder)
+        with swap if mode == "auto" else contextlib.nullcontext():
+            run()
+            done = run()
+        with torch.no_grad():
+            for now, then in zip(tensors(), trained[mode], strict=True):
+                then.copy_(now)
+        return done
 
+    run()  # makes the optimizer's state
+    for mode in ("loop", "auto"):
+        trained[mode] = [tensor.clone() for tensor in tensors()]
     yield 4 * sum(parameter.nbytes for parameter in model.parameters()), step
 
 
@@ -382,7 +401,7 @@ def _figures(row: Row, rows: list[Row], static: int) -> dict[str, Any]:
     return said | {
         "step_ratio": min(row.seconds) / min(plain.seconds),
         "cpu_ratio": min(row.cpu_seconds) / min(plain.cpu_seconds),
-        "over_plain": ratios(row.seconds, plain.seconds),
+        "over_plain": ratios(row.seconds[: len(plain.seconds)], plain.seconds),
         "peak_bytes": row.peak_bytes,
         "budget_error": over,
         "losses_equal": all(ours == theirs for ours, theirs in zip(row.losses, peer.losses)),
@@ -417,6 +436,10 @@ def _measure(sizes: Sizes, folder: Path) -> tuple[list[Row], int, int]:
         running = [runner for runner in runners if runner.row.reason is None]
         for turn in range(sizes.repetitions):
             for runner in list(rotated(running, turn))[:: (-1) ** turn]:
+                runner.step(counts=True)
+        pair = [runner for runner in running if runner.row.mode in ("loop", "auto")]
+        for turn in range(sizes.repetitions * (sizes.auto_turns - 1)):
+            for runner in pair[:: (-1) ** turn]:
                 runner.step(counts=True)
         refused = [row for row in offloads if isinstance(row, Row)]
         return [runner.row for runner in runners] + refused, plain.static_bytes, activations
