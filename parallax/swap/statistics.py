@@ -120,8 +120,7 @@ class Ledger:
         now = self._now
         if self.resident > now.high_water:
             now.high_water = self.resident
-        now._skipped += 1  # wants_sample, which is a call at each saved tensor
-        if now._skipped >= now._every:
+        if now.wants_sample():
             now.keep(time.perf_counter(), self.resident, self._store.slots.used_bytes)
 
     def sample(self) -> None:

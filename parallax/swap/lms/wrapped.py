@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = frozenset(
-    (Tensor, Parameter)
-)  # what nearly all are: wrappers are looked for in others alone
+# What nearly all are: wrappers are looked for among others alone.
+_PLAIN = frozenset((Tensor, Parameter))
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
