@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 from parallax.common.units import format_bytes
 from parallax.errors import BudgetExceeded
@@ -104,6 +105,13 @@ class SwapStatistics:
             self._every *= 2
 
 
+class Undecided(Protocol):
+    """What the ledger is told of a record: its bytes, and why it stays, until that is counted."""
+
+    size: int
+    undecided: str
+
+
 class Ledger:
     """The running account of a manager over ``store``: bytes on the device, and what the statistics will say."""
 
@@ -148,6 +156,12 @@ class Ledger:
         decisions = self._now.decisions
         tensors, total = decisions.get(reason, (0, 0))
         decisions[reason] = tensors + 1, total + size
+
+    def decide_about(self, record: Undecided, reason: str) -> None:
+        """The same of a record of which it is known now what became of it, and was not before."""
+        if record.undecided:
+            self.decide(reason, record.size)
+            record.undecided = ""
 
     def stall(self, transfer: Pending, micro: int) -> None:
         """Wait, and count how long."""

@@ -57,6 +57,7 @@ NO_WAITS = {
     "runtime/optim/optimizer.py skip": "the same",
     "runtime/executor.py run: spans.end(rank, index, action, waited)": "notes a time",
     "swap/activations/manager.py _reap": "lets go of what is over",
+    "swap/activations/plenty.py count_ended": "lets go of what is over",
     "swap/activations/manager.py _end": "lets go of what is over",
     "swap/optimizer/host.py _step": "begins to bring weights up",
     "swap/optimizer/host.py _spread: bucket.weights.end()": "begins to bring weights up",

@@ -178,7 +178,7 @@ def test_what_fits_takes_few_calls() -> None:
         assert manager.resident_bytes == 0
     finally:
         sys.setprofile(None)
-    assert calls / len(saved) < 22
+    assert calls / len(saved) < 25
 
 
 @pytest.mark.parametrize("policy", [LAZY, Policy(n_tensors=1), Policy(eager=False, n_tensors=1)])

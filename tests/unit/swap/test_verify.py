@@ -17,6 +17,7 @@ from parallax.errors import SwapError
 from parallax.machine.device import BounceRing, CpuCopies, DoneEvent, Event, no_delay
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
+from parallax.swap.activations.leaving import Leaving
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
 from parallax.swap.activations.records import Entry, Record
@@ -121,7 +122,7 @@ def no_arrival(self: Transfers, record: Record) -> None:
 
 def no_end_of_write(self: SwapManager) -> None:
     """Written as soon as it began."""
-    for record in [r for r in self._writing if r.transfer is not None]:
+    for record in [r for r in self._leaving.writing if r.transfer is not None]:
         record.transfer.done = lambda: True  # type: ignore[method-assign]
     REAP(self)
 
@@ -254,7 +255,7 @@ def test_a_read_into_a_block_that_was_given_up_is_a_stray(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sum can tell: the bytes belong to someone else. The copies of these tests can."""
-    monkeypatch.setattr(SwapManager, "_drop_early", give_up_without_waiting)
+    monkeypatch.setattr(Leaving, "drop_early", give_up_without_waiting)
     found = 0
     for seed in range(30):
         with storing("late host", scratch, delay=Delays(seed)) as (store, copies):
@@ -270,12 +271,12 @@ def test_a_read_into_a_block_that_was_given_up_is_a_stray(
     assert found
 
 
-def give_up_without_waiting(self: SwapManager) -> bool:
+def give_up_without_waiting(self: Leaving) -> bool:
     if not self._books.early:
         return False
     record, _ = self._books.early.popitem()
     record.transfer = None
-    self._release(record)
+    self.release(record)
     return True
 
 
