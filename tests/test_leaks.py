@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from parallax.nodes.memory_folder import folder_of, token_of
+from tests import leaks
 from tests.distributed.pool import ROOT
 
 CONFTEST = """
@@ -94,3 +98,16 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         assert what in found.pop(f"test_{name}", ""), done.stdout
     assert found == {}, done.stdout
     assert "11 passed, 9 errors" in done.stdout
+
+
+def test_memory_of_another_workers_run_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = (tmp_path / f"popen-gw{number}" for number in range(2))
+    monkeypatch.setattr(leaks, "_beside", [tmp_path, own])
+    for worker in (own, other):
+        (run := worker / "test" / "run").mkdir(parents=True)
+        token_of(run)
+        memory = folder_of(run)
+        assert memory is not None
+        assert leaks._is_another_workers(memory.path) == (worker is other)
