@@ -295,8 +295,7 @@ class SwapManager:
     def _use(self, record: Record) -> None:
         """A record is handed out: for the first time, perhaps, and as the first of its micro-batch."""
         if not record.used:
-            if record.undecided:
-                self._ledger.decide_about(record, record.undecided)
+            self._ledger.decide_about(record, record.undecided)
             self._preferences.used(record, self._clock)
         self._uses += 1
         record.used = self._uses
@@ -347,8 +346,7 @@ class SwapManager:
         ended = bool(self._unclaimed)
         while self._unclaimed:
             record = self._records.pop(self._unclaimed.popleft().clock)
-            if record.undecided:
-                self._ledger.decide_about(record, record.undecided)
+            self._ledger.decide_about(record, record.undecided)
             self._forget(record)
             if record.transfer is None and not self._ending:
                 self._end(record)
