@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from parallax.machine.accelerators import register_accelerator
 from parallax.model.describe import describe
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from parallax.runtime.replicas import streamed_sum
 from parallax.runtime.replicas.streamed_sum import StreamedSum
 from parallax.swap.parameters.streamed import StreamedParameters
 from tests.plans import make_plan
@@ -27,8 +29,9 @@ from tests.sim.engines import Apart, Shared
 
 BLOCKS, WIDTH, MICRO_BATCHES = 8, 64, 2
 BUCKET_BYTES = WIDTH * (WIDTH + 1) * 4  # of one block's gradients
-# Of a block's backward, in which sums and copies of others end, or do not.
-_SLOW_SECONDS = 0.004
+# Where buckets stay in the step that fails in each block. Before the last two no replica's neighbour has filled one.
+HELD = ("FILLING", "COMING", "FLYING", "GOING", "GOING", "FLYING", "FILLING", "FILLING")
+_PATIENCE_SECONDS = 60
 _APART = 1e-5  # relative; rows of a replica are summed in another order
 
 
@@ -51,6 +54,7 @@ class Stumbling(nn.Module):
 
     fails = -1  # the number of that which does; none where it is negative
     calls_left = 0
+    before: Callable[[], None] = staticmethod(lambda: None)  # called when it does
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -63,12 +67,10 @@ class Stumbling(nn.Module):
     @classmethod
     def come(cls, number: int) -> None:
         """The backward has come to a layer."""
-        if cls.fails < 0:
-            return
-        time.sleep(_SLOW_SECONDS)
         if number == cls.fails:
             cls.calls_left -= 1
             if not cls.calls_left:
+                cls.before()
                 raise ArithmeticError("stumbled")
 
 
@@ -101,22 +103,24 @@ def stumbles(
     expected: Sequence[float], replicas: Sequence[int], options: dict[str, Any], *, direct: bool
 ) -> set[str]:
     """A step that fails in each of the blocks, and one after it that does not, called by every rank; in what states
-    buckets of streamed gradients were then. Replicas fail in neighbour blocks, so that one has begun more sums. Losses
-    are those ``expected``."""
+    buckets of streamed gradients were then: they are held in each of them. Replicas fail in neighbour blocks, so that
+    one has begun more sums. Losses are those ``expected``."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     chain = describe(_model)
     below = {"tier": "strict host", "tier_bytes": 2**20, **options}
     plan = make_plan(chain, replicas=replicas, microbatch=8 // MICRO_BATCHES, **below)
     with tempfile.TemporaryDirectory() as folder, _noting_states() as states:
         engine = Engine.build(chain, plan, loss=_loss, device=SIM, scratch=Path(folder))
-        for each in getattr(engine._sync, "_following", ()):
-            if isinstance(each, StreamedSum):
-                each._bucket_bytes = BUCKET_BYTES  # no plan has so little
+        sums = [s for s in getattr(engine._sync, "_following", ()) if isinstance(s, StreamedSum)]
+        for each in sums:
+            each._bucket_bytes = BUCKET_BYTES  # no plan has so little
         losses = [engine.step(_rows(seed)).loss for seed in range(2)]
         stored = _stored_bytes(engine)
         for number in range(BLOCKS):
             # Sums go on in one order only where the other rank comes as far in the end.
-            _fail(engine, min(number + engine.mesh.replica, BLOCKS - 1))
+            block = min(number + engine.mesh.replica, BLOCKS - 1)
+            with _held(sums, HELD[number]):
+                _fail(engine, block)
             losses.append(engine.step(_rows(number + 2)).loss)
         assert _stored_bytes(engine) == stored, "places of gradients were not given back"
         engine.close()
@@ -144,6 +148,27 @@ def _fail(engine: Engine, number: int) -> None:
     finally:
         Stumbling.fails = -1
     raise AssertionError("no block has stumbled")
+
+
+@contextmanager
+def _held(sums: Sequence[StreamedSum], state: str) -> Iterator[None]:
+    """No bucket goes further than ``state``, as if memory or a network were slow, and a step fails no earlier than one
+    is in it."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+
+    def reach() -> None:
+        while not all(any(b.state.name == state for b in each._active) for each in sums):
+            assert time.monotonic() < deadline, f"no bucket is {state}"
+            for each in sums:
+                each._advance()
+            time.sleep(0)
+
+    def stay(*_: object) -> bool:
+        return False
+
+    moves = {key: stay for key in streamed_sum._MOVES if key.name == state}
+    with patch.dict(streamed_sum._MOVES, moves), patch.object(Stumbling, "before", reach):
+        yield
 
 
 @contextmanager
