@@ -15,7 +15,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train audit test test-faults test-nodes test-sim test-slurm test-sweeps lint format bench bench-gpu clean
+.PHONY: help train audit test test-faults test-nodes test-sim test-slow test-slurm test-sweeps lint format bench bench-gpu clean
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -26,10 +26,13 @@ train: $(INSTALLED)  ## install into .venv, then plan and train the main job (AR
 
 # Files of few but long tests, those of processes, come first by name; by their number of tests they would come last.
 # Some tests start processes, which would compile the package each where the environment keeps Python from writing it.
-test: lint  ## everything that CI runs: lint, then all tests (ARGS go to pytest)
+test: lint  ## lint, then all tests that are quick (ARGS go to pytest)
 	@echo "== pytest"
 	@$(BIN)/python -m compileall -q parallax benchmarks tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-slow: $(INSTALLED_DEV)  ## tests that take seconds each, and show more of what quicker ones show some of (ARGS go to pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutants too (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sim -n $(JOBS) -m "not bench" $(ARGS)

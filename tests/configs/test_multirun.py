@@ -92,6 +92,7 @@ def test_a_sweep_in_a_file(own: Path) -> None:
     assert found == [f"seed=7 shape={shape} experiment=several" for shape in ("small", "large")]
 
 
+@pytest.mark.slow
 def test_jobs_of_the_basic_launcher(own: Path) -> None:
     asked = Multirun.read([searchpath(own), "experiment=several"])
     jobs: list[str] = []
@@ -142,6 +143,7 @@ class Halving(Sweeper):
         return self.low
 
 
+@pytest.mark.slow
 def test_a_sweeper_that_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plug-ins are classes of the package ``hydra_plugins``, and options of the group ``hydra/sweeper``."""
     target = "hydra_plugins.halving.Halving"

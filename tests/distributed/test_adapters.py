@@ -80,6 +80,7 @@ def tensors_in(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -244,6 +245,7 @@ def planned(case: Case, memory: int) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_the_plan_for_a_device_without_room_for_the_base_trains_the_same(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_sync_equals_one_replica_with_the_whole_micro_batch(
     compare(pool.run(losses_and_states, case.world, case), expected, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas", [(1,), pytest.param((2,), marks=pytest.mark.thorough), (1, 3)], ids=str
 )

@@ -369,6 +369,7 @@ def steps_left(run: Path) -> list[int]:
     return [int(path.name[5:]) for path in list_checkpoints(run / "checkpoints")]
 
 
+@pytest.mark.slow
 def test_every_nth_and_the_best_stay_also_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """By the validation loss, for which each checkpoint is judged."""
     case = CASE.under((1, 1))

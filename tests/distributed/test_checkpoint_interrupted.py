@@ -123,6 +123,7 @@ def die_at(call: str, at: int, when: str) -> None:
     setattr(owner, call, dying)
 
 
+@pytest.mark.slow
 def test_killed_while_saving(tmp_path: Path) -> None:
     """What was saved before is whole, and the next save or resume cleans up; also where it is written behind the
     steps."""

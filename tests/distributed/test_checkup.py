@@ -90,6 +90,7 @@ def running(folder: Path, source: Rows, replicas: tuple[int, ...], steps: int, p
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_source_that_keeps_its_rows_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_source_that_keeps_its_rows_is_found(
     assert summary["memory_growth"] == [line.partition(": ")[2]]
 
 
+@pytest.mark.slow
 def test_a_source_that_keeps_nothing_is_not(tmp_path: Path) -> None:
     assert running(tmp_path, Rows(), (1,), 120, 0.0)["memory_growth"] == []
 
@@ -128,6 +130,7 @@ def test_the_share_of_a_step_that_waits_for_rows_is_shown(
         assert ["  input " in line and "%" in line for line in lines[:3]] == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_once_and_trained_with(pool: Pool, tmp_path: Path) -> None:
     """It sleeps in its actions, for five times as long as the others compute."""
     for summary in pool.run(running, 2, tmp_path, Rows(), (1, 1), 14, 0.05):

@@ -73,6 +73,7 @@ PLANS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "factory",
     [small, pytest.param(gpt(tied=False, layers=1), marks=pytest.mark.thorough)],

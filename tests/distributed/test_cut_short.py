@@ -112,6 +112,7 @@ def test_whoever_is_asked_in_whatever_action_nothing_of_the_step_is_left(
             assert torch.equal(weight, others[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["bf16", "fp16"])
 def test_short_numbers_too(pool: Pool, number: str) -> None:
     together = ReplicasConfig(compress="bf16")

@@ -64,6 +64,7 @@ def outside(model: Any) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

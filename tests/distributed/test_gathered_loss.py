@@ -228,6 +228,7 @@ ODD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas",
     [

@@ -67,6 +67,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "plans"),
     [

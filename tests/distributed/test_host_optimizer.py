@@ -50,6 +50,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "replicas"),
     [*TELLING, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)],

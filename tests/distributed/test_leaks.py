@@ -121,6 +121,7 @@ def grown(counted: list[dict[str, int]]) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_steps_leave_no_file_thread_ring_or_tensor(pool: Pool) -> None:
     """Views of the slots of a ring are made when a slot is first used, which is a matter of time: they fill up."""
     for counted in pool.run(training, 2, tuple(PERIOD * n for n in (1, 2, 3, 4))):

@@ -190,6 +190,7 @@ def piped(case: Case) -> Found:
 ALL = [*cases(), *(pytest.param(case, marks=pytest.mark.thorough) for case in every_case())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_gradients_equal_the_plain_models(pool: Pool, case: Case) -> None:
     loss, expected = plain(case)

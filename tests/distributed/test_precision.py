@@ -99,6 +99,7 @@ def same(one: Outcome, other: Outcome) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -150,6 +150,7 @@ OFTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "model"),
     [

@@ -72,6 +72,7 @@ PLANS: list[tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "replicas", "options"), PLANS, ids=range(len(PLANS)))
 def test_training_with_it_is_training_without(
     pool: Pool, factory: Callable[[], nn.Module], replicas: tuple[int, ...], options: dict[str, Any]

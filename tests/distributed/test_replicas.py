@@ -107,6 +107,7 @@ def repeated(case: Case) -> tuple[Tensor, list[Tensor], list[float], Outcome]:
     return found[0], found[2:], losses, Outcome([], [], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="torch's PowerSGD waits for the GPU also on a CPU"

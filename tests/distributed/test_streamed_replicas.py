@@ -87,6 +87,7 @@ def summing(case: Case, late: bool = False) -> Found:
     return Found(found, during[1:], reduced)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_sums_are_those_of_gradients_on_the_device(pool: Pool, late: bool) -> None:
     """They came one by one, after the backward. Where others are late, gradients go below and come again."""

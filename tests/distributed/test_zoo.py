@@ -50,6 +50,7 @@ def _sample() -> dict[str, Verdict]:
     return {**found, **{harm: spoilt(harm) for harm in HARMS}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL)
 def test_trains_as_by_itself(name: str, sample: dict[str, Verdict]) -> None:
     verdict = sample[name]
@@ -120,6 +121,7 @@ HARMS: dict[str, tuple[Result, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_fault_is_seen_as_what_it_is(harm: str, sample: dict[str, Verdict]) -> None:
     verdict, (result, remark) = sample[harm], HARMS[harm]

@@ -129,6 +129,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("what", ["gone", "index"])
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(
     here: Path, called: Called, what: str

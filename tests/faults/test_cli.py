@@ -68,6 +68,7 @@ def test_infeasible_budget_is_one_line(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.faults
 def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
     code, _, err = call("-m", "parallax", "train", "trainer.stps=3", launcher=TORCHRUN)
     assert code != 0  # torchrun's own, whatever the ranks' is

@@ -245,6 +245,7 @@ def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str])
 # ---- ports
 
 
+@pytest.mark.faults
 def test_a_port_in_use(here: Path) -> None:
     run = prepared(*TINY)
     with socket.socket() as taken:

@@ -85,6 +85,7 @@ def tell(launcher: psutil.Process, whom: list[int]) -> None:
             each.send_signal(signal.SIGUSR1)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("whom", [[0, 1], [1]], ids=["all", "one"])
 def test_ranks_that_still_import_torch(here: Path, whom: list[int]) -> None:
     """One that was told keeps it until it has met the others, and ends all."""
@@ -116,6 +117,7 @@ def test_ranks_that_are_still_starting(here: Path, seconds: float, whom: list[in
     check_all_end(process, here)
 
 
+@pytest.mark.faults
 def test_a_rank_whose_neighbour_never_comes(here: Path) -> None:
     """It waits for it in a call in which no handler runs."""
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -188,6 +190,7 @@ slow = Slow()
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("what", SLOW_END)
 def test_what_has_ended_already_says_no_more(here: Path, number: int, what: str) -> None:
@@ -202,8 +205,9 @@ def test_what_has_ended_already_says_no_more(here: Path, number: int, what: str)
     assert "trainer.stepz" in one_line(err)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5])
-@pytest.mark.parametrize("begun", [pytest.param("server", marks=pytest.mark.faults), "ranks"])
+@pytest.mark.parametrize("begun", ["server", "ranks"])
 def test_ctrl_c_while_ranks_start(here: Path, begun: str, seconds: float) -> None:
     """A terminal sends it to all processes: those that it ends were asked to, and are not started again."""
     run = prepared(*ENDLESS, "trainer.max_restarts=3")
@@ -237,6 +241,7 @@ signal.pthread_sigmask = mask
 """
 
 
+@pytest.mark.faults
 def test_ctrl_c_as_soon_as_a_forked_rank_hears(here: Path) -> None:
     (here / "sitecustomize.py").write_text(AT_ONCE)
     run = prepared(*ENDLESS)

@@ -64,6 +64,7 @@ def test_a_trained_run_computes_the_same_outside(
     assert "--out out: it is not empty" in one_line(err)
 
 
+@pytest.mark.faults
 @ON_ONE_RANK_AND_ON_TWO
 def test_peft_loads_the_adapters_of_a_run(
     here: Path,

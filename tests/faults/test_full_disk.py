@@ -43,6 +43,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.faults
 def test_a_run_goes_on_without_its_logs(here: Path) -> None:
     """Metrics, events, curves, summary and pictures grow beyond the limit; checkpoints are smaller pieces here."""
     own = ["model.hidden=8", "model.layers=2"]

@@ -45,6 +45,7 @@ def test_more_memory_of_the_devices(here: Path, called: Called, settings: list[s
     assert (code, err) == (0, "")
 
 
+@pytest.mark.faults
 def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None:
     """Where the states are to live on a host that has no room for them, and the devices have none for the rest."""
     asked = [*ALL_TIERS, "plan.optimizer=host"]

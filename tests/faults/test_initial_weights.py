@@ -95,6 +95,7 @@ def test_a_number_format_that_is_not_read(begun: Callable[..., str]) -> None:
     assert "2.bias is in number format F4, which is not read here: accepted are F64, F32" in line
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("name", "value"), [("2.bias", torch.nan), ("2.bias", torch.inf), ("0.weight", -torch.inf)]
 )
@@ -119,6 +120,7 @@ def test_no_numbers_of_a_constructor(here: Path, called: Called) -> None:
     assert "parameter 2.bias holds 8 number(s) that are NaN or infinite, of 8" in one_line(err)
 
 
+@pytest.mark.faults
 def test_a_run_that_is_planned(here: Path, called: Called) -> None:
     """Its files were changed meanwhile; and infinities of a buffer, as masks have them, are let be."""
     (here / "begins.py").write_text(MODULE)

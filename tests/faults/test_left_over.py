@@ -29,6 +29,7 @@ from tests.faults.test_requests_to_end import ENDLESS, stepping
 SWAPPING = ["swap.tier=disk", "swap.minimum_bytes=1"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("whom", ["launcher", pytest.param("all", marks=pytest.mark.thorough)])
 @ON_ONE_RANK_AND_ON_TWO
 def test_what_a_killed_launcher_leaves_goes_with_the_next(
@@ -48,6 +49,7 @@ def test_what_a_killed_launcher_leaves_goes_with_the_next(
     assert temporary() == []
 
 
+@pytest.mark.faults
 @ON_ONE_RANK_AND_ON_TWO
 def test_an_old_checkpoint_that_a_kill_has_left_goes_at_the_end(
     here: Path, called: Callable[..., tuple[int, str, str]], replicas: tuple[int, ...]

@@ -42,6 +42,7 @@ EARLY = "ended with exit code 0 before the run's end"
 EXIT = "what it runs called exit; let it raise, or return"
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("fault", "replicas", "expected"),
     [
@@ -51,12 +52,7 @@ EXIT = "what it runs called exit; let it raise, or return"
             r"rank 0 \(stage 0, replica 0\) failed in forward of micro-batch 0, step 2: SystemExit: 0",
         ),
         ("leaves", (1,), rf"rank 0 {EARLY}: {EXIT}"),
-        pytest.param(
-            "leaves",
-            (1, 1),
-            rf"rank 0 \(stage 0, replica 0\) {EARLY}, {SEEN}: {EXIT}",
-            marks=pytest.mark.faults,
-        ),
+        ("leaves", (1, 1), rf"rank 0 \(stage 0, replica 0\) {EARLY}, {SEEN}: {EXIT}"),
     ],
 )
 def test_a_call_of_exit_is_no_end_of_a_run(

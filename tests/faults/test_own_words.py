@@ -142,6 +142,7 @@ def test_nothing_of_a_stranger_is_imported(
         assert (folder / "imported").exists()
 
 
+@pytest.mark.faults
 def test_a_prepared_directory_of_a_stranger(
     folder: Path, capfd: pytest.CaptureFixture[str], called: Callable[..., tuple[int, str, str]]
 ) -> None:

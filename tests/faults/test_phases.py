@@ -112,6 +112,7 @@ def stuck(called: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Monke
     return run
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "phase",
     [

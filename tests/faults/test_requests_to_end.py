@@ -162,9 +162,8 @@ def test_what_was_stopped_goes_on_bit_for_bit(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.faults)]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_under_torchrun(here: Path, number: signal.Signals) -> None:
     """Ranks that were told by Slurm beforehand end well, so that nothing is started again."""
     run = prepared(*ENDLESS)
@@ -197,24 +196,15 @@ OWN += [
 OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batches=2"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("where", "ends"),
     [
-        pytest.param("building", r"stopped by SIGUSR1 .*", marks=pytest.mark.faults),
-        pytest.param(
-            "step 0", r"stopped by SIGUSR1 before the first step", marks=pytest.mark.faults
-        ),
-        pytest.param(
-            "step 1",
-            r"stopped by SIGUSR1 after step 1 of 6, which is saved",
-            marks=pytest.mark.faults,
-        ),
+        ("building", r"stopped by SIGUSR1 .*"),
+        ("step 0", r"stopped by SIGUSR1 before the first step"),
+        ("step 1", r"stopped by SIGUSR1 after step 1 of 6, which is saved"),
         ("evaluation 1", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
-        pytest.param(
-            "checkpoint",
-            r"stopped by SIGUSR1 after step 2 of 6, which is saved",
-            marks=pytest.mark.faults,
-        ),
+        ("checkpoint", r"stopped by SIGUSR1 after step 2 of 6, which is saved"),
     ],
 )
 def test_whatever_the_run_is_doing(
@@ -256,11 +246,12 @@ def test_what_has_nothing_to_save_has_not_ended_well(
     )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("number", "code"),
     [
         (signal.SIGUSR1, 1),  # 0 says that what was asked for is done
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.faults),
+        (signal.SIGTERM, 143),
     ],
 )
 def test_what_cannot_be_saved_in_time_ends_without(
@@ -288,6 +279,7 @@ def test_what_cannot_be_saved_in_time_ends_without(
     assert temporary() == []
 
 
+@pytest.mark.faults
 @ON_ONE_RANK_AND_ON_TWO
 def test_a_second_ctrl_c_ends_at_once(here: Path, replicas: tuple[int, ...]) -> None:
     slow = 'pathlib.Path("in a step").touch() if "RANK" in os.environ else None; time.sleep(5)'

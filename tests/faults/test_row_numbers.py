@@ -87,6 +87,7 @@ def test_before_anything_is_planned(
     assert not (here / "runs").exists()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("replicas", [(1,), (1, 1)], ids=str)
 @pytest.mark.parametrize(
     ("settings", "said"),

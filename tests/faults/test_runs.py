@@ -115,6 +115,7 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     check_same_weights(run, Path("runs/b"))
 
 
+@pytest.mark.faults
 def test_a_wrong_prediction_is_planned_again_and_corrected(
     called: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def two_agents(here: Path, run: Path) -> Ended:
     return Ended([code for code, _, _ in ended], "".join(err for _, _, err in ended), seconds)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("fault", "rank", "expected"),
     [
@@ -196,6 +197,7 @@ STOPPED = (
 )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("fault", "rank", "agents", "expected"),
     [

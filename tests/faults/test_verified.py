@@ -86,6 +86,7 @@ def test_a_chain_that_is_not_its_model_is_one_line(called: Called) -> None:
     assert "block 2 of 2 (last) of Model does not compute" in one_line(err)
 
 
+@pytest.mark.faults
 def test_rows_that_meet_are_one_line_where_the_plan_cuts_them(called: Called) -> None:
     model = "model.target=checked:Contrastive"
     code, _, err = called("train", *OWN, *SMALL, model, "trainer.microbatch=2")
@@ -159,6 +160,7 @@ def plan_of(*overrides: str) -> Plan:
         return prepare([*OWN, *SMALL, *overrides], Console(quiet=True), held).plan
 
 
+@pytest.mark.faults
 def test_the_ways_out_are_ways_out() -> None:
     model = "model.target=checked:Contrastive"
     whole = plan_of(model, "trainer.microbatch=8", "name=whole")

@@ -75,6 +75,7 @@ def hanging(command: str, *overrides: str, how: str, where: str = "model") -> su
     return start([*MODULE, command, *LIMITED, *overrides], HOW=how, WHERE=where)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("command", "where", "how"),
     [
@@ -111,6 +112,7 @@ def test_a_hang_is_named_with_the_users_function(
         assert {path.name for path in here.iterdir()} - {"__pycache__"} == {"hanging.py", "hangs"}
 
 
+@pytest.mark.faults
 def test_what_spins_has_the_other_limit(here: Path) -> None:
     code, _, err = finish(hanging("plan", "trainer.phase_seconds=2", how="spins"))
     assert code == 1

@@ -95,6 +95,7 @@ def trained(tmp_path: Path, *prefix: str) -> tuple[str, dict[str, Any]]:
     return str(launcher.pid), {file.name: json.loads(file.read_text()) for file in used.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [[], TORCHRUN], ids=["alone", "torchrun"])
 def test_ranks_have_what_their_device_needs_and_a_launcher_none(
     tmp_path: Path, prefix: list[str]

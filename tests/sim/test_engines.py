@@ -44,6 +44,7 @@ def check(
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", STAGED_TOO)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
@@ -90,6 +91,7 @@ def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
     check(sim_pool, (1,), options, direct=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", STAGED_TOO)
 @pytest.mark.parametrize(
     ("replicas", "options"),
@@ -160,6 +162,7 @@ def assert_level(ran: dict[str, Any], *, threads: bool = False) -> None:
         assert threads or max(held[half:]) <= max(held[3:half])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", LONG)
 @pytest.mark.parametrize(
     "options",

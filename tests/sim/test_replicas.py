@@ -98,6 +98,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     return tuple(verdict), losses, *peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatch", "direct"),
     [

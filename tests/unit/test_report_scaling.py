@@ -137,6 +137,7 @@ def test_charts_are_drawn_where_there_are_data(
         assert (f"{chart.title}: it needs" in text) == (chart.file not in drawn)
 
 
+@pytest.mark.slow
 def test_the_same_points_give_the_same_page_and_a_chart_of_before_goes(tmp_path: Path) -> None:
     written = write_report(ALL, tmp_path)
     text = written.page.read_text()

@@ -224,6 +224,7 @@ def test_ten_percent_says_how_many_micro_batches_it_needs() -> None:
     assert isinstance(_offload(Sizes(micro_batches=needed - 1), 0.1, 600_000_000), Row)
 
 
+@pytest.mark.slow
 def test_host_adam_benchmark_prints_json_last() -> None:
     sizes = {
         "repetitions": 2,
@@ -275,6 +276,7 @@ def _echo(value: int) -> Iterator[tuple[int, Callable[[int], int]]]:
     yield value, lambda message: value // message
 
 
+@pytest.mark.slow
 def test_a_worker_answers_and_says_why_it_failed() -> None:
     worker = Worker("echo", _echo, 6)
     try:

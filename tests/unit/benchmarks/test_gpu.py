@@ -212,6 +212,7 @@ sys.exit(gpu.main(["--dry", "--output", folder, "--parts", "tests", "device"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "state"),
     [

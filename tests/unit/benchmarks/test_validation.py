@@ -73,6 +73,7 @@ def test_what_was_predicted_is_found_again(tmp_path: Path) -> None:
     assert table.summary["regret_tasks"] == 1.0
 
 
+@pytest.mark.slow
 def test_alone_a_file_judges_itself_by_folds(tmp_path: Path) -> None:
     table = vtrain.check(write(tmp_path / "a.csv", RUNS))
     assert len(table.rows) == len(RUNS)
@@ -203,6 +204,7 @@ def test_json_has_every_figure_nested_and_flat(
     assert sum(line.endswith("%") for line in lines) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published table is not here")
 def test_published_steps_of_unseen_models() -> None:
     """Measured in this way: 2.3 % on average, 8.3 % at most, no regret."""

@@ -168,6 +168,7 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
         chain_of(LORA, str(tmp_path / "base.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_constructor_is_recorded_and_no_process_builds_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -264,6 +265,7 @@ def test_what_peft_has_no_place_for_is_told(tmp_path: Path) -> None:
 # ---- around models of others --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -25,6 +25,8 @@ from parallax.run.job import build_chain
 from tests.unit.model.test_recorded import both, check_same
 from tests.zoo import FAMILIES, Entry, llama, logits_loss, padded_batch, t5, t5_batch, tokens_batch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip(
     "transformers", reason="transformers is not installed (it comes with the hf extra)"
 )

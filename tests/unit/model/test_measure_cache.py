@@ -18,6 +18,7 @@ from tests.unit.model.test_measure import Both, _fresh, chain_of, linear, profil
 __all__ = ["_fresh"]
 
 
+@pytest.mark.slow
 def test_a_profile_is_measured_once_and_keyed_by_what_it_depends_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

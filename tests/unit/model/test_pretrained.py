@@ -292,6 +292,7 @@ def test_ties_that_the_files_do_not_have_are_refused(tmp_path: Path) -> None:
     check_equal(values(chain), model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "settings"),
     [
@@ -353,6 +354,7 @@ def test_gradient_checkpointing_is_left_to_the_plan(caplog: pytest.LogCaptureFix
     check_same(entry, chain, blocks, plain, 3)
 
 
+@pytest.mark.slow
 def test_one_structure_in_every_number_format() -> None:
     """Its forward looks at the format, so what is recorded of it does; the weights are the same."""
     config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)

@@ -420,6 +420,7 @@ NODE = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(nodes=st.lists(NODE, min_size=1, max_size=9), rows=st.integers(1, 4))
 def test_random_graphs(nodes: list[tuple[int, int, int, str]], rows: int) -> None:

@@ -314,6 +314,7 @@ def test_what_does_not_fit_the_host_is_not_checked_and_says_so(
 MODELS = {**ZOO, **FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",  # every second one; those below are more varied
     [

@@ -108,6 +108,7 @@ def test_plans_asked_for_by_hand_are_no_better(name: str, cell: Cell) -> None:
     assert chosen <= asked * 1.01
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
     """With one row for each of eight replicas: a layer's 31 GB of weights and gradients leave no room for two."""
     plan = Question.of("1t a100x1024 bf16").ask()
@@ -115,6 +116,7 @@ def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
 
 
+@pytest.mark.slow
 def test_a_search_says_how_far_it_is() -> None:
     question, told = Question.of("7b a100x8 bf16 tight"), list[str]()
     search(
@@ -183,6 +185,7 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
             assert least <= asked.prediction.step_seconds * 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "config"),
     [

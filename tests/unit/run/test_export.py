@@ -136,6 +136,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_loaded_comes_out_again(kind: str, tmp_path: Path) -> None:
     name, settings, sample = KINDS[kind]

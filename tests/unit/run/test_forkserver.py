@@ -31,6 +31,7 @@ print(len(os.listdir("/proc/self/task")), [name for name in sys.argv[1:] if name
 """
 
 
+@pytest.mark.slow
 def test_a_server_starts_no_thread_and_asks_for_no_device() -> None:
     command = [sys.executable, "-c", WARMS_UP, "tensorboard.summary", "no_such_library"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

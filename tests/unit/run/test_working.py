@@ -103,6 +103,7 @@ with open("/dev/null", "w") as nowhere, subject.working(Console(file=nowhere), "
 """
 
 
+@pytest.mark.slow
 def test_a_person_who_is_asked_may_take_any_time() -> None:
     terminal, end = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", ASKING], stdin=end, stdout=end, stderr=end)

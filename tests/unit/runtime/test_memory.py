@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 STEP = """
 import sys
 import torch
@@ -25,6 +27,7 @@ for directive in ("keep", "recompute"):
 """
 
 
+@pytest.mark.slow
 def test_the_first_backward_imports_next_to_nothing_nor_does_the_first_recomputation() -> None:
     """How many modules each imports, and whether torch's compiler is there; in one process, whose imports take most of
     the time."""
@@ -58,6 +61,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.slow
 def test_nor_does_the_first_reducer() -> None:
     """800 modules and 33 MiB, which were counted as what a replica holds: more than its plan."""
     found = subprocess.run(

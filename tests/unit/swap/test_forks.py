@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor, nn
@@ -141,6 +142,7 @@ def forked(name: str, folder: Path) -> None:
     print(f"{name} is done", flush=True)
 
 
+@pytest.mark.slow
 def test_a_child_ends_and_harms_nobody(scratch: Path) -> None:
     forked_each = f"[forked(name, Path({str(scratch)!r})) for name in CHILDREN]"
     code = f"from tests.unit.swap.test_forks import *; {forked_each}"

@@ -180,6 +180,7 @@ def steps_interrupted(where: str, thorough: bool, folder: Path) -> None:
             step_interrupted(at, where, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step", "exit"])
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_an_interrupt_tears_no_state(where: str, thorough: bool, scratch: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -105,6 +106,7 @@ def limited(scratch: str) -> None:
     print(json.dumps([failure, *streamed(Path(scratch))]))
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_train(scratch: Path) -> None:
     command = [
         sys.executable,

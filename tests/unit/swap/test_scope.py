@@ -451,7 +451,6 @@ def test_what_a_compiled_block_leaves_to_python_compiles_no_hook(scratch: Path) 
     torch.compiler.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.thorough
 def test_blocks_of_inductor(scratch: Path) -> None:

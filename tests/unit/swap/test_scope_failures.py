@@ -192,6 +192,7 @@ def test_a_graph_dropped_at_exit_closes_the_tier(tight: Callable[..., Swapping])
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_a_graph_alive_at_the_end_of_the_program(scratch: Path) -> None:
     code = (
         "import parallax, torch\n"
@@ -225,6 +226,7 @@ def test_the_same_model_twice_is_refused(tight: Callable[..., Swapping]) -> None
         plain_loop(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_leak_nothing(scratch: Path) -> None:
     def steps(count: int) -> None:
         for x, y in batches(count, 64):

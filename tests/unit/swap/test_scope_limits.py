@@ -242,6 +242,7 @@ def limited(scratch: str) -> None:
     print(json.dumps({"failure": failure, "losses": losses}))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_trains(scratch: Path) -> None:
     command = [
         sys.executable,

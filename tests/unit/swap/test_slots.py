@@ -139,6 +139,7 @@ def swap_files() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_random_lengths_for_hundreds_of_steps(scratch: Path) -> None:
     """States are always below and some graphs outlive their step, so the line never begins anew."""
     torch.manual_seed(0)

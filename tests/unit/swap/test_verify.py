@@ -340,6 +340,7 @@ def step(model: Chain, rows: Tensor, manager: SwapManager | None, seed: int) -> 
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "groups", [range(5), pytest.param(range(5, 20), marks=pytest.mark.thorough)], ids=str
 )
