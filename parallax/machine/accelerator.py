@@ -78,7 +78,8 @@ class Accelerator:
 
     @property
     def in_use(self) -> bool:
-        """Whether this process has used a device of the kind: what torch holds there for it, it holds to its end."""
+        """Whether this process may have used a device of the kind: what torch holds there for it, it holds to its end.
+        Asking for the properties of devices counts, too, in torch."""
         return bool(self.module.is_initialized())
 
     def devices(self) -> tuple[DeviceFacts, ...]:

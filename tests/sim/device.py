@@ -41,10 +41,21 @@ def _module() -> types.ModuleType:
         C.cap(int(fraction * TOTAL_BYTES) if fraction < 1 else 0)
 
     facts = types.SimpleNamespace(name="a simulated device", total_memory=TOTAL_BYTES)
+    initialized = False
+
+    def properties(device: Any = 0) -> types.SimpleNamespace:
+        """Asking for them initialises torch.cuda, too, though it takes no memory."""
+        nonlocal initialized
+        initialized = True
+        return facts
+
+    def is_initialized() -> bool:
+        return initialized or torch.accelerator.max_memory_allocated(SIM) > 0
+
     module.device_count, module.current_device = C.device_count, C.current_device
     module.set_device = lambda device: C.set_device(_index(device))
     module.is_available = lambda: True
-    module.is_initialized = lambda: torch.accelerator.max_memory_allocated(SIM) > 0
+    module.is_initialized = is_initialized
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None
     module.manual_seed = module.manual_seed_all = seed
@@ -52,7 +63,7 @@ def _module() -> types.ModuleType:
     module.get_rng_state = lambda device=0: generators[_index(device)].get_state()
     module.set_rng_state = lambda state, device=0: generators[_index(device)].set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
-    module.get_device_properties = lambda device=0: facts
+    module.get_device_properties = properties
     module.get_device_name = lambda device=None: facts.name
     module.set_per_process_memory_fraction = limit
     module.Stream, module.Event = torch.Stream, torch.Event

@@ -42,6 +42,8 @@ from parallax.run.working import working
 from parallax.train.loop import OnDrift
 from parallax.train.stop import Drifted
 
+_AFRESH = "PARALLAX_AFRESH"  # in a process that has taken the place of one that planned
+
 
 def launch(run: PreparedRun, *, own_process: bool) -> int:
     """Train on this machine; the exit code. With ``plan.replan=auto`` a run whose steps are not as predicted stops at
@@ -138,7 +140,9 @@ def _blocks_of(plan: Plan, rank: int) -> str:
 def _start(run: PreparedRun, on_drift: OnDrift, relay: Relay, own_process: bool) -> int:
     """Start the processes that the plan needs; the exit code."""
     kind = choose_devices(local_cluster(run.config)).kind
-    if own_process and kind != "cpu" and accelerator_named(kind).in_use:
+    # Once: who has only asked for the properties of a device has used it, as torch counts.
+    afresh = os.environ.pop(_AFRESH, "")
+    if own_process and not afresh and kind != "cpu" and accelerator_named(kind).in_use:
         _start_afresh(run, on_drift)
     told = rank_environment(run) | {ON_DRIFT: on_drift.value}
     config, directory = run.config, run.directory
@@ -167,7 +171,7 @@ def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
     sys.stderr.flush()
     named = [f"{key}={path}" for key, path in class_paths(configuration.dump(run.config)).items()]
     command = ["-m", "parallax", "train", "--run-dir", str(run.directory), *named]
-    environment = {**os.environ, ON_DRIFT: on_drift.value}
+    environment = {**os.environ, ON_DRIFT: on_drift.value, _AFRESH: "1"}
     os.execve(sys.executable, [sys.executable, *command], environment)
 
 
