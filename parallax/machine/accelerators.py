@@ -77,6 +77,13 @@ def select_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
+def own_device(kind: str) -> torch.device:
+    """The device of ``kind`` that this process computes on: the first, unless it has selected another."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
 def keep_to(device: torch.device, limit_bytes: int) -> None:
     """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
     fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""

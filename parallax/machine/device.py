@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallax.machine.accelerators import accelerator_of
+from parallax.machine.accelerators import accelerator_of, own_device
 from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
@@ -345,8 +345,9 @@ class StreamCopies:
         remedy: str = PINNING_REMEDY,
         stalls: StallBook | None = None,
     ) -> None:
-        self._device, self._delay, self._remedy = device, delay, remedy
-        self._index = device.index  # which torch need not look up
+        # Threads select it by its number, which torch need not look up then.
+        self._device = own_device(device.type) if device.index is None else device
+        self._index, self._delay, self._remedy = self._device.index, delay, remedy
         self._accelerator = accelerator_of(device)
         self._stalls = stalls or StallBook()
         self._down, self._up = torch.Stream(device), torch.Stream(device)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallax.machine.accelerators import own_device
 from parallax.machine.host import return_freed_memory
 from parallax.machine.local import (
     ClusterConfig,
@@ -237,7 +238,7 @@ def _conditions(
             max(1, measured // 2),
             *(measured << n for n in range((len(batch) // measured).bit_length())),
         ),
-        "device": torch.device(choice.kind),
+        "device": own_device(choice.kind),
         "precision": precision or PrecisionConfig(),
         "minimum_bytes": (swap or SwapConfig()).smallest_bytes(choice.kind),
         "allocator": "exact" if choice.exact else "default",

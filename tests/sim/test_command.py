@@ -50,7 +50,7 @@ GIVEN = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by the user", "SIM_EMPTY": "no more
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 
-def trained(tmp_path: Path, *prefix: str) -> tuple[str, dict[str, Any]]:
+def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any]]:
     """The number of the process that was started, and what each has noted."""
     if why := missing():
         pytest.skip(why)
@@ -72,6 +72,8 @@ def trained(tmp_path: Path, *prefix: str) -> tuple[str, dict[str, Any]]:
         "cluster.kind=sim",
         "cluster.devices=1",
         "plan.stages=1",
+        f"swap.tier={tier}",
+        "swap.minimum_bytes=1",  # so that offloading is measured
         "logger.tensorboard=false",
     ]
     with subprocess.Popen(
@@ -96,13 +98,15 @@ def trained(tmp_path: Path, *prefix: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", [[], TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    ("tier", "prefix"), [("disk", []), ("host", TORCHRUN)], ids=["alone", "torchrun"]
+)
 def test_ranks_have_what_their_device_needs_and_a_launcher_none(
-    tmp_path: Path, prefix: list[str]
+    tmp_path: Path, tier: str, prefix: list[str]
 ) -> None:
     """It has measured there, and goes on without a context and cached blocks, which its ranks need. These have the
     variables of their device, but for those that the user has set; torchrun's had none, and NCCL opened more channels
     than were counted."""
-    launcher, noted = trained(tmp_path, *prefix)
+    launcher, noted = trained(tmp_path, tier, *prefix)
     assert noted.pop(launcher) == [0, ITS_OWN]
     assert [variables for bytes_used, variables in noted.values() if bytes_used] == [GIVEN]
