@@ -106,9 +106,9 @@ class Accelerator:
             total = self.module.get_device_properties(device.index or 0).total_memory
             self.module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
-    def arena(self, count: int, remedy: str) -> Arena:
-        """``count`` bytes of pinned host memory. Raises :class:`SwapError`, which ends with ``remedy``, where there is
-        not so much."""
+    def arena(self, device: torch.device, count: int, remedy: str) -> Arena:  # noqa: ARG002
+        """``count`` bytes of host memory that is pinned for ``device``. Raises :class:`SwapError`, which ends with
+        ``remedy``, where there is not so much."""
         return TorchArena(count, remedy)
 
     def cache_bytes(self, device: torch.device) -> int:

@@ -66,15 +66,25 @@ class Cuda(Accelerator):
         numbers = {name for name, said in asked.items() if said.isdigit() and int(said)}
         return {name: asked[name] if name in numbers else str(usual[name]) for name in usual}
 
-    def arena(self, count: int, remedy: str) -> Arena:
-        """Registered pages: torch's own pinned allocator would round up to a power of two."""
-        runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
+    def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
+        """Registered pages: torch's own pinned allocator would round up to a power of two. The runtime is asked with
+        ``device`` as the current one: it would make a context on any other."""
+        runtime = torch.cuda.cudart()
+
+        def register(address: int, size: int) -> int:
+            with torch.cuda.device(device):
+                return pin(runtime, address, size)
+
+        def unregister(address: int) -> None:
+            with torch.cuda.device(device):
+                runtime.cudaHostUnregister(address)
+
         return RegisteredArena(
             count,
-            lambda address, size: pin(runtime, address, size),
-            lambda address: runtime.cudaHostUnregister(address),
+            register,
+            unregister,
             synchronize=lambda: torch.cuda.synchronize(device),
-            cpus=self._near_cpus(),
+            cpus=self._near_cpus(device),
             remedy=remedy,
         )
 
@@ -97,9 +107,9 @@ class Cuda(Accelerator):
 
         return start, stop
 
-    def _near_cpus(self) -> frozenset[int]:
-        """Those of the current device's NUMA node that this process may use; none where the system does not say."""
-        found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    def _near_cpus(self, device: torch.device) -> frozenset[int]:
+        """Those of the device's NUMA node that this process may use; none where the system does not say."""
+        found: Any = torch.cuda.get_device_properties(device)
         try:
             place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
             listed = Path(f"/sys/bus/pci/devices/{place}/local_cpulist").read_text().strip()

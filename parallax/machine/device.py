@@ -355,7 +355,7 @@ class StreamCopies:
 
     def arena(self, count: int) -> Arena:
         """Pinned memory."""
-        return self._accelerator.arena(count, self._remedy)
+        return self._accelerator.arena(self._device, count, self._remedy)
 
     def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
         """Pinned buffers."""

@@ -22,6 +22,8 @@ PINNING_REMEDY = (
     "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
 )
 _HUGE = 2 * 2**20  # bytes of a huge page, where there are some
+# Linux's number, for which Python has no name: a child that is forked gets empty pages of its own.
+_MADV_WIPEONFORK = 18
 _TOUCHING = (
     8  # threads that touch an arena's pages: the kernel clears each when it is touched first
 )
@@ -94,7 +96,8 @@ class RegisteredArena:
     wrong. They are the process's own, huge where the system has such, touched by several threads, on ``cpus`` where
     those near the device are known: a page lies in the memory of the processor that touches it first. What an owner
     that failed leaves behind is given to ``unregister`` when it is collected, after ``synchronize``, which waits for
-    the device: such an owner has not waited for its copies.
+    the device: such an owner has not waited for its copies. A child that is forked has none of them: the kernel would
+    copy what is pinned for each, or, before 5.10, give the process other pages than those that the device writes.
     """
 
     def __init__(
@@ -109,6 +112,8 @@ class RegisteredArena:
     ) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
         pages = _pages(count, self.allocated_bytes, f"; {remedy}")
+        with contextlib.suppress(OSError):  # a kernel before 4.14
+            pages.madvise(_MADV_WIPEONFORK)
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         self.data = whole[:count]
         _touch(whole, cpus)

@@ -27,7 +27,7 @@ MIB = 2**20
 
 def test_the_arena_is_pinned_and_no_larger_than_asked() -> None:
     count = 5 * MIB + 7
-    arena = accelerator_named("cuda").arena(count, PINNING_REMEDY)
+    arena = accelerator_named("cuda").arena(torch.device("cuda", 0), count, PINNING_REMEDY)
     assert arena.data.is_pinned()
     assert arena.allocated_bytes - count < 4096
     device = torch.arange(count, device="cuda").to(torch.uint8)

@@ -91,12 +91,12 @@ torch.Tensor.__dlpack_device__ = _of_sim  # type: ignore[method-assign]
 class Sim(Accelerator):
     """Pinned as CUDA's memory is: whole pages that are registered."""
 
-    def arena(self, count: int, remedy: str) -> Arena:
+    def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
         return RegisteredArena(
             count,
             lambda address, size: C.host_register(address, size) or 0,
             C.host_unregister,
-            synchronize=lambda: torch.accelerator.synchronize(SIM),
+            synchronize=lambda: torch.accelerator.synchronize(device),
             remedy=remedy,
         )
 

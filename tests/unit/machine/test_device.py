@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -24,6 +27,7 @@ class Runtime:
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.registered, self.most = code, dict[int, int](), 0
+        self.current = 0
         self.waits: list[
             int
         ] = []  # ranges that were registered when somebody waited for the device
@@ -31,24 +35,38 @@ class Runtime:
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         assert address % mmap.PAGESIZE == count % mmap.PAGESIZE == 0
         assert flags == 1
+        assert self.current == OTHER.index, "it would make a context on another device"
         if not self.code:
             self.registered[address] = count
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.current == OTHER.index
         del self.registered[address]
         return 0
 
 
+OTHER = torch.device("cuda", 1)  # than the current one
+
+
 def pin(runtime: Runtime, count: int, monkeypatch: pytest.MonkeyPatch) -> Arena:
-    """As on a CUDA device."""
+    """As on a CUDA device that is not the current one."""
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        before, runtime.current = runtime.current, device.index
+        yield
+        runtime.current = before
+
+    def synchronize(device: torch.device) -> None:
+        assert device == OTHER
+        runtime.waits.append(len(runtime.registered))
+
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "synchronize", lambda index: runtime.waits.append(len(runtime.registered))
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
-    return accelerator_named("cuda").arena(count, PINNING_REMEDY)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    return accelerator_named("cuda").arena(OTHER, count, PINNING_REMEDY)
 
 
 def test_what_a_failed_owner_leaves_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +189,19 @@ def test_the_cpu_has_no_copies_of_its_own() -> None:
     assert event.done()
     assert event.seconds() >= 0
     assert copies.mark().seconds() == 0
+
+
+def test_a_forked_child_has_none_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel copied all of it for each worker of a loader that was forked."""
+    arena = pin(Runtime(), 64 * MIB, monkeypatch)
+    arena.data.fill_(7)
+    view = arena.data.numpy()
+    before = psutil.Process().memory_info().rss
+    child = os.fork()
+    if not child:
+        held = psutil.Process().memory_info().rss
+        os._exit(0 if held < before - 60 * MIB and not view.any() else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (view == 7).all()
+    arena.close()

@@ -359,9 +359,9 @@ def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SwapError, match=r"or set swap\.tier=disk$"):
         RegisteredArena(2**60, lambda *_: 0, lambda _: 0, synchronize=lambda: None)
     monkeypatch.setattr("torch.Stream", lambda device: None)
-    for name in ("cudart", "current_device", "get_device_properties"):
+    for name in ("cudart", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: None)
-    copies = copies_for(torch.device("cuda"), remedy=SCOPE.pinning)
+    copies = copies_for(torch.device("cuda", 0), remedy=SCOPE.pinning)
     with pytest.raises(SwapError, match="lower tier_bytes"):
         copies.arena(2**60)
 
