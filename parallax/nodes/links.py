@@ -132,6 +132,8 @@ def _measured(
             group = dist.new_group([low, high], backend=backend) if backend else None
             if nodes.rank in (low, high):
                 way = _Way(low, high, nodes.rank == low, device, group)
+    if way is not None:
+        way.open()
     latency, alone = way.alone() if way is not None and place == 0 else (0.0, 0.0)
     dist.barrier()
     together = way.rate(latency) if way is not None else 0.0
@@ -169,6 +171,12 @@ class _Way:
         """Leave the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
+
+    def open(self) -> None:
+        """Connect, which NCCL does with a first message, and may take longer than any other."""
+        one = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for sends in (self.low, not self.low):
+            self._carry(one, sends=sends)
 
     def alone(self) -> tuple[float, float]:
         """Seconds of the smallest message, the fastest of several, for what is slower measures who else uses the hosts;

@@ -104,6 +104,27 @@ def probed() -> tuple[float, float, float, bool]:
     return first.link.bytes_per_second, first.link.latency_seconds, first.ways, again == first
 
 
+def timed_before_anything_came() -> bool:
+    """Whether the first message between two ranks is one that is timed."""
+    early = []
+
+    class Way(links._Way):
+        carried = False
+
+        def rate(self, latency: float, *, down: bool = False) -> float:
+            early.append(not self.carried)
+            return super().rate(latency, down=down)
+
+        def _carry(self, tensor: torch.Tensor, *, sends: bool) -> None:
+            super()._carry(tensor, sends=sends)
+            self.carried = True
+
+    with mock.patch.object(links, "_Way", Way), mock.patch.object(links, "_LONG_SECONDS", 0.002):
+        links.probe_links(Nodes.gather(), torch.device("cpu"), fresh=True)
+    assert early
+    return any(early)
+
+
 def offset(late: float) -> float:
     clock = time.perf_counter
     shift = late if dist.get_rank() else 0.0
@@ -200,6 +221,12 @@ def test_links_are_measured_once(pool: Pool, tmp_path: Path) -> None:
     assert ways == 0 or 1 <= ways <= 2
     assert kept
     assert len(list((tmp_path / "cache").rglob("link-*.json"))) == 1
+
+
+def test_links_are_measured_after_they_were_made(pool: Pool, tmp_path: Path) -> None:
+    """NCCL connects with the first message; a way that took 0.2 s for it carried 1 MB/s, and was all there was."""
+    found = pool.run(there, 4, ["x", "x", "y", "y"], tmp_path, timed_before_anything_came)
+    assert found == [False] * 4
 
 
 @pytest.mark.parametrize("count", range(2, 9))
