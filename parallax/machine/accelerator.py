@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from parallax.machine.host import boot_identity
 from parallax.machine.pinned import Arena, TorchArena
 
 SMALL_TENSORS_BYTES = 8 * 2**20  # 16,000 numbers of 512 bytes each
@@ -91,8 +92,17 @@ class Accelerator:
 
     def identity(self, index: int) -> str:
         """What tells a device from every other one of all hosts, however ranks number those that they see."""
-        device = getattr(self.module.get_device_properties(index), "uuid", None)
-        return f"{socket.gethostname()}/{device or f'{self.kind}:{index} of process {os.getpid()}'}"
+        own = self.lasting_identity(index)
+        return own or f"{socket.gethostname()}/{self.kind}:{index} of process {os.getpid()}"
+
+    def lasting_identity(self, index: int) -> str:
+        """The same, equal in all processes that see the device; '' where torch says too little. Its place on the bus
+        is a part of it: some drivers give all devices of a model one UUID."""
+        found = self.module.get_device_properties(index)
+        if not (uuid := getattr(found, "uuid", None)):
+            return ""
+        place = [str(getattr(found, f"pci_{each}_id", "")) for each in ("domain", "bus", "device")]
+        return f"{boot_identity()}/{uuid}@{':'.join(place)}"
 
     def generator(self, index: int) -> torch.Generator:
         """The default one of a device."""

@@ -8,6 +8,7 @@ A kind of one's own is registered in every process that plans or trains::
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -75,6 +76,39 @@ def select_device(kind: str, local_rank: int) -> torch.device:
     device = torch.device(kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
+
+
+@dataclass(frozen=True, slots=True)
+class RanksDevices:
+    """Of the ranks of a run: how many devices of ``kind`` those of this host have, and how many all of them have."""
+
+    kind: str
+    here: int
+    everywhere: int
+
+
+_of_ranks: RanksDevices | None = None
+
+
+def tell_ranks_devices(found: RanksDevices | None) -> None:
+    """For all that is planned in this process from now on: a rank may see fewer devices than its host has, or no other
+    than its own. None: what this process sees is all there is."""
+    global _of_ranks
+    _of_ranks = found
+
+
+def ranks_devices(kind: str) -> RanksDevices | None:
+    """What was told of devices of ``kind``; None where nothing was."""
+    return _of_ranks if _of_ranks is not None and _of_ranks.kind == kind else None
+
+
+def identity_of_rank(local_rank: int) -> tuple[str, str]:
+    """The kind of accelerator that is present, and what tells that of a local rank from every other one; '' where there
+    is none, or torch does not say."""
+    if (kind := present_kind()) is None:
+        return "", ""
+    index = local_rank % torch.accelerator.device_count()
+    return kind, accelerator_named(kind).lasting_identity(index)
 
 
 def own_device(kind: str) -> torch.device:

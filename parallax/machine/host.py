@@ -385,11 +385,17 @@ def kept_apart(change: int) -> Iterator[None]:
                 _apart.bytes += min(change, 0)
 
 
+def boot_identity() -> str:
+    """Of the running kernel, whatever containers call their hosts."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
 def host_identity() -> str:
     """Equal for two processes exactly when they can signal each other and meet on the loopback address."""
-    parts = [socket.gethostname()]
+    parts = [socket.gethostname(), boot_identity()]
     for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         lambda: os.readlink("/proc/self/ns/pid"),
         lambda: os.readlink("/proc/self/ns/net"),
     ):

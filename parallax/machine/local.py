@@ -14,6 +14,7 @@ from parallax.machine.accelerators import (
     known_kinds,
     present_devices,
     present_kind,
+    ranks_devices,
 )
 from parallax.machine.host import available_memory, node_name, usable_cores
 from parallax.machine.preflight.needs import PROCESS_BYTES
@@ -65,12 +66,15 @@ class ClusterConfig:
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """The devices of a run on this machine: what kind, how many, and how many cores each computes on. ``exact``:
-    the RAM of a process is a device with a budget of its own."""
+    the RAM of a process is a device with a budget of its own. Accelerators: ``present`` is how many there are, which
+    more ranks than that share; ``apart`` says whether some two ranks of the run have a device each."""
 
     kind: str
     count: int
     threads: int
     exact: bool
+    present: int = 0
+    apart: bool = False
 
 
 def asked_link(config: ClusterConfig) -> Link | None:
@@ -94,7 +98,8 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     Raises :class:`ConfigError` where an accelerator is asked for and absent, or more than eight ranks would share one.
     """
     kind = config.kind if config.kind != AUTO else present_kind() or "cpu"
-    present = 0 if kind == "cpu" else len(present_devices(kind))
+    told = ranks_devices(kind)
+    present = told.here if told else 0 if kind == "cpu" else len(present_devices(kind))
     cores = usable_cores()
     # Three processes even on one core: a pipeline with a replicated stage then shows on any machine.
     count = max(at_least, present if kind != "cpu" else min(8, max(3, int(cores))))
@@ -107,7 +112,14 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
             f"{asked}: torch {torch.__version__} sees {present} {kind} devices here; {remedy}"
         )
     threads = max(1, int(cores) // count) if config.threads == AUTO else int(config.threads)
-    return DeviceChoice(kind, count, threads, exact=kind == "cpu" and config.device_memory != AUTO)
+    return DeviceChoice(
+        kind,
+        count,
+        threads,
+        exact=kind == "cpu" and config.device_memory != AUTO,
+        present=present,
+        apart=(told.everywhere if told else min(count, present)) > 1,
+    )
 
 
 def build_cluster(
@@ -150,11 +162,7 @@ def build_cluster(
         )
         for memory in _device_memory(config, choice)
     )
-    able = (
-        len(present_devices(choice.kind))
-        if choice.kind != "cpu"
-        else usable_cores() / choice.threads
-    )
+    able = choice.present if choice.kind != "cpu" else usable_cores() / choice.threads
     concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
     node = Node(name=node_name(), devices=devices, concurrent=concurrent, speeds=speeds)
@@ -163,18 +171,17 @@ def build_cluster(
 
 def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
     """What a process takes of a device that torch's allocator knows nothing of. Each of those that share one has a
-    context; they talk through the host."""
+    context; they talk through the host where no two ranks have a device each."""
     if choice.kind == "cpu":
         return {}
-    accelerator, present = accelerator_named(choice.kind), present_devices(choice.kind)
-    usual = max(accelerator.usual_context_bytes(each.name) for each in present)
+    accelerator, seen = accelerator_named(choice.kind), present_devices(choice.kind)
+    usual = max(accelerator.usual_context_bytes(each.name) for each in seen)
     # What others hold there was measured as if it were the context's.
     context = min(probes.context_bytes, 2 * usual) if usual else probes.context_bytes
-    apart = 1 < choice.count <= len(present)
     return {
         "context_bytes": context or usual,
-        "collective_bytes": apart * accelerator.collective_bytes,
-        "edge_bytes": apart * accelerator.edge_bytes,
+        "collective_bytes": choice.apart * accelerator.collective_bytes,
+        "edge_bytes": choice.apart * accelerator.edge_bytes,
     }
 
 
@@ -230,7 +237,7 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
         return [parse_bytes(config.device_memory, "cluster.device_memory")] * choice.count
     if choice.kind != "cpu":
         gpus = present_devices(choice.kind)
-        sharing = -(-choice.count // len(gpus))
+        sharing = -(-choice.count // choice.present)
         return [
             gpus[rank % len(gpus)].total_bytes * 19 // 20 // sharing for rank in range(choice.count)
         ]

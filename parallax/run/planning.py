@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.machine.accelerators import own_device
+from parallax.machine.accelerators import own_device, tell_ranks_devices
 from parallax.machine.host import return_freed_memory
 from parallax.machine.local import (
     ClusterConfig,
@@ -306,6 +306,7 @@ def plan_together(
     devices as there are ranks, the others get its plan, or its error. Options are those of :func:`plan_model`."""
     sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
     nodes = Nodes.gather()
+    tell_ranks_devices(nodes.ranks_devices)
     if nodes.several:
         swap, scratch = options.get("swap") or SwapConfig(), options.get("scratch")
         options["present"] = join_nodes(sized, swap, nodes, scratch).cluster

@@ -19,7 +19,7 @@ from tests.sim.build import library, missing
 
 TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.steps=1"]
 # Every Python gets the device, of a kind that has variables, and writes down at its end how much of it it has used, and
-# which variables it was given.
+# which variables it was given, and whether it was given some after it had used the device.
 CONTEXT = 2**26
 SITE = f"""
 CONTEXT = {CONTEXT}"""
@@ -29,8 +29,14 @@ from pathlib import Path
 from parallax.machine.accelerators import register_accelerator
 from tests.sim.device import SIM, Sim
 
+late = False
+
 class WithVariables(Sim):
-    environment = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by us", "SIM_EMPTY": "no more"}
+    @property
+    def environment(self):
+        global late
+        late = late or bool("SIM_CHANNELS" not in os.environ and torch.accelerator.max_memory_allocated(SIM))
+        return {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by us", "SIM_EMPTY": "no more"}
 
     def usual_context_bytes(self, name):
         return CONTEXT
@@ -38,7 +44,7 @@ class WithVariables(Sim):
 def note():
     used = torch.accelerator.max_memory_allocated(SIM)
     found = {key: value for key, value in os.environ.items() if key.startswith("SIM_")}
-    (Path(os.environ["USED"]) / str(os.getpid())).write_text(json.dumps([used, found]))
+    (Path(os.environ["USED"]) / str(os.getpid())).write_text(json.dumps([used, found, late]))
 
 register_accelerator(WithVariables("sim"))
 atexit.register(note)
@@ -105,8 +111,8 @@ def test_ranks_have_what_their_device_needs_and_a_launcher_none(
     tmp_path: Path, tier: str, prefix: list[str]
 ) -> None:
     """It has measured there, and goes on without a context and cached blocks, which its ranks need. These have the
-    variables of their device, but for those that the user has set; torchrun's had none, and NCCL opened more channels
-    than were counted."""
+    variables of their device, but for those that the user has set, before an allocator reads them; torchrun's had none,
+    and NCCL opened more channels than were counted."""
     launcher, noted = trained(tmp_path, tier, *prefix)
-    assert noted.pop(launcher) == [0, ITS_OWN]
-    assert [variables for bytes_used, variables in noted.values() if bytes_used] == [GIVEN]
+    assert noted.pop(launcher) == [0, ITS_OWN, False]
+    assert [rest for bytes_used, *rest in noted.values() if bytes_used] == [[GIVEN, False]]

@@ -17,7 +17,7 @@ from parallax.common.signals import ending_after, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
-from parallax.machine.accelerators import keep_to, select_device
+from parallax.machine.accelerators import keep_to, present_kind, select_device, tell_ranks_devices
 from parallax.model.describe import Chain
 from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
@@ -74,7 +74,11 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
+            if (kind := present_kind()) is not None:
+                # Before anything is measured: torch's allocator reads its variables when it is first used.
+                select_device(kind, _local_rank())
             nodes = Nodes.gather()
+            tell_ranks_devices(nodes.ranks_devices)
             with leaving_out_unfit(overrides, nodes, watch):
                 check_versions(nodes)
                 if directory is None:
@@ -113,6 +117,10 @@ def _meet() -> None:
         ) from error
 
 
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _give_up(number: int) -> None:
     """End this rank, which was asked to and waits for others."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -125,7 +133,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     """Build, train, report; the exit code."""
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
-    device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
+    device = select_device(choice.kind, _local_rank())
     keep_to(device, run.plan.allocator_bytes(dist.get_rank()))
     with watch.phase("loading data"):
         source = open_source(run.config)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from parallax.config import compose
 from parallax.errors import ConfigError
 from parallax.machine import accelerators
 from parallax.machine.accelerator import Accelerator, DeviceFacts
-from parallax.machine.accelerators import register_accelerator
+from parallax.machine.accelerators import RanksDevices, register_accelerator, tell_ranks_devices
 from parallax.machine.cuda import Cuda
 from parallax.machine.local import RANKS_PER_GPU, ClusterConfig, build_cluster, choose_devices
 from parallax.machine.probes import Probes
@@ -59,6 +61,7 @@ class Plain(Rack):
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is registered here, and what the user has set, is no matter of other tests."""
     monkeypatch.setattr(accelerators, "_KNOWN", dict(accelerators._KNOWN))
+    monkeypatch.setattr(accelerators, "_of_ranks", None)
     for name in (GROUP, WAY, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -103,13 +106,85 @@ def test_every_device_is_one_of_the_cluster(tmp_path: Path) -> None:
 def test_ranks_that_share_a_device_have_a_context_each_and_talk_through_the_host(
     tmp_path: Path,
 ) -> None:
+    install(80 * GIB)
+    for device in cluster_of(tmp_path, devices=3).devices:
+        assert device.memory_bytes == 76 * GIB // 3
+        assert device.context_bytes == usual_context(H100)
+        assert (device.collective_bytes, device.edge_bytes) == (0, 0)
+
+
+def test_some_of_those_that_share_devices_have_a_neighbour_on_another(tmp_path: Path) -> None:
+    """Three ranks on two devices: what 0 and 1 exchange goes from device to device."""
     install(80 * GIB, 80 * GIB)
     found = cluster_of(tmp_path, devices=3)
     assert found.nodes[0].concurrent == 2
     for device in found.devices:
         assert device.memory_bytes == 38 * GIB
-        assert device.context_bytes == usual_context(H100)
-        assert (device.collective_bytes, device.edge_bytes) == (0, 0)
+        assert (device.collective_bytes, device.edge_bytes) == (
+            collective_bytes(CHANNELS),
+            edge_bytes(EDGE_CHANNELS),
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "everywhere", "sharing"),
+    [
+        (1, 1, 2, 1),  # a device on each of two hosts
+        (4, 4, 4, 1),  # each rank sees its own alone
+        (12, 12, 12, 1),  # the same, and more of them than may share one
+        (4, 2, 2, 2),  # two ranks see the first, and two the second
+        (2, 1, 1, 2),
+    ],
+)
+def test_devices_are_those_that_all_ranks_have(
+    tmp_path: Path, ranks: int, here: int, everywhere: int, sharing: int
+) -> None:
+    """Of which this one sees a single one."""
+    install(80 * GIB)
+    tell_ranks_devices(RanksDevices("rack", here, everywhere))
+    found = cluster_of(tmp_path, devices=ranks)
+    assert found.nodes[0].concurrent == here
+    for device in found.devices:
+        assert device.memory_bytes == 76 * GIB // sharing
+        assert (device.collective_bytes > 0, device.edge_bytes > 0) == (everywhere > 1,) * 2
+
+
+def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
+    install(80 * GIB)
+    tell_ranks_devices(RanksDevices("another", 4, 4))
+    assert cluster_of(tmp_path, devices=2).devices[0].memory_bytes == 38 * GIB
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"uuid": "GPU-1", "pci_bus_id": 1}, {"uuid": "GPU-1", "pci_bus_id": 1}, True),
+        ({"uuid": "GPU-1", "pci_bus_id": 1}, {"uuid": "GPU-2", "pci_bus_id": 1}, False),
+        ({"uuid": "GPU-XX", "pci_bus_id": 1}, {"uuid": "GPU-XX", "pci_bus_id": 2}, False),
+    ],
+    ids=["one device", "two parts of one", "a driver that calls all the same"],
+)
+def test_a_device_is_told_from_others(
+    monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    class Seen(Accelerator):
+        module = SimpleNamespace(
+            get_device_properties=lambda index: SimpleNamespace(**(one, other)[index])
+        )
+
+    seen = Seen("seen")
+    assert (seen.lasting_identity(0) == seen.lasting_identity(1)) == same
+    assert seen.identity(0) == seen.lasting_identity(0)
+    monkeypatch.setattr("socket.gethostname", lambda: "a container of the same host")
+    assert seen.identity(0) == seen.lasting_identity(0) == Seen("seen").identity(0)
+
+
+def test_a_device_that_has_no_name_is_each_process_s_own() -> None:
+    class Nameless(Accelerator):
+        module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace())
+
+    assert Nameless("it").lasting_identity(0) == ""
+    assert Nameless("it").identity(0) != Nameless("it").identity(1)
 
 
 def test_who_is_alone_has_no_groups(tmp_path: Path) -> None:
