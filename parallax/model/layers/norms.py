@@ -194,8 +194,9 @@ def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | N
     """The average over replicas of each tensor, with this replica's weights; where all weights are 0, as it was."""
     wide = _wide(moved[0][0].dtype)
     parts = [tensor.to(wide) * weight for tensor, weight in moved]
-    weights = torch.tensor([weight for _, weight in moved], dtype=wide).to(parts[0].device)
-    flat = torch.cat([*parts, weights])
+    # Filled on the device: what is copied there from the host, the host waits for.
+    weights = [torch.full((1,), weight, dtype=wide, device=parts[0].device) for _, weight in moved]
+    flat = torch.cat([*parts, *weights])
     dist.all_reduce(flat, group=group)
     *sums, totals = flat.split([*(part.numel() for part in parts), len(weights)])
     for (tensor, _), value, total in zip(moved, sums, totals):

@@ -20,8 +20,8 @@ def way_bytes(
     beside: Beside | None = None,
 ) -> int:
     """What the ways to other stages take on a rank that has the blocks of ``parts``, each from its first to behind its
-    last: two for every rank of the stages ``beside`` each part, which have as many replicas where nobody says, and a
-    group for each parameter that other stages have too."""
+    last: two for every rank of the stages ``beside`` each part, which have as many replicas where nobody says, a group
+    for each parameter that other stages have too, and one of the replicas that gather what a loss of all rows is of."""
     if not (device.collective_bytes or device.edge_bytes):
         return 0
     blocks, count = {block for part in parts for block in range(*part)}, len(profile.blocks)
@@ -30,7 +30,8 @@ def way_bytes(
     shared = sum(
         1 for _, users in profile.ties if 0 < sum(user in blocks for user in users) < len(users)
     )
-    return shared * device.collective_bytes + 2 * ranks * device.edge_bytes
+    gathers = profile.gathered_rows > 0 and replicas > 1 and any(stop == count for _, stop in parts)
+    return (shared + gathers) * device.collective_bytes + 2 * ranks * device.edge_bytes
 
 
 def beside(stages: Sequence[StagePlan], index: int) -> Beside:

@@ -46,6 +46,17 @@ def test_a_rank_has_its_own_groups() -> None:
     assert [stage.memory["communicators"] for stage in below] == [0, 2 * GROUP, 2 * GROUP]
 
 
+def test_replicas_that_gather_their_outputs_have_a_group_for_it() -> None:
+    gathering = replace(MODEL, gathered_rows=4)
+    for replicas, more in (([1, 2], [0, GROUP]), ([2, 1], [0, 0])):
+        parts = tuple(stages([0, 2, 3], replicas))
+        prediction = replace(plan().prediction, ranks=plan().prediction.ranks[:1] * 3)
+        asked = Pipeline.of(plan(stages=parts, prediction=prediction))
+        found, usual = (predict(model, machines(3), asked).stages for model in (gathering, MODEL))
+        ways = [[stage.memory["ways"] for stage in each] for each in (found, usual)]
+        assert [a - b for a, b in zip(*ways)] == more
+
+
 def test_they_are_in_the_proof() -> None:
     """A device of one byte less is too small."""
     found = forecast([1, 2], machines(3))
