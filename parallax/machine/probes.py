@@ -176,6 +176,34 @@ def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
     return max(_rate(source.nbytes, copy) for _ in range(4))
 
 
+def probe_peers(kind: str) -> float:
+    """Bytes per second between the first two devices of ``kind``; 0 where that cannot be measured. By a process that
+    ends: a context on the second one would stay as long as this process, which may be the first one's rank."""
+    code = f"from parallax.machine.probes import tell_peers; tell_peers({kind!r})"
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        told = subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": _import_path()},
+        )
+        return float(told.stdout.split()[-1])
+    return 0.0
+
+
+def tell_peers(kind: str) -> None:
+    """What a process of :func:`probe_peers` does."""
+    source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
+    print(probe_device_copy(source, source.to(torch.device(kind, 1))))
+
+
+def _import_path() -> str:
+    """By which a process finds this package."""
+    own = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def probe_context(device: torch.device) -> int:
     """Bytes of the context on ``device``, with the libraries for products and what follows them."""
     weight = torch.randn(64, 64, device=device, requires_grad=True)
@@ -194,7 +222,7 @@ def _probe(directory: Path) -> Probes:
         device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
         host_write, host_read = probe_device_copy(device, host), probe_device_copy(host, device)
         if len(present_devices(kind)) > 1:
-            local = probe_device_copy(device, device.to(torch.device(kind, 1)))
+            local = probe_peers(kind) or local
         context = probe_context(device.device)
     return Probes(
         directory=str(directory),
@@ -307,15 +335,12 @@ def probe_together(count: int, threads: int, *, exact: bool) -> list[float]:
 def _worker(threads: int, exact: bool) -> Iterator[subprocess.Popen[str]]:
     """A process that computes on request, ended with the block."""
     code = f"from parallax.machine.probes import compute_on_request; compute_on_request({threads}, exact={exact})"
-    path = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        env={**os.environ, "PYTHONPATH": _import_path(), "OMP_NUM_THREADS": str(threads)},
     ) as process:
         try:
             yield process

@@ -19,7 +19,7 @@ from tests.sim.build import library, missing
 
 TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.steps=1"]
 # Every Python gets the device, of a kind that has variables, and writes down at its end how much of it it has used, and
-# which variables it was given, and whether it was given some after it had used the device.
+# which variables it was given, whether it was given some after it had used the device, and how much of another.
 CONTEXT = 2**26
 SITE = f"""
 CONTEXT = {CONTEXT}"""
@@ -42,9 +42,9 @@ class WithVariables(Sim):
         return CONTEXT
 
 def note():
-    used = torch.accelerator.max_memory_allocated(SIM)
+    used, other = (torch.accelerator.max_memory_allocated(torch.device("sim", i)) for i in range(2))
     found = {key: value for key, value in os.environ.items() if key.startswith("SIM_")}
-    (Path(os.environ["USED"]) / str(os.getpid())).write_text(json.dumps([used, found, late]))
+    (Path(os.environ["USED"]) / str(os.getpid())).write_text(json.dumps([used, found, late, other]))
 
 register_accelerator(WithVariables("sim"))
 atexit.register(note)
@@ -114,5 +114,8 @@ def test_ranks_have_what_their_device_needs_and_a_launcher_none(
     variables of their device, but for those that the user has set, before an allocator reads them; torchrun's had none,
     and NCCL opened more channels than were counted."""
     launcher, noted = trained(tmp_path, tier, *prefix)
-    assert noted.pop(launcher) == [0, ITS_OWN, False]
-    assert [rest for bytes_used, *rest in noted.values() if bytes_used] == [[GIVEN, False]]
+    assert noted.pop(launcher) == [0, ITS_OWN, False, 0]
+    used = [each for each in noted.values() if each[0]]
+    (probe,) = [each for each in used if each[3]]
+    used.remove(probe)
+    assert [rest for _, *rest in used] == [[GIVEN, False, 0]], "no context on a neighbour's device"
