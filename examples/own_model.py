@@ -22,7 +22,7 @@ def main() -> None:
     inputs = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
     batch = parallax.TensorRows(inputs, inputs[:, :10].argmax(1))
     chain, loss = parallax.describe(build), nn.functional.cross_entropy
-    cluster = parallax.ClusterConfig(device_memory="64MiB")
+    cluster = parallax.ClusterConfig(kind="cpu", device_memory="64MiB")
     plan = parallax.plan_together(chain, loss, batch, cluster=cluster)
     engine = parallax.Engine.build(chain, plan, loss=loss, steps=30)
     for step in range(30):
