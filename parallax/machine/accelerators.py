@@ -8,7 +8,10 @@ A kind of one's own is registered in every process that plans or trains::
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -78,13 +81,39 @@ def select_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-@dataclass(frozen=True, slots=True)
-class RanksDevices:
-    """Of the ranks of a run: how many devices of ``kind`` those of this host have, and how many all of them have."""
+class OwnDevice(NamedTuple):
+    """The device of one rank: its kind, what tells it from every other one ('' where torch does not say), its bytes."""
 
     kind: str
-    here: int
-    everywhere: int
+    identity: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RanksDevices:
+    """The devices of ``kind`` that the ranks of a run have: how many are ``present`` on this host, whether some two
+    ranks of any hosts have a device each (``apart``), and of each rank here the bytes of its device and how many ranks
+    have that (``shares``)."""
+
+    kind: str
+    present: int
+    apart: bool
+    shares: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
+        """By what every rank has ``found``, of which those are ``here``; None where some have none, or of another kind,
+        or torch does not say which."""
+        known = [each for each in found if each is not None and each.identity]
+        if len(known) < len(found) or len({each.kind for each in known}) != 1:
+            return None
+        users = Counter(each.identity for each in known)
+        return cls(
+            known[0].kind,
+            len({known[rank].identity for rank in here}),
+            len(users) > 1,
+            tuple((known[rank].total_bytes, users[known[rank].identity]) for rank in here),
+        )
 
 
 _of_ranks: RanksDevices | None = None
@@ -102,13 +131,13 @@ def ranks_devices(kind: str) -> RanksDevices | None:
     return _of_ranks if _of_ranks is not None and _of_ranks.kind == kind else None
 
 
-def identity_of_rank(local_rank: int) -> tuple[str, str]:
-    """The kind of accelerator that is present, and what tells that of a local rank from every other one; '' where there
-    is none, or torch does not say."""
-    if (kind := present_kind()) is None:
-        return "", ""
-    index = local_rank % torch.accelerator.device_count()
-    return kind, accelerator_named(kind).lasting_identity(index)
+def find_own_device(kind: str, index: int) -> OwnDevice | None:
+    """What is known of a device that this process sees; None of a CPU, or where there is none of the kind."""
+    facts = present_devices(kind) if kind != "cpu" else ()
+    if not facts:
+        return None
+    identity = accelerator_named(kind).lasting_identity(index)
+    return OwnDevice(kind, identity, facts[index].total_bytes)
 
 
 def own_device(kind: str) -> torch.device:

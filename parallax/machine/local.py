@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, check_choice, check_count, printable
+from parallax.machine.accelerator import DeviceFacts
 from parallax.machine.accelerators import (
     accelerator_named,
     known_kinds,
@@ -66,8 +69,9 @@ class ClusterConfig:
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """The devices of a run on this machine: what kind, how many, and how many cores each computes on. ``exact``:
-    the RAM of a process is a device with a budget of its own. Accelerators: ``present`` is how many there are, which
-    more ranks than that share; ``apart`` says whether some two ranks of the run have a device each."""
+    the RAM of a process is a device with a budget of its own. Of accelerators ``present`` are there, ``shares`` are the
+    bytes of each rank's, and how many ranks have that; ``apart`` says whether some two ranks of the run have one each.
+    """
 
     kind: str
     count: int
@@ -75,6 +79,7 @@ class DeviceChoice:
     exact: bool
     present: int = 0
     apart: bool = False
+    shares: tuple[tuple[int, int], ...] = ()
 
 
 def asked_link(config: ClusterConfig) -> Link | None:
@@ -92,14 +97,19 @@ def asked_link(config: ClusterConfig) -> Link | None:
         ) from None
 
 
+def chosen_kind(config: ClusterConfig) -> str:
+    """The kind of device that is asked for, or the one that is there."""
+    return config.kind if config.kind != AUTO else present_kind() or "cpu"
+
+
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU.
 
     Raises :class:`ConfigError` where an accelerator is asked for and absent, or more than eight ranks would share one.
     """
-    kind = config.kind if config.kind != AUTO else present_kind() or "cpu"
-    told = ranks_devices(kind)
-    present = told.here if told else 0 if kind == "cpu" else len(present_devices(kind))
+    kind = chosen_kind(config)
+    told, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
+    present = told.present if told else len(seen)
     cores = usable_cores()
     # Three processes even on one core: a pipeline with a replicated stage then shows on any machine.
     count = max(at_least, present if kind != "cpu" else min(8, max(3, int(cores))))
@@ -118,8 +128,16 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
         threads,
         exact=kind == "cpu" and config.device_memory != AUTO,
         present=present,
-        apart=(told.everywhere if told else min(count, present)) > 1,
+        apart=told.apart if told else min(count, present) > 1,
+        shares=told.shares if told and len(told.shares) == count else _dealt(seen, count),
     )
+
+
+def _dealt(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:
+    """The share of each of ``count`` ranks in the devices that this process has ``seen``."""
+    sharing = -(-count // max(1, len(seen)))
+    found = itertools.islice(itertools.cycle(seen), count)
+    return tuple((device.total_bytes, sharing) for device in found)
 
 
 def build_cluster(
@@ -236,11 +254,7 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
     if config.device_memory != AUTO:
         return [parse_bytes(config.device_memory, "cluster.device_memory")] * choice.count
     if choice.kind != "cpu":
-        gpus = present_devices(choice.kind)
-        sharing = -(-choice.count // choice.present)
-        return [
-            gpus[rank % len(gpus)].total_bytes * 19 // 20 // sharing for rank in range(choice.count)
-        ]
+        return [total * 19 // 20 // ranks for total, ranks in choice.shares]
     free = available_memory(choice.count)
     return [max(1, min(free * 8 // 10, free - PROCESS_BYTES))] * choice.count
 

@@ -136,9 +136,11 @@ class RegisteredArena:
 def _unpin_later(
     unregister: Callable[[int], object], synchronize: Callable[[], object], whole: Tensor
 ) -> None:
-    with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+    # A device that failed copies nothing any more, and a forked child has none.
+    with contextlib.suppress(RuntimeError):
         synchronize()
-    unregister(whole.data_ptr())
+    with contextlib.suppress(RuntimeError):
+        unregister(whole.data_ptr())
 
 
 def _pages(count: int, allocated: int, way_out: str = "") -> mmap.mmap:

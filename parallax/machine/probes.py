@@ -27,7 +27,7 @@ import torch
 from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, existing_parent, replacing
 from parallax.errors import ConfigError, check_positive
-from parallax.machine.accelerators import accelerator_of, present_devices, present_kind
+from parallax.machine.accelerators import accelerator_of, own_device, present_devices, present_kind
 from parallax.machine.host import cpu_model, return_freed_memory, usable_cores
 
 PROBE_BYTES = 64 * 2**20
@@ -198,6 +198,12 @@ def tell_peers(kind: str) -> None:
     print(probe_device_copy(source, source.to(torch.device(kind, 1))))
 
 
+def _neighbour(tensor: torch.Tensor) -> torch.device:
+    """Another device of the kind."""
+    kind, index = tensor.device.type, tensor.device.index
+    return torch.device(kind, (index + 1) % len(present_devices(kind)))
+
+
 def _import_path() -> str:
     """By which a process finds this package."""
     own = str(Path(__file__).resolve().parents[2])
@@ -219,10 +225,11 @@ def _probe(directory: Path) -> Probes:
     host_write, host_read, context = copy, copy, 0
     if (kind := present_kind()) is not None:
         host = torch.zeros(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-        device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
+        device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=own_device(kind))
         host_write, host_read = probe_device_copy(device, host), probe_device_copy(host, device)
         if len(present_devices(kind)) > 1:
-            local = probe_peers(kind) or local
+            # Where a new process knows no such device, as one that is registered here, or may not have it too.
+            local = probe_peers(kind) or probe_device_copy(device, device.to(_neighbour(device)))
         context = probe_context(device.device)
     return Probes(
         directory=str(directory),

@@ -6,7 +6,6 @@ same marks in it; where not all do, the first rank of each such site writes ther
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections import Counter
@@ -15,7 +14,6 @@ from pathlib import Path
 
 from parallax.common.lock import PRIVATE
 from parallax.errors import ConfigError, printable
-from parallax.machine.accelerators import RanksDevices, identity_of_rank
 from parallax.machine.host import host_identity, node_name
 from parallax.nodes.together import from_all, from_first, rank_and_size
 
@@ -28,27 +26,24 @@ _OLD_SECONDS = 3600.0  # of a mark that nobody looks for any more
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """``names`` of the nodes, in the order of their ranks; ``of``: which of them each rank is on, ``hosts`` on which
-    host. Ranks that follow each other on a host are a node. ``devices``: the kind of accelerator that each rank would
-    have, and what tells it from others."""
+    host. Ranks that follow each other on a host are a node."""
 
     rank: int
     names: tuple[str, ...]
     of: tuple[int, ...]
     hosts: tuple[str, ...]
-    devices: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def gather(cls) -> Nodes:
         """Ask all; called by every rank of torch's world."""
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        found = from_all(lambda: (host_identity(), node_name(), identity_of_rank(local_rank)))
-        hosts, _, devices = zip(*found)
+        found = from_all(lambda: (host_identity(), node_name()))
+        hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
         names = [found[rank][1] for rank in firsts]
         alike = Counter(names)
         told = [f"{name}-{index}" if alike[name] > 1 else name for index, name in enumerate(names)]
         of = tuple(sum(first <= rank for first in firsts) - 1 for rank in range(len(hosts)))
-        return cls(rank_and_size()[0], tuple(told), of, hosts, devices)
+        return cls(rank_and_size()[0], tuple(told), of, hosts)
 
     @property
     def several(self) -> bool:
@@ -64,15 +59,6 @@ class Nodes:
     def local_count(self) -> int:
         """Ranks on this rank's host, itself included."""
         return self.hosts.count(self.hosts[self.rank])
-
-    @property
-    def ranks_devices(self) -> RanksDevices | None:
-        """How many devices the ranks have; None where some have none, or of another kind, or torch does not say."""
-        kinds = {kind for kind, _ in self.devices}
-        if len(kinds) != 1 or not all(own for _, own in self.devices):
-            return None
-        here = {own for own, host in zip(self.devices, self.hosts) if host == self.hosts[self.rank]}
-        return RanksDevices(kinds.pop(), len(here), len({*self.devices}))
 
     def first(self, node: int) -> int:
         """The first rank of ``node``, which acts for it."""

@@ -14,8 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from parallax.common.files import existing_parent
-from parallax.machine.accelerators import accelerator_named, select_device
+from parallax.machine.accelerators import (
+    OwnDevice,
+    RanksDevices,
+    accelerator_named,
+    find_own_device,
+    present_devices,
+    select_device,
+    tell_ranks_devices,
+)
 from parallax.machine.host import cpu_model
 from parallax.machine.local import (
     ClusterConfig,
@@ -23,6 +33,7 @@ from parallax.machine.local import (
     asked_link,
     build_cluster,
     choose_devices,
+    chosen_kind,
     probe_speeds,
 )
 from parallax.machine.probes import measure_probes
@@ -30,6 +41,7 @@ from parallax.mesh import RankDevices
 from parallax.nodes.fitness import from_hosts
 from parallax.nodes.links import RemoteLink, probe_links
 from parallax.nodes.places import Nodes
+from parallax.nodes.together import from_all
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.swap.config import SwapConfig
 
@@ -69,6 +81,26 @@ class _Offer:
 def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
     """The devices of this rank's node: one for each of its ranks."""
     return choose_devices(replace(config, devices=nodes.local_count))
+
+
+def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
+    """Let this process know which devices all ranks have, before it plans for them; called by every rank of torch's
+    world. ``select``: a rank has none yet, and takes that of its number on its host."""
+    kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
+
+    def own() -> OwnDevice | None:
+        count = len(present_devices(kind)) if kind != "cpu" else 0
+        if not count:
+            return None
+        if select:
+            return find_own_device(kind, select_device(kind, int(local_rank or 0)).index)
+        selected = torch.accelerator.current_device_index()
+        chosen = bool(selected) or local_rank is None
+        return find_own_device(kind, selected if chosen else int(local_rank or 0) % count)
+
+    mine = nodes.hosts[nodes.rank]
+    here = [rank for rank, host in enumerate(nodes.hosts) if host == mine]
+    tell_ranks_devices(RanksDevices.of(from_all(own), here))
 
 
 def measured_cluster(

@@ -37,7 +37,13 @@ from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
 from parallax.plan.simulation.predict import Forecast
 from parallax.plan.work import ModelWork
-from parallax.run.nodes import join_nodes, measured_cluster, node_devices, swap_folder
+from parallax.run.nodes import (
+    join_nodes,
+    measured_cluster,
+    node_devices,
+    share_devices,
+    swap_folder,
+)
 from parallax.runtime.batch import Rows
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
@@ -306,7 +312,21 @@ def plan_together(
     devices as there are ranks, the others get its plan, or its error. Options are those of :func:`plan_model`."""
     sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
     nodes = Nodes.gather()
-    tell_ranks_devices(nodes.ranks_devices)
+    share_devices(sized, nodes, select=False)
+    try:
+        return _plan_together(chain, loss, batch, sized, nodes, options)
+    finally:
+        tell_ranks_devices(None)  # what is planned later may be for this process alone
+
+
+def _plan_together(
+    chain: Chain,
+    loss: Loss,
+    batch: Rows,
+    sized: ClusterConfig,
+    nodes: Nodes,
+    options: dict[str, Any],
+) -> Plan:
     if nodes.several:
         swap, scratch = options.get("swap") or SwapConfig(), options.get("scratch")
         options["present"] = join_nodes(sized, swap, nodes, scratch).cluster

@@ -195,11 +195,8 @@ class Engine:
     ) -> Engine:
         """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
         the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
-        each block; ``scratch`` is the folder of swap files. ``device`` is the CPU unless it is said; for an accelerator
-        :func:`~parallax.machine.accelerators.select_device` gives a rank's own, and
-        :func:`~parallax.machine.accelerators.keep_to` lets torch refuse what goes beyond the plan. So many
-        ``nonfinite_skips`` steps in a row may be skipped because their loss or gradients are not finite; one more ends
-        the run."""
+        each block; ``scratch`` is the folder of swap files. So many ``nonfinite_skips`` steps in a row may be skipped
+        because their loss or gradients are not finite; one more ends the run."""
         plan = accepted(plan, chain)
         if replicas is not None:
             replicas.check(plan, drops="trainer.nonfinite=skip" if nonfinite_skips else "")

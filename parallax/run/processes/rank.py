@@ -17,7 +17,7 @@ from parallax.common.signals import ending_after, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
-from parallax.machine.accelerators import keep_to, present_kind, select_device, tell_ranks_devices
+from parallax.machine.accelerators import keep_to, select_device
 from parallax.model.describe import Chain
 from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
@@ -25,7 +25,7 @@ from parallax.nodes.together import from_all
 from parallax.plan.config import AUTO
 from parallax.report import placement, save_placement, summary_table, ways_in_words
 from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
-from parallax.run.nodes import node_devices
+from parallax.run.nodes import node_devices, share_devices
 from parallax.run.planning import Loss, settle
 from parallax.run.preflight import check_start_together, check_versions
 from parallax.run.prepare import PreparedRun
@@ -74,17 +74,14 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         usual = TrainerConfig()  # until the run says otherwise
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
-            if (kind := present_kind()) is not None:
-                # Before anything is measured: torch's allocator reads its variables when it is first used.
-                select_device(kind, _local_rank())
             nodes = Nodes.gather()
-            tell_ranks_devices(nodes.ranks_devices)
             with leaving_out_unfit(overrides, nodes, watch):
                 check_versions(nodes)
                 if directory is None:
                     run = prepare_together(overrides, nodes, held)
                 else:
                     run = read_together(directory, nodes, held, trusts)
+                    share_devices(local_cluster(run.config), nodes, select=True)
                 watch.limit(*_limits(run), run.directory)
                 compare(run)
                 check_start_together(run, nodes)
@@ -117,10 +114,6 @@ def _meet() -> None:
         ) from error
 
 
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def _give_up(number: int) -> None:
     """End this rank, which was asked to and waits for others."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -133,7 +126,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     """Build, train, report; the exit code."""
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
-    device = select_device(choice.kind, _local_rank())
+    device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     keep_to(device, run.plan.allocator_bytes(dist.get_rank()))
     with watch.phase("loading data"):
         source = open_source(run.config)

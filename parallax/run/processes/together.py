@@ -26,7 +26,7 @@ from parallax.nodes.together import from_all, from_first
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.run.job import local_cluster, profile_run
-from parallax.run.nodes import Joined, join_nodes
+from parallax.run.nodes import Joined, join_nodes, share_devices
 from parallax.run.prepare import RUNS, PreparedRun, prepare, run_files, write_files
 from parallax.run.processes.elastic import patience_seconds, present_settings
 from parallax.run.resume import Trusts, settings
@@ -42,7 +42,12 @@ def prepare_together(
     """Rank 0 composes and plans once; the others read what it wrote, or end as it did. Directories stay locked until
     ``held`` is closed."""
     sized = present_settings(overrides, nodes)
-    joined = _join(sized, nodes) if nodes.several else None
+    config = configuration.load(
+        from_first(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
+    )
+    # Selected before anything is measured: torch's allocator reads its variables when it is first used.
+    share_devices(local_cluster(config), nodes, select=True)
+    joined = _join(config, nodes) if nodes.several else None
     present = None if joined is None else joined.cluster
     patience = patience_seconds()
     try:
@@ -129,12 +134,9 @@ def _blame_least(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
         raise UnfitHostError(text, {nodes.hosts[rank]: text}) from error
 
 
-def _join(overrides: Sequence[str], nodes: Nodes) -> Joined:
+def _join(config: RunConfig, nodes: Nodes) -> Joined:
     """The cluster of all nodes, its devices' speeds relative to those of rank 0's: a profile is measured once for each
     kind of device, by the first node of that kind; rank 0 measures when it plans."""
-    config = configuration.load(
-        from_first(lambda: configuration.dump(_asked(settings(overrides, RUNS).config)))
-    )
     joined = join_nodes(local_cluster(config), config.swap, nodes, RUNS)
     kinds = joined.kinds
     if len(set(kinds)) == 1:

@@ -15,10 +15,17 @@ from parallax.config import compose
 from parallax.errors import ConfigError
 from parallax.machine import accelerators
 from parallax.machine.accelerator import Accelerator, DeviceFacts
-from parallax.machine.accelerators import RanksDevices, register_accelerator, tell_ranks_devices
+from parallax.machine.accelerators import (
+    OwnDevice,
+    RanksDevices,
+    ranks_devices,
+    register_accelerator,
+    tell_ranks_devices,
+)
 from parallax.machine.cuda import Cuda
 from parallax.machine.local import RANKS_PER_GPU, ClusterConfig, build_cluster, choose_devices
 from parallax.machine.probes import Probes
+from parallax.nodes.places import ALONE
 from parallax.plan.analytic.hardware import (
     CHANNELS,
     EDGE_CHANNELS,
@@ -27,6 +34,7 @@ from parallax.plan.analytic.hardware import (
     usual_context,
 )
 from parallax.plan.cluster import Cluster
+from parallax.run.nodes import share_devices
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.launch import rank_environment
 from tests.unit.plan_fakes import plan
@@ -126,32 +134,81 @@ def test_some_of_those_that_share_devices_have_a_neighbour_on_another(tmp_path: 
         )
 
 
+def own(identity: str, gib: int = 80, kind: str = "rack") -> OwnDevice:
+    return OwnDevice(kind, identity, gib * GIB)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "here", "everywhere", "sharing"),
+    ("others", "mine", "present", "apart", "budgets"),
     [
-        (1, 1, 2, 1),  # a device on each of two hosts
-        (4, 4, 4, 1),  # each rank sees its own alone
-        (12, 12, 12, 1),  # the same, and more of them than may share one
-        (4, 2, 2, 2),  # two ranks see the first, and two the second
-        (2, 1, 1, 2),
+        ("b", "a", 1, True, [76]),  # a device on each of two hosts
+        ("a", "a", 1, False, [38]),  # two containers of a host that have one device
+        ("", "abcd", 4, True, [76] * 4),  # each rank sees its own alone
+        ("", "abcdefghijkl", 12, True, [76] * 12),  # the same, and more than may share one
+        ("", "aab", 2, True, [38, 38, 76]),  # one of two devices is shared
+        ("", "aa", 1, False, [38] * 2),
     ],
 )
 def test_devices_are_those_that_all_ranks_have(
-    tmp_path: Path, ranks: int, here: int, everywhere: int, sharing: int
+    tmp_path: Path, others: str, mine: str, present: int, apart: bool, budgets: list[int]
 ) -> None:
     """Of which this one sees a single one."""
     install(80 * GIB)
-    tell_ranks_devices(RanksDevices("rack", here, everywhere))
-    found = cluster_of(tmp_path, devices=ranks)
-    assert found.nodes[0].concurrent == here
+    ranks = [own(identity) for identity in others + mine]
+    tell_ranks_devices(RanksDevices.of(ranks, range(len(others), len(ranks))))
+    found = cluster_of(tmp_path, devices=len(mine))
+    assert found.nodes[0].concurrent == present
+    assert [device.memory_bytes for device in found.devices] == [each * GIB for each in budgets]
     for device in found.devices:
-        assert device.memory_bytes == 76 * GIB // sharing
-        assert (device.collective_bytes > 0, device.edge_bytes > 0) == (everywhere > 1,) * 2
+        assert (device.collective_bytes > 0, device.edge_bytes > 0) == (apart, apart)
+
+
+def test_each_rank_has_the_budget_of_its_own_device(tmp_path: Path) -> None:
+    """Not that of the one which plans."""
+    install(80 * GIB)
+    tell_ranks_devices(RanksDevices.of([own("a"), own("b", 40)], range(2)))
+    assert [d.memory_bytes for d in cluster_of(tmp_path, devices=2).devices] == [76 * GIB, 38 * GIB]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [own("a"), own("b", kind="other")],
+        [own("a"), own("")],
+        [own("a"), None],
+        [None, None],
+        [],
+    ],
+    ids=["two kinds", "one without a name", "one without a device", "CPUs", "nobody asked"],
+)
+def test_what_is_not_known_of_all_is_not_told(found: list[OwnDevice | None]) -> None:
+    assert RanksDevices.of(found, range(len(found))) is None
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "selected", "index"),
+    [("1", 0, 1), ("5", 0, 1), (None, 2, 2), (None, 0, 0), ("1", 3, 3)],
+    ids=["torchrun's", "more ranks", "the user's own", "nobody's", "the user's under torchrun"],
+)
+def test_a_rank_has_the_device_that_it_selected_or_will(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, selected: int, index: int
+) -> None:
+    install(*([80 * GIB] * 4))
+    asked: list[int] = []
+    monkeypatch.setattr(Rack, "lasting_identity", lambda self, i: asked.append(i) or f"{i}")
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: selected)
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    share_devices(ClusterConfig(kind="rack"), ALONE, select=False)
+    assert asked == [index]
+    assert ranks_devices("rack") == RanksDevices("rack", 1, False, ((80 * GIB, 1),))
 
 
 def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
     install(80 * GIB)
-    tell_ranks_devices(RanksDevices("another", 4, 4))
+    tell_ranks_devices(RanksDevices.of([own(each, kind="another") for each in "abcd"], range(4)))
     assert cluster_of(tmp_path, devices=2).devices[0].memory_bytes == 38 * GIB
 
 
