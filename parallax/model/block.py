@@ -176,7 +176,14 @@ def to_device(values: Any, device: torch.device) -> Any:
 def _on_device(part: Tensor, device: torch.device) -> Tensor:
     if not comes_pinned(part, device):
         return part.to(device)
-    return part.pin_memory().to(device, non_blocking=True)
+    return pinned(part).to(device, non_blocking=True)
+
+
+def pinned(part: Tensor) -> Tensor:
+    """The same in pinned memory, where each number has a place of its own: torch pins no tensor that shows one several
+    times, as ``expand`` makes."""
+    shown_often = any(size > 1 and not stride for size, stride in zip(part.shape, part.stride()))
+    return (part.contiguous() if shown_often else part).pin_memory()
 
 
 def comes_pinned(part: Tensor, device: torch.device) -> bool:

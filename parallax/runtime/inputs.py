@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from parallax.machine.device import CopyEngine, Event
-from parallax.model.block import comes_pinned, to_device, transform
+from parallax.model.block import comes_pinned, pinned, to_device, transform
 from parallax.plan.plan import StagePlan
 from parallax.runtime.batch import Rows
 
@@ -112,6 +112,7 @@ class InputsAhead:
             found = self._batch.inputs(first, first + rows)
             self._values = transform(found, self._bring, (Tensor, PackedSequence))
         except Exception as error:
+            self._arrive()  # nobody has the targets of those that are on their way
             self._failure = error
 
     def _arrive(self) -> None:
@@ -123,7 +124,7 @@ class InputsAhead:
         if not isinstance(part, Tensor) or not comes_pinned(part, self._device):
             return to_device(part, self._device)
         # Torch knows of copies from memory that it pinned itself, and does not use that for others before.
-        source = part.pin_memory()
+        source = pinned(part)
         target = torch.empty_like(source, device=self._device)
         self._events.append(self._copies.copy(source, target))
         return target

@@ -247,3 +247,40 @@ def masks() -> tuple[bool, int, int]:
     on_device = waits
     drop(torch.device("cpu"))
     return all(map(torch.equal, found[:2], found[2:])), len(races), on_device
+
+
+def shown_often() -> list[bool]:
+    """Whether batches that show one number several times come as they are, ahead and at once."""
+    import torch
+
+    from parallax import TensorRows
+    from parallax.machine.device import StreamCopies
+    from parallax.model.block import to_device
+    from parallax.runtime.inputs import InputsAhead
+    from tests.sim.device import SIM
+
+    mask = torch.arange(4).expand(8, 4)
+    ahead = InputsAhead(SIM, StreamCopies(SIM))
+    ahead.begin(TensorRows(mask, mask), [(0, 4), (4, 4)])
+    came = [to_device(mask, SIM), *ahead.take((0, 4)), *ahead.take((4, 4))]
+    return [torch.equal(each.cpu(), mask[: len(each)]) for each in came]
+
+
+def selected() -> list[int]:
+    """The number of the device that a mesh is on, and of that which is current then, when it was asked for by its kind
+    alone, and by another number than the current one's."""
+    import torch
+
+    from parallax.machine.accelerators import computing_on
+    from tests.sim.device import SIM
+
+    found = []
+    try:
+        torch.accelerator.set_device_index(1)
+        found.append(computing_on(torch.device("sim")).index)
+        torch.accelerator.set_device_index(0)
+        found.append(computing_on(torch.device("sim", 1)).index)
+        found.append(torch.accelerator.current_device_index())
+    finally:
+        torch.accelerator.set_device_index(SIM.index)
+    return found

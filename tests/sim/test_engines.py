@@ -196,6 +196,16 @@ def test_nothing_is_left_of_a_loop(sim_pool: Pool, tier: str, steps: int) -> Non
     assert_level(ran, threads=tier == "disk")
 
 
+def test_batches_may_show_a_number_several_times(sim_pool: Pool) -> None:
+    """Torch pins no such tensor, as masks are that were expanded to a batch's rows."""
+    assert sim_pool.run(jobs.shown_often, 1) == [[True] * 3]
+
+
+def test_the_device_has_a_number_and_is_selected(sim_pool: Pool) -> None:
+    """By which blocks were seeded, and ranks told their devices apart: of a device without one it was 0."""
+    assert sim_pool.run(jobs.selected, 1) == [[1, 1, 1]]
+
+
 def test_tied_weights(sim_pool: Pool) -> None:
     """Moved to a device, the two names of one weight were two weights there, and each had half of the gradient."""
     (on_cpu,) = sim_pool.run(partial(jobs.engine, "cpu", (1,), {}, tied=True), 1)

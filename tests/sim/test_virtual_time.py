@@ -16,6 +16,7 @@ def figures(sim_pool: Pool) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
 def test_a_step_takes_what_was_predicted(figures: dict[str, Any], directive: str) -> None:
     found = figures[directive]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallax.machine.device import CpuCopies
+from parallax.machine.device import CpuCopies, DoneEvent, Event
 from parallax.plan.plan import Directive, StagePlan
 from parallax.runtime.inputs import InputsAhead, InputsAtOnce, open_inputs
 
@@ -65,3 +65,38 @@ def test_a_failure_is_that_of_its_micro_batch(kind: Any) -> None:
     inputs.abandon()
     inputs.begin(Asked(), PARTS)
     assert [len(inputs.take(part)["x"]) for part in PARTS] == [2, 2, 1]
+
+
+def test_what_is_on_its_way_when_another_fails_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has its target, whose memory may be used for what computes now."""
+    waits: list[Tensor] = []
+
+    class Copies(CpuCopies):
+        def beside(self) -> Copies:
+            return self
+
+        def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
+            class Copied(DoneEvent):
+                def wait_stream(self, _stream: torch.Stream | None = None) -> None:
+                    waits.append(target)
+
+            return Copied()
+
+    def pin(part: Tensor) -> Tensor:
+        if part.is_floating_point():
+            raise MemoryError("no more of it")
+        return part
+
+    class Two(Asked):
+        def inputs(self, start: int, stop: int) -> dict[str, Any]:
+            rows = torch.arange(start, stop)
+            return {"x": rows, "y": rows / 2}
+
+    monkeypatch.setattr("parallax.runtime.inputs.comes_pinned", lambda part, device: True)
+    monkeypatch.setattr("parallax.runtime.inputs.pinned", pin)
+    inputs = InputsAhead(CPU, Copies())
+    inputs.begin(Two(), PARTS)
+    assert [len(target) for target in waits] == [2]
+    with pytest.raises(MemoryError):
+        inputs.take(PARTS[0])
+    inputs.abandon()
