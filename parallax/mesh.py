@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallax.errors import PlanError
-from parallax.machine.accelerators import accelerator_named, accelerator_of
+from parallax.machine.accelerators import accelerator_named, accelerator_of, computing_on
 from parallax.nodes.joining import TIMEOUT as TIMEOUT
 from parallax.nodes.objects import all_objects
 from parallax.nodes.places import ALONE, Nodes
@@ -67,13 +67,15 @@ class Mesh:
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
-        """Make the groups; every rank calls this with the same plan. ``shared``: parameter name → positions."""
+        """Make the groups, and select ``device``; called by every rank with the same plan. ``shared``: by a parameter's
+        name, positions."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
             raise PlanError(
                 f"the plan needs {plan.world_size} ranks but {size} run: start torchrun with "
                 f"--nproc-per-node={plan.world_size}, or plan for cluster.devices={size}"
             )
+        device = computing_on(device)
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = plan.locate(rank)
         devices = RankDevices.gather(device, size)

@@ -147,6 +147,16 @@ def own_device(kind: str) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
+def computing_on(device: torch.device) -> torch.device:
+    """``device`` by its number, and selected for this process: generators, messages and memory that another library is
+    given go by it. A CPU as it is."""
+    if device.type == "cpu":
+        return device
+    found = own_device(device.type) if device.index is None else device
+    torch.accelerator.set_device_index(found)
+    return found
+
+
 def keep_to(device: torch.device, limit_bytes: int) -> None:
     """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
     fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""
