@@ -36,7 +36,7 @@ from parallax.runtime.entry import GraphEntry
 from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.inputs import ModelInputs, Part
 from parallax.runtime.loss import Roots, StepLoss
-from parallax.runtime.meters.spans import HostSpans, SpanClock
+from parallax.runtime.meters.spans import SpanClock
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.swap.activations.manager import SwapManager
@@ -146,7 +146,7 @@ class Executor:
         """Execute the program of ``step``; the spans that are known by then of training steps, this one's and what was
         missing of the one before."""
         rank, index = self._mesh.rank, step.index
-        spans = self._spans if step.training else HostSpans()
+        spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._crossings.post, self._crossings.posts
         self.cut = False
         name = "the batch of" if step.training else "a batch that is evaluated at"

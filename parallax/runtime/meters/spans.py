@@ -33,6 +33,9 @@ class SpanClock(Protocol):
     def take(self) -> list[Span]:
         """The spans that are known and were not taken yet, in order."""
 
+    def aside(self) -> HostSpans:
+        """A clock for actions whose times nobody wants to know."""
+
 
 class HostSpans:
     """Actions are over when they return."""
@@ -57,6 +60,23 @@ class HostSpans:
         """All."""
         taken, self._spans = self._spans, []
         return taken
+
+    def aside(self) -> HostSpans:
+        """Another."""
+        return HostSpans()
+
+
+class _Untimed(HostSpans):
+    """Of a device's actions when they were asked for. Their stalls would pile up."""
+
+    def __init__(self, copies: CopyEngine) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def begin(self) -> float:
+        """Now."""
+        self._copies.take_stalls()
+        return super().begin()
 
 
 class _Timed(NamedTuple):
@@ -102,6 +122,10 @@ class DeviceSpans:
         while self._timed and self._timed[0].ended.query():
             found.append(self._span(self._timed.popleft()))
         return found
+
+    def aside(self) -> HostSpans:
+        """By the host's clock, which waits for nothing."""
+        return _Untimed(self._copies)
 
     def _span(self, timed: _Timed) -> Span:
         begun = self._time(timed.begun)
