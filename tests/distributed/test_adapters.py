@@ -112,6 +112,7 @@ def test_a_checkpoint_holds_what_is_trained_and_goes_on_over_the_base(
     compare(resumed, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_before_anything_is_changed(pool: Pool, tmp_path: Path) -> None:
     case = FROZEN.under((1, 1))
     pool.run(training, 2, case, tmp_path, 0, 1, None)

@@ -93,6 +93,7 @@ def test_compiled_blocks_train_alike(
         assert programs > 0
 
 
+@pytest.mark.slow
 def test_a_recomputed_compiled_block_drops_the_same(pool: Pool) -> None:
     case = Case(with_dropout, dtype=torch.float32, sizes=SIZES, compile=True).under(
         (1,), microbatch=3

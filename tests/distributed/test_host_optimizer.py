@@ -75,6 +75,7 @@ def test_steps_below_the_device_equal_steps_on_it(
             assert sum(stored for _, _, stored in found) <= total * 1.1 + 64 * 4096
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_with_clipping_and_accumulation_are_bit_identical(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.machine.local import ClusterConfig
 from parallax.nodes import links
@@ -169,7 +170,8 @@ def joined(kinds: list[str]) -> Any:
         mock.patch.object(links, "_LONG_SECONDS", 0.002),
     ):
         nodes = Nodes.gather()
-        return together._join(["cluster.devices=3", "cluster.threads=1"], nodes).cluster
+        config = compose(["cluster.devices=3", "cluster.threads=1"])
+        return together._join(config, nodes).cluster
 
 
 def between(link: str) -> tuple[float, float, float]:

@@ -364,6 +364,7 @@ def check(pool: Pool, case: Case) -> None:
     assert seen >= set(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MORE, marks=pytest.mark.thorough)])
 def test_random_graphs_under_random_plans_equal_the_plain_model(pool: Pool, examples: int) -> None:
     @settings(

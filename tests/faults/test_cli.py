@@ -76,6 +76,7 @@ def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.faults
 def test_a_rank_that_cannot_begin_is_not_started_again(here: Path) -> None:
     """Torchrun would try all its restarts, and let every host of an elastic run join each of them."""
     (here / "logs/0").mkdir(parents=True)
@@ -181,6 +182,7 @@ def test_wrong_input_of_planning_is_one_line(
     assert out.strip() == ""
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--json"], marks=pytest.mark.thorough)], ids=str
 )
@@ -193,6 +195,7 @@ def test_an_output_without_room_is_one_line(here: Path, options: list[str]) -> N
     assert (found.returncode, one_line(found.stderr)) == (1, line)
 
 
+@pytest.mark.faults
 def test_a_long_output_without_a_reader_is_one_line(here: Path) -> None:
     """Of a text that is longer than Python's buffer nothing is left that could fail again."""
     program = (
@@ -246,6 +249,7 @@ def test_an_environment_that_is_no_rank(key: str, monkeypatch: pytest.MonkeyPatc
         rank._meet()
 
 
+@pytest.mark.faults
 def test_a_rank_in_an_environment_that_is_none_says_so_in_one_line(here: Path) -> None:
     code, _, err = finish(start([*MODULE, "train", *TINY], **WORLD | {"RANK": "x"}))
     line = "parallax: RANK=x: accepted is a whole number, as torchrun sets it"

@@ -108,11 +108,13 @@ def test_no_numbers(begun: Callable[..., str], name: str, value: float) -> None:
     assert f"of {whole}, and cannot be trained" in line
 
 
+@pytest.mark.faults
 def test_numbers_that_are_too_large(begun: Callable[..., str]) -> None:
     line = begun({**sample(), "2.bias": torch.full((8,), 1e300, dtype=torch.float64)})
     assert "2.bias holds numbers that are too large for torch.float32" in line
 
 
+@pytest.mark.faults
 def test_no_numbers_of_a_constructor(here: Path, called: Called) -> None:
     (here / "begins.py").write_text(MODULE)
     code, _, err = called("train", *OWN, "model.target=begins:broken", "name=other")

@@ -86,6 +86,7 @@ def test_limits_below_what_a_rank_needs(here: Path, name: str, mebibytes: int, s
     assert sorted(run.iterdir()) == before
 
 
+@pytest.mark.faults
 def test_too_few_files(here: Path) -> None:
     run = prepared(*TINY)
     command = [sys.executable, "-c", LIMITED, "RLIMIT_NOFILE", "27", "train", "--run-dir", str(run)]

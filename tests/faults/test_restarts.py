@@ -79,6 +79,7 @@ def check_as_if_nothing_had_been(run: Path, plain: Path) -> None:
         assert {steps.count(step) for step in range(STEPS)} == {steps.count(0)}
 
 
+@pytest.mark.faults
 def test_a_rank_is_killed_wherever_it_is(here: Path, called: Called) -> None:
     """Whatever it was doing, the run goes on; one line each time says who died, where, and from where it goes on."""
     settings = kill_at(*KILLS)

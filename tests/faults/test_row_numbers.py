@@ -113,6 +113,7 @@ def test_in_a_run_that_is_planned(
     assert temporary() == []
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["none", "tuple"])
 def test_targets_of_a_kind_that_the_usual_loss_does_not_take(
     here: Path, called: Called, kind: str

@@ -42,6 +42,7 @@ OWN = [
 SIZES = (8, 9, 5, 1)  # of micro-batches of two rows: whole, one more, uneven, fewer than there are
 
 
+@pytest.mark.faults
 def test_any_number_of_rows_is_a_step_but_none(here: Path, called: Called) -> None:
     (here / "uneven.py").write_text(MODULE)
     sizes = ",".join(map(str, (*SIZES, 0)))

@@ -126,6 +126,7 @@ def test_work_is_no_hang(here: Path) -> None:
     assert Path("done").exists()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("command", "how"),
     [
