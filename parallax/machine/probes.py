@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, existing_parent, replacing
@@ -192,6 +193,15 @@ def probe_peers(kind: str) -> float:
     return 0.0
 
 
+def _peer_rate(tensor: torch.Tensor) -> float:
+    """The same of the device of ``tensor`` and another; 0 where it is not known. A new process may know no such device,
+    as one that is registered here: who is alone measures it then."""
+    found = probe_peers(tensor.device.type)
+    if found or dist.is_initialized():
+        return found
+    return probe_device_copy(tensor, tensor.to(_neighbour(tensor)))
+
+
 def tell_peers(kind: str) -> None:
     """What a process of :func:`probe_peers` does."""
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
@@ -228,8 +238,7 @@ def _probe(directory: Path) -> Probes:
         device = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=own_device(kind))
         host_write, host_read = probe_device_copy(device, host), probe_device_copy(host, device)
         if len(present_devices(kind)) > 1:
-            # Where a new process knows no such device, as one that is registered here, or may not have it too.
-            local = probe_peers(kind) or probe_device_copy(device, device.to(_neighbour(device)))
+            local = _peer_rate(device) or local
         context = probe_context(device.device)
     return Probes(
         directory=str(directory),

@@ -25,6 +25,7 @@ from parallax.machine.accelerators import (
     present_devices,
     select_device,
     tell_ranks_devices,
+    unset_variables,
 )
 from parallax.machine.host import cpu_model
 from parallax.machine.local import (
@@ -89,6 +90,9 @@ def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
     kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
 
     def own() -> OwnDevice | None:
+        if select and kind != "cpu":
+            # Torch's allocator reads its variables when devices are first asked for anything.
+            os.environ.update(unset_variables(kind))
         count = len(present_devices(kind)) if kind != "cpu" else 0
         if not count:
             return None
@@ -130,7 +134,10 @@ def join_nodes(
     def offer() -> _Offer:
         choice = node_devices(config, nodes)
         own = measured_cluster(config, choice, swap, scratch)
-        devices = own.devices[: nodes.of.count(nodes.mine)]
+        places = [
+            node for node, host in zip(nodes.of, nodes.hosts) if host == nodes.hosts[nodes.rank]
+        ]
+        devices = tuple(d for d, node in zip(own.devices, places) if node == nodes.mine)
         kept = replace(own.nodes[0], name=nodes.names[nodes.mine], devices=devices)
         return _Offer(replace(own, nodes=(kept,)), _kind(choice))
 

@@ -14,7 +14,7 @@ import torch
 import parallax
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, UnfitHostError, printable
-from parallax.machine.local import choose_devices
+from parallax.machine.local import chosen_kind
 from parallax.machine.preflight.needs import FolderNeeds, HostNeeds, RankNeeds
 from parallax.machine.preflight.start import check_host
 from parallax.nodes.fitness import Elastic, from_hosts
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
     """What ``ranks`` of the run take together, all of one host."""
     plan = run.plan
-    on_cpu = choose_devices(local_cluster(run.config)).kind == "cpu"
+    on_cpu = chosen_kind(local_cluster(run.config)) == "cpu"
     tier = tier_named(plan.tier)
     own = [
         RankNeeds(

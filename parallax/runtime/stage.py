@@ -30,7 +30,6 @@ from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
-from parallax.swap.parameters.layout import apart
 from parallax.swap.parameters.nothing_streams import NothingStreams
 from parallax.swap.parameters.streamed import StreamedParameters
 
@@ -167,8 +166,6 @@ class Stage(nn.Module):
         first = first_below(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
             self.blocks.append(block)
-            if place >= first:
-                apart(block)
             yield [] if place < first else list(block.parameters())
 
     def _check_share(self, share: float) -> None:

@@ -45,7 +45,6 @@ def prepare_together(
     config = configuration.load(
         from_first(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
     )
-    # Selected before anything is measured: torch's allocator reads its variables when it is first used.
     share_devices(local_cluster(config), nodes, select=True)
     joined = _join(config, nodes) if nodes.several else None
     present = None if joined is None else joined.cluster

@@ -74,16 +74,6 @@ class _Layout:
         self._of |= dict.fromkeys(rest, again)
 
 
-def apart(block: nn.Module) -> None:
-    """Give each weight of an RNN memory of its own: on CUDA all of a module are views of one buffer, which cuDNN takes
-    as it is, and none could leave alone. It takes them one by one, too."""
-    for module in block.modules():
-        if isinstance(module, nn.RNNBase):
-            for parameter in module.parameters(recurse=False):
-                if parameter.nbytes < parameter.untyped_storage().nbytes():
-                    parameter.data = parameter.data.clone()
-
-
 def _is_plain(parameter: nn.Parameter) -> bool:
     """Whether it is contiguous memory, all of it its own."""
     plain = (

@@ -4,6 +4,7 @@ by an accelerator of the tests: how many there are, what they are called, and th
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +205,29 @@ def test_a_rank_has_the_device_that_it_selected_or_will(
     share_devices(ClusterConfig(kind="rack"), ALONE, select=False)
     assert asked == [index]
     assert ranks_devices("rack") == RanksDevices("rack", 1, False, ((80 * GIB, 1),))
+
+
+def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for their properties makes torch's allocator, which reads them."""
+    asked: list[str] = []
+
+    class Watched(Rack):
+        def devices(self) -> tuple[DeviceFacts, ...]:
+            asked.append(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+            return self.present
+
+        def lasting_identity(self, index: int) -> str:
+            return str(index)
+
+    # torch knows no device of the kind
+    monkeypatch.setattr(
+        "parallax.run.nodes.select_device", lambda kind, rank: SimpleNamespace(index=rank)
+    )
+    for name in Cuda("rack").environment:
+        monkeypatch.setenv(name, "")  # and gone after the test
+    install(80 * GIB, kind=Watched)
+    share_devices(ClusterConfig(kind="rack"), ALONE, select=True)
+    assert set(asked) == {"expandable_segments:True"}
 
 
 def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch.nn.utils import get_total_norm
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
 from parallax.swap.optimizer.host import HostOptimizer
-from parallax.swap.parameters.layout import apart
 from parallax.swap.parameters.streamed import StreamedParameters
 from parallax.swap.stores.store import DiskStore
 from tests.unit.swap.test_parameters import (
@@ -181,27 +180,3 @@ def test_values_that_are_set_again_are_not_overtaken_by_older_ones(scratch: Path
         time.sleep(0.2)  # whatever is late has come
         assert [t.unique().tolist() for t in streamed.read_full(0)] == [[3.0], [3.0]]
         streamed.close()
-
-
-def test_weights_of_an_rnn_leave_one_by_one() -> None:
-    """On CUDA they are views of one buffer, which kept all of them on the device."""
-    torch.manual_seed(0)
-    block, x = nn.Sequential(nn.LSTM(4, 8, batch_first=True)), torch.randn(2, 3, 4)
-    expected, _ = block(x)
-    weights = list(block.parameters())
-    buffer, start = torch.empty(sum(w.numel() for w in weights)), 0
-    for weight in weights:  # as flatten_parameters does
-        view = buffer[start : start + weight.numel()].view_as(weight)
-        start += weight.numel()
-        view.copy_(weight.data)
-        weight.data = view
-    whole = nn.Parameter(torch.zeros(3))
-    block.register_parameter("whole", whole)
-    address = whole.data_ptr()
-    apart(block)
-    assert list(block.parameters())[1:] == weights, "optimizers know these"
-    for weight in block.parameters():
-        assert weight.nbytes == weight.untyped_storage().nbytes()
-    assert whole.data_ptr() == address
-    found, _ = block(x)
-    assert torch.equal(found, expected)
