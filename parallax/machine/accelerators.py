@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from parallax.errors import ConfigError, printable
 from parallax.machine.accelerator import Accelerator, DeviceFacts
 from parallax.machine.cuda import Cuda
 
+NVIDIA_DEVICE = Path("/dev/nvidia0")
 _KNOWN: dict[str, Accelerator] = {
     each.kind: each
     # Of devices' tensors gloo takes CUDA's alone.
@@ -68,6 +70,18 @@ def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
     """The devices of ``kind``, or of the kind that is present, which torch sees here. No memory of them is taken."""
     kind = kind or present_kind()
     return accelerator_named(kind).devices() if kind is not None else ()
+
+
+def unusable_device() -> str:
+    """Of an accelerator that is there, and that torch cannot use: what to do; '' where there is none. One that was
+    hidden is none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
+    if hidden or present_kind() is not None or not NVIDIA_DEVICE.exists():
+        return ""
+    return (
+        f"there is an NVIDIA device, but torch {torch.__version__} cannot use it: install a CUDA build of torch that "
+        "fits the driver (see nvidia-smi)"
+    )
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
@@ -161,4 +175,5 @@ def keep_to(device: torch.device, limit_bytes: int) -> None:
     """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
     fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""
     if device.type != "cpu":
+        torch.accelerator.empty_cache()  # of a rank that has measured: others may share the device
         accelerator_of(device).limit_memory(device, limit_bytes)

@@ -28,6 +28,7 @@ from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
 
 RANKS_PER_GPU = 8
+_ON_CPU = "cpu:"  # before a budget
 # Small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured.
 CPU_RESERVE = 13 * 2**19
 THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
@@ -42,7 +43,8 @@ class ClusterConfig:
 
     ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: what is present). ``devices``: how many; every
     one of them works. On a CPU a device is a process that computes on ``threads`` cores. ``device_memory``: the budget
-    of each device, a hard limit for parameters, gradients, optimizer states and activations. ``host_memory`` and
+    of each device, a hard limit for parameters, gradients, optimizer states and activations (``cpu:BYTES``: of a CPU's
+    processes, and auto of anything else). ``host_memory`` and
     ``disk``: bytes that all offloaded data of this machine may take in either tier. ``link``: what goes between nodes
     is measured (auto), or known: bytes per second, or a kind of link such as ethernet-10g.
     """
@@ -61,9 +63,17 @@ class ClusterConfig:
         check_choice("cluster.kind", self.kind, [AUTO, "cpu", *known_kinds()])
         for key in ("devices", "threads"):
             check_count(f"cluster.{key}", getattr(self, key))
-        for key in ("device_memory", *ROOM_KEYS):
+        self.memory_of("cpu")
+        for key in ROOM_KEYS:
             if getattr(self, key) != AUTO:
                 parse_bytes(getattr(self, key), f"cluster.{key}")
+
+    def memory_of(self, kind: str) -> int | None:
+        """The budget of a device of ``kind``; None where the machine is asked."""
+        asked = self.device_memory
+        if isinstance(asked, str) and asked.startswith(_ON_CPU):
+            asked = asked.removeprefix(_ON_CPU) if kind == "cpu" else AUTO
+        return None if asked == AUTO else parse_bytes(asked, "cluster.device_memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,7 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
         kind,
         count,
         threads,
-        exact=kind == "cpu" and config.device_memory != AUTO,
+        exact=kind == "cpu" and config.memory_of(kind) is not None,
         present=present,
         apart=told.apart if told else min(count, present) > 1,
         shares=told.shares if told and len(told.shares) == count else _dealt(seen, count),
@@ -251,8 +261,8 @@ def _gap_share(choice: DeviceChoice) -> float:
 
 
 def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
-    if config.device_memory != AUTO:
-        return [parse_bytes(config.device_memory, "cluster.device_memory")] * choice.count
+    if (asked := config.memory_of(choice.kind)) is not None:
+        return [asked] * choice.count
     if choice.kind != "cpu":
         return [total * 19 // 20 // ranks for total, ranks in choice.shares]
     free = available_memory(choice.count)

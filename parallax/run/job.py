@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parallax.common.targets import check_call
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DataError, DescribeError, printable
+from parallax.machine.accelerators import unusable_device
 from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import RAGGED_ROWS, flatten
 from parallax.model.construction.construct import construct
@@ -36,6 +37,7 @@ from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.profile import ModelProfile
+from parallax.plan.tier import AUTO
 from parallax.plan.work import ModelWork
 from parallax.run.planning import (
     Loss,
@@ -106,6 +108,8 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
         raise ConfigError(
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
         )
+    if config.cluster.kind == AUTO and (why := unusable_device()):
+        raise ConfigError(f"{why}, or train on the CPU with cluster.kind=cpu")
     return config.cluster
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from parallax.common.files import existing_parent
 from parallax.errors import ConfigError, SwapError
-from parallax.machine.device import copies_for
+from parallax.machine.device import CopyEngine, copies_for
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -32,8 +32,9 @@ _PATIENCE = 10.0  # seconds in which what one block saves has been written, what
 class Trial:
     """What one block saves, on its way."""
 
-    def __init__(self, manager: SwapManager, selector: Selector) -> None:
+    def __init__(self, manager: SwapManager, selector: Selector, copies: CopyEngine) -> None:
         self._manager, self._selector, self._micro = manager, selector, 0
+        self._copies = copies
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The context in which the block runs forward; each time is a micro-batch of its own."""
@@ -41,7 +42,8 @@ class Trial:
         return offloading(self._manager, self._selector, self._micro)
 
     def bring_back(self) -> None:
-        """Wait until all that was saved has left, then begin to bring it back."""
+        """Wait until all that was saved has left, then bring it back: on a device until it is there, whose waits would
+        be taken for work."""
         until = time.monotonic() + _PATIENCE
         while self._manager.resident_bytes > 0:
             if time.monotonic() > until:
@@ -50,6 +52,7 @@ class Trial:
                 )
             time.sleep(1e-4)
         self._manager.fetch(self._micro)
+        self._copies.synchronize()
 
     @property
     def moved_bytes(self) -> int:
@@ -76,7 +79,8 @@ class Trials:
         """A trial of ``block``, which saves ``moved`` bytes that may leave."""
         room, here = 2 * moved + _ROOM, replace(self.config, directory="auto")
         with self._folder() as folder:
-            store = here.open_store(self.tier, room, copies_for(device), folder)
+            copies = copies_for(device)
+            store = here.open_store(self.tier, room, copies, folder)
             manager = SwapManager(store, limit_bytes=room, policy=here.policy())
             try:
                 yield Trial(
@@ -84,6 +88,7 @@ class Trials:
                     Selector(
                         [*block.parameters(), *block.buffers()], here.smallest_bytes(device.type)
                     ),
+                    copies,
                 )
             finally:
                 manager.close()

@@ -82,6 +82,13 @@ def timed() -> Any:
     return figures()
 
 
+def offloading() -> tuple[float, float]:
+    """What a trial finds, in virtual time."""
+    from tests.sim.timed import offloading
+
+    return offloading()
+
+
 def wide_inputs() -> Any:
     """Steps in virtual time of a model with many inputs."""
     from tests.sim.wide_inputs import figures

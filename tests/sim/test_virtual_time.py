@@ -57,6 +57,13 @@ def test_the_device_may_be_as_small_as_was_planned(figures: dict[str, Any], dire
     assert figures[directive]["peak_bytes"] <= figures[directive]["planned_bytes"]
 
 
+def test_what_a_trial_waits_for_is_no_work(sim_pool: Pool) -> None:
+    """The stream waited, and the host did not: plans that offload looked as much longer as the link took."""
+    ((longer, one_way),) = sim_pool.run(jobs.offloading, 1)
+    assert one_way > 1
+    assert longer < 0.02 * one_way
+
+
 def test_what_was_not_planned_is_refused_as_torch_does(figures: dict[str, Any]) -> None:
     assert "out of memory" in figures["too small"]
 

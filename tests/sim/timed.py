@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -30,6 +31,7 @@ from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
+from parallax.swap.trial import Trials
 from tests.plans import make_plan
 from tests.sim.device import SIM, TOTAL_BYTES, C
 
@@ -166,6 +168,30 @@ def train(
         planned,
         result.peak_bytes,
     )
+
+
+def offloading() -> tuple[float, float]:
+    """Seconds that a block takes longer where what it saves leaves and comes back, without those in which it waits, as
+    they are measured, and those that the link takes one way."""
+    config = GPTConfig(layers=2, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
+    chain, rows, swap = describe(config.build), batch(), SwapConfig(minimum_bytes=1024)
+    # Nothing goes on in virtual time while the host sleeps.
+    awake = patch("parallax.swap.trial.time.sleep", lambda _: torch.accelerator.synchronize())
+    with tempfile.TemporaryDirectory() as folder, cache_in(folder), awake:
+        C.speeds(**SPEEDS | {"up": LINK / 64, "down": LINK / 64})
+        profile = measure(
+            chain,
+            GPT.loss,
+            lambda n: (rows.inputs(0, n), rows.targets(0, n)),
+            (2, 4),
+            device=SIM,
+            precision=PrecisionConfig(),
+            minimum_bytes=1024,
+            offloader=Trials("host", swap, Path(folder)),
+        )
+        C.speeds()
+    block = profile.blocks[1]
+    return block.offload_seconds.at(4), 64 * block.moved.at(4) / LINK
 
 
 def figures() -> dict[str, Any]:

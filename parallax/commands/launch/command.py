@@ -21,8 +21,7 @@ from parallax.run.slurm.job import LOG, SlurmJob
 from parallax.run.working import working
 
 EXAMPLES = """examples:
-  parallax launch --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 name=deeper model.layers=96 \\
-      cluster.device_memory=auto
+  parallax launch --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 name=deeper model.layers=96
   parallax launch --slurm --dry cluster=dgx_h100 cluster.nodes=4 name=deeper     as many nodes as its plan needs
   parallax launch --slurm --nodes 1 --gpus-per-node 1 --cpus-per-node 8 --array optimizer.lr=1e-4,3e-4 \\
       seed=1,2 name=rates                                                       four runs: rates-0 to rates-3

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError, SwapError
+from parallax.errors import DescribeError, SwapError, printable
 from parallax.machine.device import private_random_state
 from parallax.model.block import apart, has_gradient, tensors_in, to_device
 from parallax.model.describe import Chain, as_tuple
@@ -94,7 +94,7 @@ def measure(
     if (known := recall(path, name)) is not None:
         progress(f"profile of {name} from {path}")
         return known
-    with private_random_state(device):
+    with private_random_state(device), precision.products():
         within = not gathered
         bench = _Bench(
             chain, loss, device, precision, minimum_bytes, offloader, progress, with_loss=within
@@ -191,6 +191,18 @@ class _Bench:
         return low, high
 
     def _measure(
+        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
+    ) -> _Measured:
+        try:
+            return self._measured(index, rows, inputs, targets)
+        except torch.OutOfMemoryError as error:
+            raise DescribeError(
+                f"block {index} ({self._chain.blocks[index].name}) does not fit the device while {rows} row(s) of it "
+                f"are measured: {printable(str(error).split('.')[0])}; give it shorter rows, cut it into more blocks, "
+                "or free the device"
+            ) from error
+
+    def _measured(
         self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> _Measured:
         (block,) = materialise(self._chain, index, index + 1, self._device)
@@ -301,6 +313,8 @@ class _Bench:
         with self._precision.autocast(self._device.type):
             try:
                 outputs = as_tuple(block(*inputs))
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, RuntimeError) as error:
                 shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
                 raise DescribeError(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from parallax.config import compose
 from parallax.errors import ConfigError
@@ -19,6 +20,7 @@ from parallax.machine.accelerator import Accelerator, DeviceFacts
 from parallax.machine.accelerators import (
     OwnDevice,
     RanksDevices,
+    keep_to,
     ranks_devices,
     register_accelerator,
     tell_ranks_devices,
@@ -35,6 +37,7 @@ from parallax.plan.analytic.hardware import (
     usual_context,
 )
 from parallax.plan.cluster import Cluster
+from parallax.run.job import local_cluster
 from parallax.run.nodes import share_devices
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.launch import rank_environment
@@ -205,6 +208,51 @@ def test_a_rank_has_the_device_that_it_selected_or_will(
     share_devices(ClusterConfig(kind="rack"), ALONE, select=False)
     assert asked == [index]
     assert ranks_devices("rack") == RanksDevices("rack", 1, False, ((80 * GIB, 1),))
+
+
+def test_a_budget_may_be_of_cpus_alone(tmp_path: Path) -> None:
+    """That of the main job is less than a context takes, and its first run was refused."""
+    install(80 * GIB)
+    for asked, elsewhere, cpus in (
+        ("cpu:130MiB", 76 * GIB, 130 * MIB),
+        ("130MiB", 130 * MIB, 130 * MIB),
+    ):
+        assert cluster_of(tmp_path, device_memory=asked).devices[0].memory_bytes == elsewhere
+        config = ClusterConfig(kind="cpu", devices=1, device_memory=asked)
+        assert config.memory_of("cpu") == cpus
+        assert choose_devices(config).exact
+    assert compose([]).cluster.memory_of("rack") is None
+    with pytest.raises(ConfigError, match=r"cluster\.device_memory=much"):
+        ClusterConfig(device_memory="cpu:much")
+
+
+def test_a_device_that_torch_cannot_use_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It trained on the CPU, and said nothing."""
+    monkeypatch.setattr(accelerators, "NVIDIA_DEVICE", tmp_path)
+    monkeypatch.setattr(accelerators, "present_kind", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match=r"torch .* cannot use it: .* cluster\.kind=cpu"):
+        local_cluster(compose([]))
+    local_cluster(compose(["cluster.kind=cpu"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    local_cluster(compose([]))  # hidden on purpose
+
+
+def test_what_was_measured_is_given_back_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may share the device."""
+    done: list[str] = []
+
+    class Limited(Rack):
+        def limit_memory(self, device: torch.device, limit_bytes: int) -> None:
+            done.append(f"{limit_bytes} bytes")
+
+    monkeypatch.setattr("torch.accelerator.empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setitem(accelerators._KNOWN, "cuda", Limited(()))
+    keep_to(torch.device("cuda", 0), 5)
+    keep_to(torch.device("cpu"), 5)
+    assert done == ["emptied", "5 bytes"]
 
 
 def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -170,6 +170,57 @@ def test_the_name_is_the_callers_also_from_the_cache() -> None:
 def test_blocks_that_do_not_fit_together(factory: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(DescribeError, match=message):
         profile_of(factory)
+
+
+class Seen(nn.Linear):
+    """Notes how products are made, or finds no memory."""
+
+    products: ClassVar[set[str]] = set()
+    full = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.products.add(torch.get_float32_matmul_precision())
+        if self.full and not x.is_meta:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"
+            )
+        return super().forward(x)
+
+
+def test_products_are_as_in_a_step() -> None:
+    """In full fp32 those of tf32 took eight times as long on an A100."""
+    chain = describe(chain_of(linear(), lambda: Seen(WIDE, WIDE)))
+    Seen.products.clear()
+    before = torch.get_float32_matmul_precision()
+    measure(
+        chain,
+        F.mse_loss,
+        sample,
+        (2, 4),
+        device=CPU,
+        precision=PrecisionConfig(compute="tf32"),
+        minimum_bytes=1,
+    )
+    assert Seen.products == {"high"}
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_block_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = describe(chain_of(linear(), lambda: Seen(WIDE, WIDE)))
+    monkeypatch.setattr(Seen, "full", True)
+    with pytest.raises(
+        DescribeError,
+        match=r"block 1 \(1\) does not fit the device while 2 row\(s\) .*: CUDA out of memory; give it shorter",
+    ):
+        measure(
+            chain,
+            F.mse_loss,
+            sample,
+            (2, 4),
+            device=CPU,
+            precision=PrecisionConfig(),
+            minimum_bytes=1,
+        )
 
 
 def test_peaks_by_hand() -> None:
