@@ -19,6 +19,7 @@ import torch
 from parallax.errors import ConfigError, printable
 from parallax.machine.accelerator import Accelerator, DeviceFacts
 from parallax.machine.cuda import Cuda
+from parallax.machine.host import node_name
 
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 _KNOWN: dict[str, Accelerator] = {
@@ -74,13 +75,15 @@ def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
 
 def unusable_device() -> str:
     """Of an accelerator that is there, and that torch cannot use: what to do; '' where there is none. One that was
-    hidden is none."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
-    if hidden or present_kind() is not None or not NVIDIA_DEVICE.exists():
+    hidden, or that this process may not open, is none."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    shown = first.isdecimal() or first.startswith(("GPU-", "MIG-"))
+    usable = os.access(NVIDIA_DEVICE, os.R_OK | os.W_OK)
+    if not shown or not usable or present_kind() is not None:
         return ""
     return (
-        f"there is an NVIDIA device, but torch {torch.__version__} cannot use it: install a CUDA build of torch that "
-        "fits the driver (see nvidia-smi)"
+        f"{printable(node_name())} has an NVIDIA device, but torch {torch.__version__} cannot use it: install a CUDA "
+        "build of torch that fits the driver (see nvidia-smi)"
     )
 
 

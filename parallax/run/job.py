@@ -108,9 +108,13 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
         raise ConfigError(
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
         )
-    if config.cluster.kind == AUTO and (why := unusable_device()):
-        raise ConfigError(f"{why}, or train on the CPU with cluster.kind=cpu")
     return config.cluster
+
+
+def check_devices(config: RunConfig) -> None:
+    """Refuse to train on the CPU where nobody asked for that, and torch cannot use the accelerator of this host."""
+    if local_cluster(config).kind == AUTO and (why := unusable_device()):
+        raise ConfigError(f"{why}, or train on the CPU with cluster.kind=cpu")
 
 
 def device_kind(config: RunConfig) -> str:
@@ -304,6 +308,7 @@ def _what_is_planned(
     accept: Callable[[Chain], None],
 ) -> tuple[Chain, Loss, Rows]:
     """Model, loss and a batch of ``config``, which some plan on this machine may follow."""
+    check_devices(config)
     config.replicas.check_asked(config.plan)
     progress(doing(config, "building the model"))
     chain = build_chain(config)
@@ -330,6 +335,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     """The profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog cluster."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return price(model_work(config, progress), config.cluster.kind)
+    check_devices(config)
     progress(doing(config, "building the model"))
     chain, loss = build_chain(config), build_loss(config)
     progress(doing(config, "fetching rows"))

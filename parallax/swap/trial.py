@@ -42,8 +42,8 @@ class Trial:
         return offloading(self._manager, self._selector, self._micro)
 
     def bring_back(self) -> None:
-        """Wait until all that was saved has left, then bring it back: on a device until it is there, whose waits would
-        be taken for work."""
+        """Wait until all that was saved has left, then bring it back, and wait for the device: its waits would be taken
+        for work."""
         until = time.monotonic() + _PATIENCE
         while self._manager.resident_bytes > 0:
             if time.monotonic() > until:

@@ -7,9 +7,10 @@ that run these apart. The result is cached by model, device and library versions
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -100,14 +101,26 @@ def measure(
             chain, loss, device, precision, minimum_bytes, offloader, progress, with_loss=within
         )
         low, high = bench.last_two(sample, sorted(set(rows)))
-        whole = (
-            bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
-            if gathered
-            else NO_LOSS
-        )
+        whole = NO_LOSS
+        if gathered:
+            with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
+                whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
     profile = _profile_of(chain, name, device, precision, low, high, whole)
     remember(profile, path)
     return profile
+
+
+@contextlib.contextmanager
+def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
+    """One line where the device is too small for what is measured."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = printable(str(error).split(".")[0])
+        raise DescribeError(
+            f"{what} does not fit the device while {rows} row(s) of it are measured: {reason}; {way_out}, or free the "
+            "device"
+        ) from error
 
 
 def _profile_of(
@@ -193,14 +206,11 @@ class _Bench:
     def _measure(
         self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> _Measured:
-        try:
+        name = printable(self._chain.blocks[index].name)
+        with _fitting(
+            f"block {index} ({name})", rows, "give it shorter rows, cut it into more blocks"
+        ):
             return self._measured(index, rows, inputs, targets)
-        except torch.OutOfMemoryError as error:
-            raise DescribeError(
-                f"block {index} ({self._chain.blocks[index].name}) does not fit the device while {rows} row(s) of it "
-                f"are measured: {printable(str(error).split('.')[0])}; give it shorter rows, cut it into more blocks, "
-                "or free the device"
-            ) from error
 
     def _measured(
         self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any

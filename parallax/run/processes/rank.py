@@ -19,12 +19,20 @@ from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
 from parallax.machine.accelerators import keep_to, select_device
 from parallax.model.describe import Chain
+from parallax.nodes.fitness import from_hosts
 from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all
 from parallax.plan.config import AUTO
 from parallax.report import placement, save_placement, summary_table, ways_in_words
-from parallax.run.job import build_chain, build_loss, local_cluster, open_source, tokens_per_row
+from parallax.run.job import (
+    build_chain,
+    build_loss,
+    check_devices,
+    local_cluster,
+    open_source,
+    tokens_per_row,
+)
 from parallax.run.nodes import node_devices, share_devices
 from parallax.run.planning import Loss, settle
 from parallax.run.preflight import check_start_together, check_versions
@@ -81,6 +89,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
                     run = prepare_together(overrides, nodes, held)
                 else:
                     run = read_together(directory, nodes, held, trusts)
+                    from_hosts(lambda: check_devices(run.config), nodes)
                     share_devices(local_cluster(run.config), nodes, select=True)
                 watch.limit(*_limits(run), run.directory)
                 compare(run)

@@ -20,12 +20,12 @@ from parallax.common.terminal import safe_console
 from parallax.common.units import format_bytes
 from parallax.config import RunConfig
 from parallax.errors import DataError, InfeasiblePlan, PlanError, UnfitHostError, printable
-from parallax.nodes.fitness import Elastic
+from parallax.nodes.fitness import Elastic, from_hosts
 from parallax.nodes.places import Nodes, find_sites
 from parallax.nodes.together import from_all, from_first
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
-from parallax.run.job import local_cluster, profile_run
+from parallax.run.job import check_devices, local_cluster, profile_run
 from parallax.run.nodes import Joined, join_nodes, share_devices
 from parallax.run.prepare import RUNS, PreparedRun, prepare, run_files, write_files
 from parallax.run.processes.elastic import patience_seconds, present_settings
@@ -45,6 +45,7 @@ def prepare_together(
     config = configuration.load(
         from_first(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
     )
+    from_hosts(lambda: check_devices(config), nodes)
     share_devices(local_cluster(config), nodes, select=True)
     joined = _join(config, nodes) if nodes.several else None
     present = None if joined is None else joined.cluster

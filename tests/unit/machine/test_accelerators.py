@@ -37,7 +37,7 @@ from parallax.plan.analytic.hardware import (
     usual_context,
 )
 from parallax.plan.cluster import Cluster
-from parallax.run.job import local_cluster
+from parallax.run.job import check_devices
 from parallax.run.nodes import share_devices
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.launch import rank_environment
@@ -234,10 +234,17 @@ def test_a_device_that_torch_cannot_use_is_not_passed_over(
     monkeypatch.setattr(accelerators, "present_kind", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ConfigError, match=r"torch .* cannot use it: .* cluster\.kind=cpu"):
-        local_cluster(compose([]))
-    local_cluster(compose(["cluster.kind=cpu"]))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    local_cluster(compose([]))  # hidden on purpose
+        check_devices(compose([]))
+    check_devices(compose(["cluster.kind=cpu"]))
+    for hidden in ("", "-1", "none", "NoDevFiles", "-2,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        check_devices(compose([]))
+    for shown in ("0", "1,0", "GPU-8932f937", "MIG-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        with pytest.raises(ConfigError):
+            check_devices(compose([]))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    check_devices(compose([]))  # of another job
 
 
 def test_what_was_measured_is_given_back_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
