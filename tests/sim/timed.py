@@ -70,19 +70,25 @@ def batch() -> TensorRows:
 def measured() -> tuple[Chain, ModelProfile]:
     """A decoder, and its profile in virtual time."""
     config = GPTConfig(layers=6, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
-    chain, rows = describe(config.build), batch()
+    chain = describe(config.build)
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         C.speeds(**SPEEDS)
-        profile = measure(
-            chain,
-            GPT.loss,
-            lambda n: (rows.inputs(0, n), rows.targets(0, n)),
-            (2, 4),
-            device=SIM,
-            precision=PrecisionConfig(),
-            minimum_bytes=1024,
-        )
-    return chain, profile
+        return chain, profile_of(chain)
+
+
+def profile_of(chain: Chain, offloader: Trials | None = None) -> ModelProfile:
+    """What is measured at the speeds that are set."""
+    rows = batch()
+    return measure(
+        chain,
+        GPT.loss,
+        lambda n: (rows.inputs(0, n), rows.targets(0, n)),
+        (2, 4),
+        device=SIM,
+        precision=PrecisionConfig(),
+        minimum_bytes=1024,
+        offloader=offloader,
+    )
 
 
 @contextmanager
@@ -174,21 +180,12 @@ def offloading() -> tuple[float, float]:
     """Seconds that a block takes longer where what it saves leaves and comes back, without those in which it waits, as
     they are measured, and those that the link takes one way."""
     config = GPTConfig(layers=2, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
-    chain, rows, swap = describe(config.build), batch(), SwapConfig(minimum_bytes=1024)
+    chain, swap = describe(config.build), SwapConfig(minimum_bytes=1024)
     # Nothing goes on in virtual time while the host sleeps.
     awake = patch("parallax.swap.trial.time.sleep", lambda _: torch.accelerator.synchronize())
     with tempfile.TemporaryDirectory() as folder, cache_in(folder), awake:
         C.speeds(**SPEEDS | {"up": LINK / 64, "down": LINK / 64})
-        profile = measure(
-            chain,
-            GPT.loss,
-            lambda n: (rows.inputs(0, n), rows.targets(0, n)),
-            (2, 4),
-            device=SIM,
-            precision=PrecisionConfig(),
-            minimum_bytes=1024,
-            offloader=Trials("host", swap, Path(folder)),
-        )
+        profile = profile_of(chain, Trials("host", swap, Path(folder)))
         C.speeds()
     block = profile.blocks[1]
     return block.offload_seconds.at(4), 64 * block.moved.at(4) / LINK

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
-from parallax.model.describe import describe
+from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
@@ -76,6 +76,11 @@ def sample(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
 def profile_of(
     factory: Callable[[], nn.Module], rows: tuple[int, ...] = (2, 4), **options: Any
 ) -> ModelProfile:
+    dtype = options.get("precision", PrecisionConfig()).parameter_dtype
+    return profile_of_chain(describe(factory, dtype=dtype), rows, **options)
+
+
+def profile_of_chain(chain: Chain, rows: tuple[int, ...] = (2, 4), **options: Any) -> ModelProfile:
     fields: dict[str, Any] = {
         "device": CPU,
         "precision": PrecisionConfig(),
@@ -85,8 +90,7 @@ def profile_of(
         **options,
     }
     loss, batch = fields.pop("loss"), fields.pop("sample")
-    dtype = fields["precision"].parameter_dtype
-    return measure(describe(factory, dtype=dtype), loss, batch, rows, **fields)
+    return measure(chain, loss, batch, rows, **fields)
 
 
 def numbers(block: BlockCost, rows: int) -> tuple[float, float, float, float]:
@@ -192,15 +196,7 @@ def test_products_are_as_in_a_step() -> None:
     chain = describe(chain_of(linear(), lambda: Seen(WIDE, WIDE)))
     Seen.products.clear()
     before = torch.get_float32_matmul_precision()
-    measure(
-        chain,
-        F.mse_loss,
-        sample,
-        (2, 4),
-        device=CPU,
-        precision=PrecisionConfig(compute="tf32"),
-        minimum_bytes=1,
-    )
+    profile_of_chain(chain, precision=PrecisionConfig(compute="tf32"))
     assert Seen.products == {"high"}
     assert torch.get_float32_matmul_precision() == before
 
@@ -212,15 +208,7 @@ def test_a_block_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         DescribeError,
         match=r"block 1 \(1\) does not fit the device while 2 row\(s\) .*: CUDA out of memory; give it shorter",
     ):
-        measure(
-            chain,
-            F.mse_loss,
-            sample,
-            (2, 4),
-            device=CPU,
-            precision=PrecisionConfig(),
-            minimum_bytes=1,
-        )
+        profile_of_chain(chain)
 
 
 def test_peaks_by_hand() -> None:
