@@ -19,7 +19,6 @@ import torch
 from parallax.errors import ConfigError, printable
 from parallax.machine.accelerator import Accelerator, DeviceFacts
 from parallax.machine.cuda import Cuda
-from parallax.machine.host import node_name
 
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 _KNOWN: dict[str, Accelerator] = {
@@ -73,17 +72,17 @@ def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
     return accelerator_named(kind).devices() if kind is not None else ()
 
 
-def unusable_device() -> str:
-    """Of an accelerator that is there, and that torch cannot use: what to do; '' where there is none. One that was
-    hidden, or that this process may not open, is none."""
+def unusable_device() -> tuple[str, str] | None:
+    """Of an accelerator that is there, and that torch cannot use: what is wrong, and what to do; None where there is
+    none. One that was hidden, or that this process may not open, is none."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     shown = first.isdecimal() or first.startswith(("GPU-", "MIG-"))
     usable = os.access(NVIDIA_DEVICE, os.R_OK | os.W_OK)
     if not shown or not usable or present_kind() is not None:
-        return ""
+        return None
     return (
-        f"{printable(node_name())} has an NVIDIA device, but torch {torch.__version__} cannot use it: install a CUDA "
-        "build of torch that fits the driver (see nvidia-smi)"
+        f"there is an NVIDIA device, but torch {torch.__version__} cannot use it",
+        "install a CUDA build of torch that fits the driver; see nvidia-smi",
     )
 
 

@@ -27,7 +27,7 @@ from parallax.common.files import disk_free_bytes, existing_parent
 from parallax.common.terminal import safe_console
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError
-from parallax.machine.accelerators import present_devices, present_kind
+from parallax.machine.accelerators import present_devices, present_kind, unusable_device
 from parallax.machine.host import (
     MemoryLimit,
     available_memory,
@@ -177,11 +177,8 @@ def _torch() -> Iterator[Finding]:
         yield Finding(
             "this torch has no gloo: ranks on CPUs cannot talk", "install an official torch wheel"
         )
-    if Path("/dev/nvidia0").exists() and not torch.cuda.is_available():
-        yield Finding(
-            f"there is an NVIDIA device, but torch {torch.__version__} cannot use it",
-            "install a CUDA build of torch that fits the driver; see nvidia-smi",
-        )
+    if unusable := unusable_device():
+        yield Finding(*unusable)
 
 
 def _devices() -> Iterator[Finding]:

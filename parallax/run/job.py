@@ -15,6 +15,7 @@ from parallax.common.targets import check_call
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, DataError, DescribeError, printable
 from parallax.machine.accelerators import unusable_device
+from parallax.machine.host import node_name
 from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import RAGGED_ROWS, flatten
 from parallax.model.construction.construct import construct
@@ -113,8 +114,11 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 def check_devices(config: RunConfig) -> None:
     """Refuse to train on the CPU where nobody asked for that, and torch cannot use the accelerator of this host."""
-    if local_cluster(config).kind == AUTO and (why := unusable_device()):
-        raise ConfigError(f"{why}, or train on the CPU with cluster.kind=cpu")
+    if local_cluster(config).kind == AUTO and (found := unusable_device()):
+        wrong, remedy = found
+        raise ConfigError(
+            f"on {printable(node_name())} {wrong}: {remedy}, or train on the CPU with cluster.kind=cpu"
+        )
 
 
 def device_kind(config: RunConfig) -> str:
