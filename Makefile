@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PART ?=
 JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -15,7 +16,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train audit test test-faults test-nodes test-sim test-slow test-slurm test-sweeps lint format bench bench-gpu clean
+.PHONY: help train audit test test-faults test-nodes test-sim test-slow test-slurm test-sweeps lint format bench bench-gpu clean gpu-check
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -81,8 +82,11 @@ bench: $(INSTALLED)  ## measure this machine: pipeline, swap and host optimizer 
 	@$(BIN)/python -m benchmarks.host_adam
 	@$(BIN)/python -m benchmarks.prediction
 
-bench-gpu: $(INSTALLED_DEV)  ## test and measure a CUDA device in nine minutes (ARGS=--dry: toy sizes on the CPU)
-	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+gpu-check: $(INSTALLED_DEV)  ## test a CUDA device in two minutes: tests/gpu, twenty steps of the demo, peaks against the plan
+	@$(BIN)/python -m benchmarks.gpu --parts tests demo --check $(ARGS)
+
+bench-gpu: $(INSTALLED_DEV)  ## measure a CUDA device in ten minutes; PART="gpt plans": these, beside what is measured (ARGS=--dry: on the CPU)
+	@$(BIN)/python -m benchmarks.gpu $(if $(PART),--parts $(PART) --resume) $(ARGS)
 
 # In an environment of its own: what it draws in is no part of what it looks at.
 audit: $(INSTALLED_DEV)  ## known security advisories for what is installed; says so where no service can be asked

@@ -1,12 +1,13 @@
-"""Swap, host optimizer, plans and pipelines on a GPU, against their peers, in one command of less than nine minutes.
+"""Swap, host optimizer, plans and pipelines on a GPU, against their peers, in one command of less than ten minutes.
 
-    python -m benchmarks.gpu [--dry] [--parts ...] [--output FOLDER]
+    python -m benchmarks.gpu [--dry] [--parts ...] [--resume] [--check] [--output FOLDER]
     python -m benchmarks.gpu.compare OLD NEW
 
 Parts, the most valuable first; each has a time budget of its own, and what one leaves the next ones have. A way that
 cannot run is a row that says why, and ends nothing else:
 
 tests      tests/gpu, alone and under compute-sanitizer where it is there
+demo       twenty steps of experiment=demo: each rank's peak beside its plan
 device     what device and link can do at best
 gpt        the widest decoder that fits: plain, half of its activations offloaded, save_on_cpu, checkpoint, FSDP2
 host       AdamW on the host beside the next forward, beside FSDP2's CPU offload: tokens per second
@@ -16,6 +17,10 @@ states     a model whose states are more than twice the device's cap
 pipeline   two stages that share the device
 caps       other caps than a half, on a small decoder, whose bytes the link is too slow for
 batch      the most rows under one cap
+
+--resume completes the newest result of this machine and commit: complete parts stay as they are, others are measured.
+So each part can be a command of its own, and an interrupted command can be repeated. --check ends with exit code 1
+where a part is not complete or a bar is missed.
 
 Ratios are of times in neighbouring turns, by the device's own events. Losses that are not equal bit for bit may come
 from kernels that add in any order, so the largest relative difference is given as well. The result is a file
@@ -32,6 +37,7 @@ import contextlib
 import os
 import platform
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,25 +52,27 @@ import torch
 from benchmarks.gpu import compare, report
 from benchmarks.gpu.parts.activations import caps, gpt, resnet
 from benchmarks.gpu.parts.batch import batch
+from benchmarks.gpu.parts.demo import demo
 from benchmarks.gpu.parts.device import device
 from benchmarks.gpu.parts.part import Found, Given, Part
 from benchmarks.gpu.parts.pipeline import pipeline
 from benchmarks.gpu.parts.plans import plans
 from benchmarks.gpu.parts.states import host, states
 from benchmarks.gpu.parts.tests import tests
-from benchmarks.gpu.results import COMPLETE, FAILED, INTERRUPTED, NOT_BEGUN, Results
+from benchmarks.gpu.results import COMPLETE, FAILED, INTERRUPTED, NOT_BEGUN, Results, load, newest
 from benchmarks.gpu.setup import Setup, dry_setup, setup_for
 from benchmarks.workers import Deadline, WayFailed, reason
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError
-from parallax.machine.accelerators import accelerator_named
+from parallax.machine.accelerators import accelerator_named, present_devices, unusable_device
 from parallax.machine.host import cpu_model
 
 Sized = Callable[[Mapping[str, Found]], Setup]
 
-# Seconds of each, 510 in all: with what begins and ends processes, less than nine minutes.
+# Seconds of each, 550 in all: with what begins and ends processes, less than ten minutes.
 PARTS: dict[str, tuple[Part, float]] = {
     "tests": (tests, 70.0),
+    "demo": (demo, 40.0),
     "device": (device, 30.0),
     "gpt": (gpt, 100.0),
     "host": (host, 70.0),
@@ -77,14 +85,15 @@ PARTS: dict[str, tuple[Part, float]] = {
 }
 DRY_SECONDS = 300.0  # processes start slowly where several share a core
 LEAST_SECONDS = 8.0  # no part comes to a number in less
+UNSIZED = {"tests", "demo"}  # parts that need no sizes for the device
 FOLDER = Path(__file__).parents[1] / "results"
 
 
 def run(results: Results, say: Callable[[str], None], sized: Sized, *, dry: bool) -> None:
-    """All parts, one after another."""
+    """All parts that are not complete, one after another."""
     begun, budget = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as cache:
-        for name in results.parts:
+        for name in results.unfinished:
             part, seconds = PARTS[name]
             budget += DRY_SECONDS if dry else seconds
             given = Given(
@@ -138,9 +147,21 @@ def _about(*, dry: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
+        "commit": _commit(),
+        "devices": [] if dry else [device.name for device in present_devices("cuda")],
         "host": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
     }
+
+
+def _commit() -> str:
+    """What the repository has checked out; empty where git does not say."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip()
 
 
 @contextlib.contextmanager
@@ -188,6 +209,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dry", action="store_true", help="toy sizes on the CPU: only whether it runs")
     add("--output", type=Path, help="folder of the results (default benchmarks/results; dry: none)")
     add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default all")
+    add("--resume", action="store_true", help="complete the newest result of this machine")
+    add("--check", action="store_true", help="exit code 1 where a part fails or a bar is missed")
     add(
         "--host-memory",
         metavar="SIZE",
@@ -195,7 +218,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     given = parser.parse_args(arguments)
     if not given.dry and not torch.cuda.is_available():
-        parser.error("no CUDA device is visible: --dry shows on the CPU that the benchmark runs")
+        why = ": ".join(
+            unusable_device() or [f"torch {torch.__version__} sees no CUDA device here"]
+        )
+        parser.exit(
+            2,
+            f"{parser.prog}: {why}; --dry (with make: ARGS=--dry) runs the same code at toy sizes on the CPU\n",
+        )
     try:
         memory = given.host_memory
         given.host_bytes = None if memory is None else parse_bytes(memory, "--host-memory")
@@ -209,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     console = report.wide_console()
     begun = time.monotonic()
-    trains = set(given.parts) - {"tests"}  # which needs sizes for the device
+    trains = set(given.parts) - UNSIZED
     chosen = [name for name in PARTS if name in given.parts or (name == "device" and trains)]
 
     def say(text: str) -> None:
@@ -219,14 +248,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return dry_setup() if given.dry else _sized(parts, given.host_bytes)
 
     with _folder(given.output, dry=given.dry) as folder:
-        file = folder / f"gpu-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
         try:
-            results = Results(file, chosen, _about(dry=given.dry))
+            results = _results(folder, chosen, _about(dry=given.dry), resume=given.resume)
         except OSError as error:
             print(f"python -m benchmarks.gpu: {folder}: {error.strerror}", file=sys.stderr)
             return 2
+        file = results.file
         kept = given.output is not None or not given.dry
         say(f"results go to {file if kept else 'no file that stays'}")
+        if complete := [name for name in chosen if name not in results.unfinished]:
+            say(f"complete in that file, not measured again: {', '.join(complete)}")
         try:
             with _ended_by(signal.SIGTERM, signal.SIGHUP):
                 _prepare(dry=given.dry)
@@ -239,7 +270,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(table)
             if kept:
                 console.print(f"written: {file}", markup=False)
-        return compare.main([str(file), str(file)]) if given.dry else 0
+        code = compare.main([str(file), str(file)]) if given.dry else 0
+        return code or (given.check and _missed(results, chosen))
+
+
+def _results(
+    folder: Path, chosen: Sequence[str], about: dict[str, Any], *, resume: bool
+) -> Results:
+    """A new file, or the newest one of the same machine and commit."""
+    if resume and (file := newest(folder, about)) is not None:
+        before = load(file)
+        known = {name: before["parts"].get(name, {"state": NOT_BEGUN}) for name in PARTS}
+        known = {name: part for name, part in known.items() if name in {*before["parts"], *chosen}}
+        return Results(file, chosen, about | {"date": before["date"]}, known)
+    return Results(folder / f"gpu-{time.strftime('%Y-%m-%d-%H%M%S')}.json", chosen, about)
+
+
+def _missed(results: Results, chosen: Sequence[str]) -> int:
+    """1 where a chosen part is not complete or a bar is missed."""
+    complete = all(results.parts[name]["state"] == COMPLETE for name in chosen)
+    return int(not complete or any(bar["met"] is False for bar in results.found["bars"]))
 
 
 if __name__ == "__main__":

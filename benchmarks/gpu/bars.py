@@ -47,6 +47,7 @@ def bars(parts: Parts) -> list[Bar]:
     """All that are promised, measured or not."""
     return [
         *_tests(parts.get("tests", {})),
+        _highest_peak("demo", parts.get("demo", {})),
         *_activations("gpt", parts.get("gpt", {})),
         _over("host optimizer over FSDP2 CPU offload, tokens/s", parts.get("host", {}), HOST, 1.5),
         *_plans(parts.get("plans", {})),

@@ -53,14 +53,17 @@ def about(found: Mapping[str, Any]) -> str:
 
 def device_of(found: Mapping[str, Any]) -> str:
     """Its name, and whether the run was dry."""
-    name: str = found["parts"].get("device", {}).get("name", "a device that was not measured")
+    seen = next(iter(found.get("devices", ())), "a device that was not measured")
+    name: str = found["parts"].get("device", {}).get("name", seen)
     return f"{name}, dry" if found["dry"] else name
 
 
 def bars(found: Mapping[str, Any]) -> Table:
-    """Each bar with its value."""
+    """Each bar of a part that is in the file, with its value."""
     table = _table(f"bars, on {device_of(found)}", ("what", "bar", "found", "quartiles", "met"))
     for bar in found["bars"]:
+        if not bar["name"].startswith(tuple(found["parts"])):
+            continue
         value, spread = bar["value"], bar["spread"]
         table.add_row(
             bar["name"],

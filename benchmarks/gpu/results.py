@@ -10,9 +10,10 @@ two keep what was found before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,21 @@ STATES = (NOT_BEGUN, UNDERWAY, COMPLETE, FAILED, INTERRUPTED)
 
 
 class Results:
-    """What a run has found so far, and its file."""
+    """What a run has found so far, and its file. ``known``: parts that are there already. ``unfinished``: those of
+    ``parts`` that are still to be measured."""
 
-    def __init__(self, file: Path, parts: Sequence[str], about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        parts: Sequence[str],
+        about: dict[str, Any],
+        known: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
         self.file = file
         self.found: dict[str, Any] = {"format": FORMAT, **about}
-        self.found["parts"] = {name: {"state": NOT_BEGUN} for name in parts}
+        found = {name: {"state": NOT_BEGUN} for name in parts} | dict(known or {})
+        self.found["parts"] = found
+        self.unfinished = [name for name in parts if found[name]["state"] != COMPLETE]
         self._begun = 0.0
         self._write()
 
@@ -65,6 +75,16 @@ class Results:
         self.found["bars"] = plain(bars(self.parts))
         with replacing(self.file) as file:
             file.write(json.dumps(self.found, indent=1).encode())
+
+
+def newest(folder: Path, about: Mapping[str, Any]) -> Path | None:
+    """The newest results file in ``folder`` of which all that ``about`` says is true, whatever the date."""
+    for file in sorted(folder.glob("gpu-*.json"), reverse=True):
+        with contextlib.suppress(BadResults):
+            found = load(file)
+            if all(found.get(key) == value for key, value in about.items() if key != "date"):
+                return file
+    return None
 
 
 class BadResults(Exception):

@@ -19,16 +19,26 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import compare, report
 from benchmarks.gpu.bars import bars
 from benchmarks.gpu.parts.activations import beside_plain
+from benchmarks.gpu.parts.demo import demo
 from benchmarks.gpu.parts.part import Findings, Given
 from benchmarks.gpu.parts.planned import allocator_cap
 from benchmarks.gpu.parts.planned import rows_of as rows_of_plans
 from benchmarks.gpu.parts.tests import run_tests
-from benchmarks.gpu.results import COMPLETE, FAILED, INTERRUPTED, NOT_BEGUN, UNDERWAY, Results, load
+from benchmarks.gpu.results import (
+    COMPLETE,
+    FAILED,
+    INTERRUPTED,
+    NOT_BEGUN,
+    UNDERWAY,
+    Results,
+    load,
+    newest,
+)
 from benchmarks.gpu.runners import by_turns, row, running
 from benchmarks.gpu.setup import BARS, CONTEXT_BYTES, dry_setup, setup_for
 from benchmarks.gpu.ways import Spec
 from benchmarks.teams import Answer, Run
-from benchmarks.workers import Deadline
+from benchmarks.workers import Deadline, WayFailed
 from tests.leaks import lasting
 from tests.unit.benchmarks.test_benchmarks import RATIO, ROOT, run
 from tests.unit.plan.test_communicators import forecast, machines
@@ -100,7 +110,8 @@ def test_it_needs_a_device_or_dry(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         gpu.main([])
     assert stopped.value.code == 2
-    assert "--dry" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--dry" in line
 
 
 @pytest.mark.parametrize("argument", [["--parts", "all"], ["--host-memory", "much"]])
@@ -133,8 +144,11 @@ def test_sizes_fit_the_machine(device_gib: int, host_gib: int) -> None:
         assert setup.host.parameters > 1e9
 
 
-def test_a_run_takes_less_than_nine_minutes() -> None:
-    assert sum(seconds for _, seconds in gpu.PARTS.values()) <= 9 * 60 - 30
+def test_a_run_takes_less_than_ten_minutes_a_part_three_and_a_check_two() -> None:
+    seconds = {name: seconds for name, (_, seconds) in gpu.PARTS.items()}
+    assert sum(seconds.values()) <= 10 * 60 - 30
+    assert max(seconds.values()) + seconds["device"] <= 3 * 60 - 30
+    assert seconds["tests"] + seconds["demo"] <= 2 * 60 - 10
 
 
 # ----------------------------------------------------------------------------------------------- parts and their file
@@ -197,6 +211,113 @@ def test_an_interrupted_run_keeps_what_it_has(
     parts = load(tmp_path / "a.json")["parts"]
     assert [part["state"] for part in parts.values()] == [COMPLETE, INTERRUPTED, NOT_BEGUN]
     assert len(parts["stopped"]["rows"]) == 1
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Parts of a test's own, which need no other process and no tables."""
+    monkeypatch.setattr(gpu, "_prepare", lambda dry: None)
+    monkeypatch.setattr(report, "tables", lambda found: ())
+    return monkeypatch
+
+
+def measured(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of a dry command, and the newest file in ``folder``."""
+    code = gpu.main(["--dry", "--output", str(folder), *arguments])
+    return code, load(max(folder.glob("gpu-*.json")))
+
+
+def test_parts_are_measured_one_command_at_a_time_into_one_file(
+    tmp_path: Path, toy: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def device(given: Given) -> Findings:
+        calls.append("device")
+        yield {}
+
+    def twice(given: Given) -> Findings:
+        yield {"rows": [rows_of("plain", 1.0), rows_of("fsdp", 2.0)]}
+
+    chosen(toy, device=(device, 20.0), gpt=(twice, 20.0), caps=(stopped, 20.0))
+    assert measured(tmp_path, "--parts", "caps", "--resume")[0] == 130
+    toy.setitem(gpu.PARTS, "caps", (broken, 20.0))
+    code, found = measured(tmp_path, "--parts", "caps", "--resume")
+    assert (code, found["parts"]["caps"]["state"]) == (0, FAILED)
+    toy.setitem(gpu.PARTS, "caps", (twice, 20.0))
+    code, found = measured(tmp_path, "--parts", "caps", "--resume")
+    assert (code, len(found["parts"]["caps"]["rows"])) == (0, 2)
+    code, found = measured(tmp_path, "--parts", "gpt", "--resume")
+    assert list(found["parts"]) == ["device", "gpt", "caps"], "in the order of value"
+    assert {part["state"] for part in found["parts"].values()} == {COMPLETE}
+    assert measured(tmp_path, "--parts", "gpt", "caps", "--resume")[0] == 0
+    assert "not measured again: device, gpt, caps" in capsys.readouterr().out
+    assert calls == ["device"]
+    assert len(list(tmp_path.glob("gpu-*.json"))) == 1
+
+
+def test_a_result_of_another_commit_is_not_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = ABOUT | {"commit": "a" * 40, "date": "2026-01-01"}
+    Results(tmp_path / "gpu-1.json", ["tests"], about)
+    (tmp_path / "gpu-2.json").write_text("{")
+    assert newest(tmp_path, about | {"date": "2026-01-02"}) == tmp_path / "gpu-1.json"
+    assert newest(tmp_path, about | {"commit": "b" * 40}) is None
+
+
+def missed(given: Given) -> Findings:
+    yield {"rows": [rows_of("rank 0", 1.0) | {"peak_of_predicted": 1.1, "seconds_error": 0.0}]}
+
+
+def held(given: Given) -> Findings:
+    yield {"rows": [rows_of("rank 0", 1.0) | {"peak_of_predicted": 0.9, "seconds_error": 0.0}]}
+
+
+@pytest.mark.parametrize(("part", "code"), [(held, 0), (missed, 1), (broken, 1)])
+def test_a_check_fails_where_a_part_or_a_bar_does(
+    tmp_path: Path, toy: pytest.MonkeyPatch, part: Any, code: int
+) -> None:
+    def demo(given: Given) -> Findings:
+        for found in part(given):
+            rows = [{"peak_of_predicted": 0.9, **row} for row in found["rows"]]
+            yield {"rows": rows}
+
+    chosen(toy, demo=(demo, 20.0))
+    assert measured(tmp_path, "--parts", "demo", "--check")[0] == code
+    assert measured(tmp_path, "--parts", "demo")[0] == 0
+
+
+@pytest.mark.slow
+def test_the_demo_is_held_against_its_plan(tmp_path: Path) -> None:
+    given = Given(
+        kind="cpu",
+        sized=lambda parts: dry_setup(),
+        deadline=Deadline(120.0),
+        say=print,
+        folder=tmp_path,
+        name="a",
+        cache=tmp_path,
+    )
+    (found,) = demo(given)
+    assert found["rows"][0]["way"] == "rank 0 (stage 0, replica 0)"
+    for rank in found["rows"]:
+        assert len(rank["seconds"]) == 2
+        assert 0 < rank["peak_bytes"] <= rank["predicted_peak_bytes"]
+    (bar,) = [bar for bar in bars({"demo": found}) if bar.name.startswith("demo")]
+    assert bar.met
+    with pytest.raises(WayFailed, match="no end within"):
+        next(demo(replace(given, deadline=Deadline(0.0))))
+
+
+def test_make_hands_parts_on() -> None:
+    def typed(*words: str) -> str:
+        command = ["make", "-n", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert "benchmarks.gpu --parts tests demo --check --dry" in typed("gpu-check", "ARGS=--dry")
+    assert "benchmarks.gpu --parts gpt plans --resume" in typed("bench-gpu", "PART=gpt plans")
+    assert "--resume" not in typed("bench-gpu")
 
 
 KILLED = """
