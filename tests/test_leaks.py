@@ -100,14 +100,20 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
     assert "11 passed, 9 errors" in done.stdout
 
 
-def test_memory_of_another_workers_run_is_not_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("whose", ["this worker's", "another worker's", "the user's own"])
+def test_memory_of_other_runs_is_not_left_behind(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, other = (tmp_path / f"popen-gw{number}" for number in range(2))
-    monkeypatch.setattr(leaks, "_beside", [tmp_path, own])
-    for worker in (own, other):
-        (run := worker / "test" / "run").mkdir(parents=True)
-        token_of(run)
-        memory = folder_of(run)
-        assert memory is not None
-        assert leaks._is_another_workers(memory.path) == (worker is other)
+    shared = tmp_path / "shm"
+    monkeypatch.setattr(leaks, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(leaks, "_own", [tmp_path / "this worker's"])
+    shared.mkdir()
+    before = leaks.Before.now()
+    (run := tmp_path / whose / "test" / "run").mkdir(parents=True)
+    token_of(run)
+    memory = folder_of(run)
+    assert memory is not None
+    (left := shared / memory.path.name).mkdir()
+    memory.path = left
+    monkeypatch.setattr(leaks, "folder_of", lambda each: memory)
+    assert any(str(left) in each for each in before.left()) == (whose == "this worker's")
