@@ -88,6 +88,8 @@ def prepare(
             console.print(
                 f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
             )
+            if found.rate:
+                console.print(found.rate, highlight=False, markup=False, soft_wrap=True)
         planned = plan_run(
             config,
             directory / "swap",

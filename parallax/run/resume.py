@@ -8,6 +8,7 @@ by key, before anything is measured or written.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from parallax.errors import CheckpointError, ConfigError, DataError, printable
 from parallax.model.describe import Chain, parameter_names
 from parallax.model.factory.registry import base_of
 from parallax.run.job import built_model, open_source
-from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
+from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints, step_of
 from parallax.train.data import TextDataConfig
 
 STORED = "config.yaml"
@@ -47,10 +48,11 @@ class StoredRun:
 @dataclass(frozen=True)
 class Settings:
     """What to train with. ``changed``: what was typed over a run's own settings, one line each; None where the run is
-    a new one."""
+    a new one. ``rate``: how that changes the learning rate of the next step; empty where it does not."""
 
     config: RunConfig
     changed: list[str] | None
+    rate: str = ""
 
 
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
@@ -76,7 +78,23 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
         f"{key}: {old} -> {new}"
         for key, (old, new) in configuration.changes(stored, config).items()
     ]
-    return Settings(config, [line for line in changed if not line.startswith("name: ")])
+    changed = [line for line in changed if not line.startswith("name: ")]
+    return Settings(config, changed, _rate_change(directory, stored, config))
+
+
+def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
+    """How the learning rate of the next step differs from that of the schedule so far; empty where it does not."""
+    found = list_checkpoints(config.checkpoint.folder(directory, config.name))
+    done = (step_of(found[-1]) or 0) if found else 0
+    before, after = stored.trainer.steps, config.trainer.steps
+    old, new = stored.optimizer.rate(done, before), config.optimizer.rate(done, after)
+    if not 0 < done < after or math.isclose(old, new):
+        return ""
+    ends = f", as the schedule now ends at step {after} and not {before}" if before != after else ""
+    return (
+        f"the learning rate of step {done + 1} is {new:.3g} and not {old:.3g}{ends}; at its end it is "
+        f"{config.optimizer.rate(after - 1, after):.3g}"
+    )
 
 
 def read_stored(directory: Path) -> str:

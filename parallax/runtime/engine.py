@@ -291,6 +291,7 @@ class Engine:
             loss_scale=scale,
             skipped_steps=self._scale.skipped,
             trouble=trouble,
+            learning_rate=self._update.rate,
         )
 
     def _skipped(self, batch: Rows) -> str:

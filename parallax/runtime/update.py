@@ -23,8 +23,8 @@ from parallax.runtime.stage import Stage
 
 class Update:
     """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
-    After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step, and ``cut`` says
-    whether any has cut it short."""
+    After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step, ``rate`` is its
+    learning rate, and ``cut`` says whether any has cut it short."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Update:
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
         self._scale, self._config, self._steps = scale, config, steps
         self._later, self._dtype = later, torch.promote_types(dtype, torch.float32)
-        self.loss = self.norm = 0.0
+        self.loss = self.norm = self.rate = 0.0
         self.judgement, self.cut = Judgement(), False
 
     def measure(self, loss: Tensor, *, cut: bool = False) -> tuple[float, dict[str, Tensor]]:
@@ -65,6 +65,7 @@ class Update:
         if self.cut:
             self._optimizer.skip()
             return
+        self.rate = self._config.rate(step, self._steps)
 
         def find() -> Cause:
             parts = (
@@ -79,7 +80,7 @@ class Update:
         self.judgement = nonfinite.judge(self._scale, self.loss, self.norm, find)
         if self.judgement.accepted:
             norm = torch.tensor(self.norm, dtype=self._dtype)
-            self._optimizer.step(norm, self._config.rate(step, self._steps), factor)
+            self._optimizer.step(norm, self.rate, factor)
         else:
             self._optimizer.skip()
 

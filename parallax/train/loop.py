@@ -345,6 +345,7 @@ class _Run:
             stall_seconds=max(stalls),
             skipped=result.skipped_steps,
             input_share=self._checkup.input_share,
+            learning_rate=result.learning_rate,
         )
         moved = {
             "offloaded_bytes": sum(out),
@@ -431,6 +432,7 @@ def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
         "step": line.step,
         "loss": result.loss,
         "gradient_norm": result.gradient_norm,
+        "learning_rate": result.learning_rate,
         "skipped_steps": result.skipped_steps,
         "step_seconds": result.seconds,
         f"{line.unit}_per_second": line.rate,

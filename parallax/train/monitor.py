@@ -20,16 +20,24 @@ from rich.text import Text
 
 from parallax.common.files import AppendedFile, disk_free_bytes, temporary_folder
 from parallax.common.units import format_bytes
-from parallax.errors import ConfigError, printable
+from parallax.errors import ConfigError, check_count, printable
 from parallax.train.repeats import METRICS, forget_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """What a run writes beside ``metrics.jsonl``: TensorBoard curves, every rank's actions as events."""
+    """What a run writes beside ``metrics.jsonl``: TensorBoard curves, every rank's actions as events.
+
+    ``print_every``: where the output is no terminal, one line is printed for this many steps; auto prints the first
+    ten and then about a hundred in a run. ``metrics.jsonl`` has every step.
+    """
 
     tensorboard: bool = True
     events: bool = True
+    print_every: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        check_count("logger.print_every", self.print_every)
 
 
 class Unwritten:
@@ -199,6 +207,8 @@ def is_finite(value: object) -> bool:
 # -------------------------------------------------------------------------------------------- progress
 
 
+_LINES = 100  # that a run prints where the output is no terminal
+_FIRST_LINES = 10  # steps whose lines are all printed
 _TOLD_SHARE = 0.005  # of a step: what would be shown as 0% is not
 
 
@@ -210,6 +220,7 @@ class StepLine:
     ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of all transfers' time that
     nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most. ``skipped``:
     steps so far that were not taken. ``input_share``: of the step, that the rank which waited most waited for rows.
+    ``learning_rate``: of the step, 0 where it is not known.
     """
 
     step: int
@@ -223,19 +234,30 @@ class StepLine:
     stall_seconds: float = 0.0
     skipped: int = 0
     input_share: float = 0.0
+    learning_rate: float = 0.0
 
 
 class Progress:
-    """A live line on a terminal; otherwise one plain line per step shown, for logs and batch systems.
+    """A live line on a terminal; otherwise plain lines, for logs and batch systems: of the first ten steps, the last
+    one, and those in between that ``print_every`` divides, which auto chooses for about a hundred lines.
 
     Steps count from ``first_step`` (1 for a fresh run) to ``total_steps``. The time left comes from the last
-    20 lines, so a slow first step or a checkpoint does not spoil it for long.
+    20 steps, so a slow first step or a checkpoint does not spoil it for long.
     """
 
     def __init__(
-        self, total_steps: int, first_step: int = 1, *, file: TextIO | None = None
+        self,
+        total_steps: int,
+        first_step: int = 1,
+        *,
+        print_every: int | str = "auto",
+        file: TextIO | None = None,
     ) -> None:
-        self._total = total_steps
+        self._total, self._dense = total_steps, 0
+        if isinstance(print_every, str):
+            print_every = -(-(total_steps - first_step + 1) // _LINES)
+            self._dense = first_step + _FIRST_LINES - 1
+        self._every = max(1, print_every)
         self._times: deque[tuple[float, int]] = deque(
             [(time.monotonic(), first_step - 1)], maxlen=20
         )
@@ -247,7 +269,13 @@ class Progress:
     def show(self, line: StepLine) -> None:
         """Show a step that has ended."""
         self._times.append((time.monotonic(), line.step))
-        self._line.show(printable(self._text(line)))
+        if (
+            isinstance(self._line, _LiveLine)
+            or line.step <= self._dense
+            or line.step % self._every == 0
+            or line.step == self._total
+        ):
+            self._line.show(printable(self._text(line)))
 
     def note(self, text: str) -> None:
         """Print a line that stays: an evaluation, a checkpoint."""
@@ -267,6 +295,7 @@ class Progress:
             [
                 f"step {line.step:>{width}}/{self._total}",
                 f"loss {line.loss:.4f}",
+                *([f"lr {line.learning_rate:.2e}"] if line.learning_rate else []),
                 f"{_short(line.rate)} {line.unit}/s",
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
                 *_swapped(line),

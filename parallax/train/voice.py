@@ -69,5 +69,8 @@ def open_voice(
     if rank > 0:
         yield _Silence()
         return
-    with MetricsLog(directory, logger, unwritten) as metrics, Progress(total, done + 1) as progress:
+    with (
+        MetricsLog(directory, logger, unwritten) as metrics,
+        Progress(total, done + 1, print_every=logger.print_every) as progress,
+    ):
         yield _Speaker(metrics, progress, unwritten)

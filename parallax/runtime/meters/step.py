@@ -13,7 +13,7 @@ class StepResult:
     """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
     high water since the engine was built (on a CPU: of the process, beyond what it had before). ``loss_scale`` is what
     the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed,
-    ``trouble`` why this one was not taken, where that is to be said."""
+    ``trouble`` why this one was not taken, where that is to be said, ``learning_rate`` that of this step."""
 
     loss: float
     gradient_norm: float
@@ -24,3 +24,4 @@ class StepResult:
     loss_scale: float = 1.0
     skipped_steps: int = 0
     trouble: str = ""
+    learning_rate: float = 0.0

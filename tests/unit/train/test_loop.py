@@ -17,6 +17,7 @@ from parallax.model.mlp import MLP, MLPConfig
 from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
@@ -98,6 +99,13 @@ def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(
     again = looping(tmp_path, 1e-9, OnDrift.IGNORE)
     assert (again["ended"], again["steps"], again["drift"]) == ("steps", STEPS, "")
     assert f"continuing after step {WARM_UP + JUDGED}" in capsys.readouterr().out
+
+
+def test_metrics_hold_the_learning_rate_of_each_step(tmp_path: Path) -> None:
+    looping(tmp_path, 1.0, OnDrift.IGNORE)
+    rates = [each["learning_rate"] for each in read_metrics(tmp_path / "metrics.jsonl")[:3]]
+    usual = OptimizerConfig()
+    assert rates == [usual.rate(step, 1000) for step in range(3)]
 
 
 def test_a_fixed_world_only_notes_it_once(

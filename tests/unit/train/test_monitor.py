@@ -104,6 +104,39 @@ def test_plain_lines_without_a_terminal() -> None:
     assert text.getvalue().isascii()
 
 
+@pytest.mark.parametrize(
+    ("steps", "first", "print_every", "lines"),
+    [
+        (60, 1, "auto", 60),  # few enough
+        (2000, 1, "auto", 110),  # ten, and each twentieth
+        (2000, 1991, "auto", 10),
+        (100_003, 1, "auto", 110),
+        (2000, 1, 1, 2000),
+        (2000, 1, 500, 4),
+        (7, 1, 500, 1),  # the last one
+    ],
+)
+def test_long_runs_print_about_a_hundred_lines(
+    steps: int, first: int, print_every: int | str, lines: int
+) -> None:
+    text = io.StringIO()
+    with Progress(steps, first, print_every=print_every, file=text) as progress:
+        for step in range(first, steps + 1):
+            progress.show(line(step))
+    shown = [int(each.split("/")[0].split()[1]) for each in text.getvalue().splitlines()]
+    assert len(shown) == lines
+    assert shown[-1] == steps
+    if print_every == "auto":
+        assert shown[:7] == list(range(first, first + 7))
+
+
+def test_lines_and_metrics_say_the_learning_rate() -> None:
+    text = io.StringIO()
+    with Progress(60, file=text) as progress:
+        progress.show(line(1, learning_rate=3e-4))
+    assert "  lr 3.00e-04  " in text.getvalue()
+
+
 def test_time_left_follows_the_measured_pace() -> None:
     text = io.StringIO()
     with Progress(10_001, 1, file=text) as progress:
