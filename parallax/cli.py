@@ -174,7 +174,7 @@ def _parse(typed: list[str]) -> argparse.Namespace:
     parsed, left = parser.parse_known_args(typed)
     settings = [word for word in left if "=" in word and not word.startswith("-")]
     if len(settings) < len(left) or (left and not hasattr(parsed, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        parser.error(f"unrecognized arguments: {' '.join(left)}{_as_setting(left)}")
     if settings:
         parsed.overrides = [*parsed.overrides, *settings]
     if getattr(parsed, "config_dir", None) is not None:
@@ -182,6 +182,16 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
         parsed.overrides = with_options_of(parsed.config_dir, parsed.overrides)
     return parsed
+
+
+def _as_setting(left: list[str]) -> str:
+    """The setting that the first unknown option is, where it is a word of the field."""
+    option = next((word for word in left if word.startswith("--")), "").partition("=")[0]
+    if not option:
+        return ""
+    from parallax.config import elsewhere
+
+    return elsewhere(option.lstrip("-").replace("-", "_"))
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@
     ParallaxError                     anything that Parallax raises on purpose
     ├── UserError                     the input is wrong: one line, exit code 2
     │   ├── ConfigError               a key, a value, a group, a size
+    │   │   └── UnknownKeyError       a key that there is not
     │   ├── DescribeError             a model that cannot be cut into blocks
     │   ├── PlanError                 a plan, profile or cluster that contradicts itself
     │   │   └── InfeasiblePlan        nothing fits the budgets; carries the smallest fix
@@ -55,7 +56,18 @@ class UserError(ParallaxError):
 
 
 class ConfigError(UserError):
-    """A configuration key or value that is not accepted."""
+    """A configuration key or value that is not accepted; ``parts`` are the errors of which one is made, if any."""
+
+    parts: tuple[ConfigError, ...] = ()
+
+
+class UnknownKeyError(ConfigError):
+    """A key that there is not: ``subject`` is what was typed, ``accepted`` the keys there are, ``hint`` one of them."""
+
+    def __init__(self, subject: str, accepted: str, hint: str) -> None:
+        super().__init__(printable(f"{subject}: unknown key; {accepted}{hint}"))
+        self.accepted = printable(accepted)
+        self.short = printable(f"{subject}: unknown key{hint}")
 
 
 class DescribeError(UserError):

@@ -8,11 +8,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from parallax.common.documents import shown
-from parallax.errors import ConfigError, nearest, printable
+from parallax.errors import ConfigError, UnknownKeyError, nearest, printable
 
 
 def defaults(kind: type) -> dict[str, Any]:
@@ -24,8 +24,43 @@ def defaults(kind: type) -> dict[str, Any]:
     return {name: value for name, value in made if value is not dataclasses.MISSING}
 
 
-def checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any]:
-    """A copy of ``tree`` that has exactly the keys of ``kind``."""
+class Mistakes:
+    """Errors of one command line or file, collected so that all of them are said at once."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around what may raise one; the block ends there, and nothing else."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found.extend(error.parts or [error])
+
+    def tell(self) -> None:
+        """Raise one :class:`ConfigError` for all that were noted, in one line."""
+        if len(self.found) < 2:
+            for error in self.found:
+                raise error
+            return
+        unknown = [error for error in self.found if isinstance(error, UnknownKeyError)]
+        others = [str(error) for error in self.found if not isinstance(error, UnknownKeyError)]
+        shorts, accepted = (e.short for e in unknown), (e.accepted for e in unknown)
+        error = ConfigError("; ".join(dict.fromkeys([*shorts, *others, *accepted])))
+        error.parts = tuple(self.found)
+        raise error
+
+
+def checked(
+    kind: type,
+    tree: Any,
+    group: str,
+    label: str = "",
+    elsewhere: Callable[[str], str] = lambda key: "",
+) -> dict[str, Any]:
+    """A copy of ``tree`` that has exactly the keys of ``kind``; ``elsewhere`` gives the hint for a key that is known by
+    another name or in another group."""
     prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
@@ -36,9 +71,13 @@ def checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any
         refuse(
             f"{group or 'configuration'}={shown(tree)}", f"keys and values are needed; {accepted}"
         )
+    mistakes = Mistakes()
     for key in tree:
         if key not in hints:
-            unknown(f"{prefix}{key}={shown(tree[key])}", accepted, nearest(str(key), hints))
+            with mistakes.noting():
+                hint = elsewhere(f"{prefix}{key}") or nearest(str(key), hints)
+                unknown(f"{prefix}{key}={shown(tree[key])}", accepted, hint)
+    mistakes.tell()
     for key in hints:
         if key not in tree:
             default = (
@@ -50,13 +89,15 @@ def checked(kind: type, tree: Any, group: str, label: str = "") -> dict[str, Any
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     """``kind`` from ``values``, each as its annotation wants it; the dataclass judges what they mean."""
-    read = {}
+    read, mistakes = {}, Mistakes()
     for key, hint in typing.get_type_hints(kind).items():
         try:
             read[key] = _read(hint, values[key])
         except (ValueError, OverflowError):
             accepted = _accepted(hint, defaults(kind).get(key))
-            refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
+            with mistakes.noting():
+                refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
+    mistakes.tell()
     with in_one_line():
         return kind(**read)
 
@@ -136,13 +177,16 @@ def _accepted(hint: Any, default: Any) -> str:
 
 def refuse(subject: str, why: str) -> NoReturn:
     """Raise :class:`ConfigError` in one line, whatever was typed."""
-    subject = subject if len(subject) <= 120 else f"{subject[:117]}..."
-    raise ConfigError(printable(f"{subject}: {why}"))
+    raise ConfigError(printable(f"{_cut(subject)}: {why}"))
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
     """Raise for a key that nobody knows."""
-    refuse(subject, f"unknown key; {accepted}{hint}")
+    raise UnknownKeyError(_cut(subject), accepted, hint)
+
+
+def _cut(subject: str) -> str:
+    return subject if len(subject) <= 120 else f"{subject[:117]}..."
 
 
 def fitting(hint: Any, value: Any, where: str = "") -> Any:

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,10 +30,20 @@ from parallax.common.documents import (
     take_keys,
     take_options,
 )
-from parallax.common.typed import build, checked, defaults, in_one_line, members, refuse, unknown
+from parallax.common.typed import (
+    Mistakes,
+    build,
+    checked,
+    defaults,
+    in_one_line,
+    members,
+    refuse,
+    unknown,
+)
 from parallax.config.options import OptionFolders
 from parallax.config.session import Nodes, opened
-from parallax.errors import ConfigError, check_choice, nearest, printable
+from parallax.config.words import field_word, remark
+from parallax.errors import ConfigError, UnknownKeyError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
 from parallax.model.factory.registry import ModelConfig
 from parallax.model.precision import PrecisionConfig
@@ -97,16 +107,26 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
     Leaves no trace in the process: no Hydra state, folder or logging. A mistake raises :class:`ConfigError`
     in one line: key, value, what is accepted, nearest name.
     """
-    asked = _Asked.read(overrides)
-    tree = asked.merge() if base is None else _onto(base, asked)
+    mistakes = Mistakes()
+    asked = _Asked.read(overrides, mistakes)
+    if not all(isinstance(each, UnknownKeyError) for each in mistakes.found):
+        mistakes.tell()  # an option that is not known has keys that are not known either
+    try:
+        tree = asked.merge() if base is None else _onto(base, asked)
+    except ConfigError:
+        mistakes.tell()
+        raise
     for key in asked.removed:
-        _remove(tree, key)
-    return _read_run(tree)
+        with mistakes.noting():
+            _remove(tree, key)
+    return _read_run(tree, mistakes)
 
 
 def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
     """What :func:`compose` reads, as plain data; interpolations as they were written, or resolved."""
-    asked = _Asked.read(overrides)
+    mistakes = Mistakes()
+    asked = _Asked.read(overrides, mistakes)
+    mistakes.tell()
     tree = asked.merge(resolve=resolve)
     for key in asked.removed:
         _remove(tree, key)
@@ -134,7 +154,7 @@ def load(text: str) -> RunConfig:
     """
     tree = plain_yaml(text)
     try:
-        return _read_run(tree)
+        return _read_run(tree, Mistakes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"the stored configuration is not plain YAML: {_one_line(error)}"
@@ -176,7 +196,7 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
     # Judged before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
         of_hydra = "; settings of Hydra's own go with `parallax train -m`"
-        hint = of_hydra if root == "hydra" else _homes(key) or nearest(root, roots)
+        hint = of_hydra if root == "hydra" else elsewhere(key) or nearest(root, roots)
         unknown(text.lstrip("+") or repr(text), f"groups and keys are {', '.join(roots)}", hint)
     usage = f"{root}=OPTION of {', '.join(groups[root])}" if key in groups else f"{key}=VALUE"
     if "=" not in text and not text.startswith("~"):
@@ -219,16 +239,28 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
     return str(value)
 
 
-def _homes(key: str) -> str:
-    """A hint for a key without its group, such as ``steps=80``."""
+def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
+    """A hint for a key without its group, such as ``steps=80``, in another group, such as ``trainer.lr``, or that has
+    another name here, such as ``batch_size=8``; ``accepted`` are the keys of its own group."""
+    group, _, leaf = key.rpartition(".")
     groups = typing.get_type_hints(RunConfig)
-    homes = [
-        f"{group}.{key}"
-        for group in groups
-        for kind in _kinds(group)
-        if key in typing.get_type_hints(kind)
-    ]
-    return f" (did you mean '{homes[0]}'?)" if homes and key != "name" else ""
+    if group and group not in groups:
+        return ""  # the group's name is what is wrong
+    usual, others = (
+        [
+            f"{home}.{leaf}"
+            for home in groups
+            for kind in _kinds(home)[part]
+            if leaf in typing.get_type_hints(kind) and leaf != "name" and home != group
+        ]
+        for part in (slice(1), slice(1, None))
+    )
+    found = next(filter(None, [*usual, field_word(leaf), *others]), "")
+    if group and found.startswith(f"{group}.") and found.partition(".")[2] not in accepted:
+        return ""
+    if found:
+        return f" (did you mean '{found}'?)"
+    return f"; {remark(leaf)}" if remark(leaf) else ""
 
 
 def _kinds(group: str) -> list[type[Any]]:
@@ -252,19 +284,21 @@ class _Asked:
     removed: list[str]
 
     @classmethod
-    def read(cls, overrides: Sequence[str]) -> _Asked:
-        """Each override judged for itself; the last of several for one key counts."""
+    def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Asked:
+        """Each override judged for itself; the last of several for one key counts. Those that cannot be read are noted
+        among the ``mistakes``."""
         options, words = OptionFolders.of(overrides)
         asked = cls(options, {}, {}, [])
         for text in words:
-            override = parse(text, options)
-            key = str(override.key_or_group)
-            if override.is_delete():
-                asked.removed.append(key)
-            elif key in options.groups:
-                asked.groups[key] = _option(text, override, options)
-            else:
-                asked.values[key] = override
+            with mistakes.noting():
+                override = parse(text, options)
+                key = str(override.key_or_group)
+                if override.is_delete():
+                    asked.removed.append(key)
+                elif key in options.groups:
+                    asked.groups[key] = _option(text, override, options)
+                else:
+                    asked.values[key] = override
         return asked
 
     @property
@@ -391,18 +425,28 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 # ---- Reading: plain data into dataclasses --------------------------------------------------------
 
 
-def _read_run(tree: Any) -> RunConfig:
-    """The whole configuration; each group with the dataclass that its ``name`` selects."""
+def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
+    """The whole configuration; each group with the dataclass that its ``name`` selects. All keys that are wrong are
+    said together with the ``mistakes`` so far; where there are none, all values that are."""
     groups = [key for key in typing.get_type_hints(RunConfig) if _kinds(key)]
-    parts = checked(RunConfig, tree, "")
+    parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
+    kinds: dict[str, type[Any]] = {}
     for group in groups:
         named = {defaults(kind).get("name", group): kind for kind in _kinds(group)}
         chosen, label = _kinds(group)[0], group
-        if len(named) > 1 and isinstance(parts[group], dict):
-            name = parts[group].get("name", "")
-            check_choice(f"{group}.name", name, sorted(named))
-            chosen, label = named[name], f"{group}={name}"
-        parts[group] = build(chosen, checked(chosen, parts[group], group, label), f"{group}.")
+        with mistakes.noting():
+            if len(named) > 1 and isinstance(parts[group], dict):
+                name = parts[group].get("name", "")
+                check_choice(f"{group}.name", name, sorted(named))
+                chosen, label = named[name], f"{group}={name}"
+            kinds[group] = chosen
+            hint = functools.partial(elsewhere, accepted=typing.get_type_hints(chosen))
+            parts[group] = checked(chosen, parts[group], group, label, hint)
+    mistakes.tell()
+    for group, kind in kinds.items():
+        with mistakes.noting():
+            parts[group] = build(kind, parts[group], f"{group}.")
+    mistakes.tell()
     run = typing.cast(RunConfig, build(RunConfig, parts, ""))
     with in_one_line():
         run.plan.load_schedule()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallax import config as configuration
-from parallax.common.typed import refuse
+from parallax.common.typed import Mistakes, refuse
 from parallax.config.options import OptionFolders, quoted
 from parallax.config.session import opened
 from parallax.errors import ConfigError, ParallaxError, printable
@@ -211,18 +211,20 @@ def _own(word: str) -> str:
 def _typed(words: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
     """The sweep's name, and by key all other overrides, of which the last counts, as Hydra takes them: it has to be
     told that a key may be new, as those of ``model.kwargs`` are."""
-    name, typed = "auto", {}
+    name, typed, mistakes = "auto", {}, Mistakes()
     for word in words:
-        override = configuration.parse(word, options, sweeps=True)
-        key = str(override.key_or_group)
-        if key == "name":
-            name = _name(word, override)
-        elif key in options.groups:
-            _, sign, value = word.partition("=")
-            typed[key] = options.chosen(key, value) if sign else word
-        else:
-            typed.pop(key, None)
-            typed[key] = word if override.is_delete() else f"++{word.lstrip('+')}"
+        with mistakes.noting():
+            override = configuration.parse(word, options, sweeps=True)
+            key = str(override.key_or_group)
+            if key == "name":
+                name = _name(word, override)
+            elif key in options.groups:
+                _, sign, value = word.partition("=")
+                typed[key] = options.chosen(key, value) if sign else word
+            else:
+                typed.pop(key, None)
+                typed[key] = word if override.is_delete() else f"++{word.lstrip('+')}"
+    mistakes.tell()
     return name, typed
 
 

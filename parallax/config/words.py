@@ -1,0 +1,116 @@
+"""The keys of other trainers (transformers, Lightning, torchtitan, DeepSpeed, nanoGPT), and what they are here."""
+
+from __future__ import annotations
+
+import difflib
+
+_PRECISION = "precision=mixed_bf16"
+_SAME = {
+    "trainer.global_batch": (
+        "batch_size bs batch global_batch_size total_batch_size train_batch_size batch_size_train effective_batch_size "
+        "local_batch_size"
+    ),
+    "trainer.microbatch": (
+        "gradient_accumulation_steps grad_accum_steps gradient_accumulation grad_accum accumulate_grad_batches "
+        "per_device_train_batch_size per_device_batch_size per_gpu_batch_size train_micro_batch_size_per_gpu "
+        "micro_batch_size microbatch_size micro_batch micro_batches num_microbatches n_microbatches microbatches"
+    ),
+    "trainer.steps": (
+        "max_steps num_steps n_steps total_steps train_steps training_steps num_training_steps max_iters "
+        "iters iterations num_iterations n_iters epochs epoch num_epochs n_epochs max_epochs num_train_epochs"
+    ),
+    "trainer.eval_every": "eval_steps eval_interval eval_freq evaluation_steps val_check_interval validate_every",
+    "trainer.eval_batches": "eval_iters limit_val_batches val_batches validation_batches",
+    "trainer.checkpoint_every": "save_steps save_interval save_every save_freq checkpoint_interval ckpt_every",
+    "trainer.keep_checkpoints": "save_total_limit save_top_k keep_latest_k max_checkpoints",
+    "trainer.resume": "resume_from_checkpoint resume_from load_checkpoint ckpt_path",
+    "trainer.max_restarts": "restarts retries",
+    "logger.print_every": "logging_steps log_every log_every_n_steps log_interval log_freq print_freq print_interval",
+    "logger.tensorboard": "wandb report_to log_dir tensorboard_dir logging_dir",
+    "optimizer.lr": "learning_rate max_lr peak_lr base_lr init_lr rate learningrate",
+    "optimizer.final_rate": "min_lr end_lr lr_end min_lr_ratio lr_min final_lr",
+    "optimizer.warmup_steps": "warmup num_warmup_steps warmup_iters warmup_ratio lr_scheduler scheduler",
+    "optimizer.weight_decay": "wd decay l2",
+    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 beta",
+    "optimizer.eps": "adam_epsilon epsilon adam_eps",
+    "optimizer.clip_norm": (
+        "max_grad_norm grad_clip clip_grad gradient_clip_val gradient_clip gradient_clipping clip max_norm"
+    ),
+    "optimizer=adamw": "optim opt optimizer_name optim_name",
+    "cluster.devices": (
+        "gpus gpu num_gpus n_gpus n_gpu ngpu ngpus num_devices n_devices world_size nproc nproc_per_node num_processes "
+        "procs ranks gpus_per_node devices_per_node tpu_cores"
+    ),
+    "cluster.kind": "device accelerator device_type backend use_cuda no_cuda cuda cpu",
+    "cluster.threads": "num_threads omp_num_threads n_threads threads_per_process cores",
+    "cluster.device_memory": "max_memory gpu_memory memory memory_limit vram mem budget max_gpu_memory device_budget",
+    "cluster.host_memory": "cpu_memory ram host_ram",
+    "precision=mixed_fp16": "fp16 amp use_amp half float16 autocast mixed_precision fp16_full_eval",
+    _PRECISION: "bf16 bfloat16 dtype torch_dtype param_dtype",
+    "precision=tf32": "tf32 allow_tf32",
+    "data.path": (
+        "dataset dataset_name dataset_path data_path data_dir train_data train_file train_dir train_path corpus "
+        "input_file dataroot"
+    ),
+    "data.validation": "val_split validation_split test_size val_size eval_fraction",
+    "model.sequence": (
+        "seq_len seq_length seqlen sequence_length max_length max_seq_len max_seq_length block_size context_length "
+        "context n_ctx n_positions max_position_embeddings"
+    ),
+    "model.layers": "n_layer n_layers num_layers num_hidden_layers depth",
+    "model.hidden": "n_embd d_model hidden_size hidden_dim embed_dim dim n_embed width",
+    "model.heads": "n_head n_heads num_heads num_attention_heads",
+    "model.vocabulary": "vocab_size vocab n_vocab",
+    "model.pretrained": "model_name model_path checkpoint_path from_pretrained pretrained_model_name_or_path",
+    "plan.stages": "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree num_stages n_stages",
+    "plan.replicas": (
+        "dp dp_size ddp fsdp data_parallel data_parallel_size num_replicas strategy distributed zero zero_stage "
+        "data_parallel_replicate_degree data_parallel_shard_degree"
+    ),
+    "plan.activations": (
+        "gradient_checkpointing activation_checkpointing grad_checkpointing recompute checkpoint_activations "
+        "activation_checkpoint"
+    ),
+    "plan.schedule": "pipeline_schedule pipeline_parallel_schedule pp_schedule",
+    "swap=auto": "offload cpu_offload activation_offloading offload_optimizer offload_param",
+    "swap=disk": "nvme nvme_path offload_folder",
+    "compile": "torch_compile use_compile jit compiled compile_model",
+    "seed": "random_seed manual_seed rng_seed data_seed",
+    "name": "output_dir out_dir run_name exp_name experiment_name save_dir job_name logdir run_id",
+}
+
+_NONE = {
+    "a data.target of your own may use a DataLoader": (
+        "num_workers dataloader_num_workers workers n_workers dataloader train_dataloader loader pin_memory prefetch "
+        "prefetch_factor shuffle collate_fn drop_last"
+    ),
+    "there is no tensor parallelism; plan.stages and plan.replicas divide the work": (
+        "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size"
+    ),
+    "start one torchrun on each node, or use `parallax launch`": "nodes num_nodes nnodes n_nodes node_rank master_addr",
+}
+
+_HERE = {word: key for key, words in _SAME.items() for word in words.split()}
+_REMARKS = {word: remark for remark, words in _NONE.items() for word in words.split()}
+
+
+def field_word(word: str) -> str:
+    """What a word of the field is called here: a key such as ``trainer.global_batch``, or an option such as
+    ``precision=mixed_bf16``; empty where it has no counterpart.
+
+    >>> field_word("batch_size"), field_word("batch-sizes"), field_word("lyers")
+    ('trainer.global_batch', 'trainer.global_batch', '')
+    """
+    return _HERE.get(_known(word), "")
+
+
+def remark(word: str) -> str:
+    """What is done here in place of a word of the field that has no counterpart; empty for any other word."""
+    return _REMARKS.get(_known(word), "")
+
+
+def _known(word: str) -> str:
+    word = word.lower().replace("-", "_")
+    if word in _HERE or word in _REMARKS:
+        return word
+    return next(iter(difflib.get_close_matches(word, [*_HERE, *_REMARKS], n=1, cutoff=0.9)), "")
