@@ -1,15 +1,19 @@
 """What a model costs, block by block: data only.
 
 A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``: exact for storage (each saved tensor
-either has the rows in it or not) and good for time above a few rows. Two measurements give the two numbers. A time
-may have a ``floor`` as well: where kernels are too small to fill a device, launching them is what takes the time.
+either has the rows in it or not) and good for time beyond the rows that were measured. Between measured numbers of
+rows a cost is interpolated: at one row, products are too small to run at full speed, and workspaces differ. A time may
+have a ``floor`` as well: where kernels are too small to fill a device, launching them is what takes the time.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,40 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner."""
+    """``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner. Up to the last of ``points``, which
+    are three pairs of (rows, value) or more, with rising rows, the value is interpolated between them instead."""
 
     fixed: float = 0.0
     per_row: float = 0.0
     floor: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
 
     def at(self, rows: float) -> float:
         """The value for ``rows`` rows; zero rows cost nothing."""
-        return max(self.floor, self.fixed + self.per_row * rows) if rows > 0 else 0.0
+        if rows <= 0:
+            return 0.0
+        if self.points and rows <= self.points[-1][0]:
+            return self._between(rows)
+        return max(self.floor, self.fixed + self.per_row * rows)
+
+    def _between(self, rows: float) -> float:
+        after = max(1, bisect_left(self.points, (rows, -math.inf)))
+        (x0, y0), (x1, y1) = self.points[after - 1], self.points[after]
+        return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+
+    def scaled(self, ratio: float) -> Affine:
+        """The cost times ``ratio``."""
+        return Affine(
+            self.fixed * ratio,
+            self.per_row * ratio,
+            self.floor * ratio,
+            tuple((rows, value * ratio) for rows, value in self.points),
+        )
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All that it is made of."""
+        return (self.fixed, self.per_row, self.floor, *itertools.chain(*self.points))
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Affine:
@@ -39,6 +68,17 @@ class Affine:
         slope = max(0.0, (y1 - y0) / (x1 - x0))
         fixed = y1 - slope * x1
         return cls(fixed, slope) if fixed >= 0 else cls(0.0, y1 / x1)
+
+    @classmethod
+    def measured(cls, points: Sequence[tuple[int, float]]) -> Affine:
+        """The cost through (rows, value) ``points``, rising rows. The line beyond the last is drawn from that of a
+        quarter of its rows, or of the next fewer."""
+        if not points:
+            return cls()
+        *fewer, last = points
+        far = [point for point in fewer if 4 * point[0] <= last[0]]
+        line = cls.through((far or fewer or [last])[-1], last)
+        return replace(line, points=tuple(points) if len(fewer) > 1 else ())
 
 
 NOTHING = Affine()
@@ -148,11 +188,7 @@ class ModelProfile:
         for block in self.blocks:
             for name in _NUMBERS:
                 value = getattr(block, name)
-                numbers = (
-                    (value.fixed, value.per_row, value.floor)
-                    if isinstance(value, Affine)
-                    else (value,)
-                )
+                numbers = value.numbers if isinstance(value, Affine) else (value,)
                 if not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
                     raise PlanError(
                         f"profile of {self.model}, block {block.name}: {name}={value} must be finite and ≥ 0"

@@ -232,7 +232,6 @@ def _conditions(
 ) -> dict[str, Any]:
     """What a measurement depends on besides model and loss: arguments of
     :func:`~parallax.model.profiling.measure.measure`."""
-    measured = min(MEASURED_ROWS, len(batch))
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
         inputs = chain.arguments(batch.inputs(0, count), longest_rows(batch))
@@ -240,10 +239,7 @@ def _conditions(
 
     return {
         "sample": sample,
-        "rows": (
-            max(1, measured // 2),
-            *(measured << n for n in range((len(batch) // measured).bit_length())),
-        ),
+        "rows": tuple(1 << n for n in range(len(batch).bit_length())),
         "device": own_device(choice.kind),
         "precision": precision or PrecisionConfig(),
         "minimum_bytes": (swap or SwapConfig()).smallest_bytes(choice.kind),

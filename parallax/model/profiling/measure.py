@@ -1,8 +1,9 @@
 """Measures what each block costs on the real device: seconds, saved bytes by storage, working memory.
 
-Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at two numbers
-of rows or more. Their backward is measured whole and in halves (:mod:`parallax.model.split_backward`), for schedules
-that run these apart. The result is cached by model, device and library versions, so only the first run of a model pays.
+Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at several
+numbers of rows from one on, and timed twice, some time apart. Their backward is measured whole and in halves
+(:mod:`parallax.model.split_backward`), for schedules that run these apart. The result is cached by model, device and
+library versions, so only the first run of a model pays.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,8 +39,10 @@ from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
-# Of all blocks: below it kernels may be too small to tell what more rows would cost.
-_CHEAP_SECONDS = 0.05
+# Of the blocks that are measured: below it more rows are measured, too, for kernels may be too small to tell what these
+# would cost.
+_CHEAP_SECONDS = 0.2
+_ALWAYS = 3  # numbers of rows that are measured whatever they cost, where they fit the device
 _GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
 
 
@@ -51,8 +55,6 @@ class _Measured:
     backward_seconds: float
     weight_seconds: float
     split_seconds: float
-    offload_seconds: float
-    skipped_seconds: float
     moved: int
     stays: int
     by_loss: int
@@ -63,6 +65,8 @@ class _Measured:
     deferred: int
     split_work: int
     outputs: tuple[Tensor, ...]
+    skipped_seconds: float = 0.0
+    offload_seconds: float | None = None  # measured for the most rows alone
 
 
 def measure(
@@ -80,9 +84,9 @@ def measure(
     gathered: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The two
-    smallest are measured, and larger ones as long as the whole chain takes no time worth speaking of, or hardly more
-    than for fewer rows: the last two give the fixed and the per-row part of every cost.
+    """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The
+    three smallest are measured, and larger ones as long as the blocks take little time, or hardly more than for fewer
+    rows. Every cost is interpolated between these; beyond them it is a line.
 
     The loss is measured with the last block, or, where it is computed once, alone, on ``gathered`` rows, for what it
     takes need not be a line: that of all pairs grows with their square. ``allocator`` names the setting under which
@@ -100,14 +104,19 @@ def measure(
         bench = _Bench(
             chain, loss, device, precision, minimum_bytes, offloader, progress, with_loss=within
         )
-        low, high = bench.last_two(sample, sorted(set(rows)))
+        found = bench.rounds(sample, sorted(set(rows)))
         whole = NO_LOSS
         if gathered:
+            low, high = (found * 2)[-2:]
             with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
                 whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
-    profile = _profile_of(chain, name, device, precision, low, high, whole)
+    profile = _profile_of(chain, name, device, precision, found, whole)
     remember(profile, path)
     return profile
+
+
+class _TooLarge(DescribeError):
+    """The device cannot hold what is measured."""
 
 
 @contextlib.contextmanager
@@ -117,7 +126,7 @@ def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         reason = printable(str(error).split(".")[0])
-        raise DescribeError(
+        raise _TooLarge(
             f"{what} does not fit the device while {rows} row(s) of it are measured: {reason}; {way_out}, or free the "
             "device"
         ) from error
@@ -128,8 +137,7 @@ def _profile_of(
     name: str,
     device: torch.device,
     precision: PrecisionConfig,
-    low: Sequence[_Measured],
-    high: Sequence[_Measured],
+    found: Sequence[Sequence[_Measured]],
     whole: WholeLoss,
 ) -> ModelProfile:
     how = recipe(str(precision))
@@ -139,9 +147,9 @@ def _profile_of(
         device=f"{device_name(device)}, {torch.get_num_threads()} thread(s)",
         precision=str(precision),
         blocks=(
-            *(_cost(chain, i, low[i], high[i]) for i in range(len(chain.blocks) - 1)),
+            *(_cost(chain, i, found) for i in range(len(chain.blocks) - 1)),
             replace(
-                _cost(chain, -1, low[-1], high[-1]),
+                _cost(chain, -1, found),
                 gathered_bytes=whole.outputs,
                 gathered_work=whole.work,
                 gathered_seconds=whole.seconds,
@@ -184,37 +192,66 @@ class _Bench:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
             self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
             aims = apart(to_device(targets, self._device)) if last and self._with_loss else None
-            return self._measure(index, rows, entering, aims)
+            with self._fitting_block(index, rows):
+                return self._measured(index, rows, entering, aims)
 
         return block_by_block(self._chain, apart(to_device(inputs, self._device)), find)
 
-    def last_two(
-        self, sample: Sample, rows: Sequence[int]
-    ) -> tuple[list[_Measured], list[_Measured]]:
-        """Every block for the last two of ``rows`` that are worth their time; see :func:`measure`."""
-        low = high = self.run(rows[0], *sample(rows[0]))
-        for count, n in enumerate(rows[1:]):
-            before, now = (
-                sum(b.forward_seconds + b.backward_seconds for b in blocks)
-                for blocks in (low, high)
-            )
-            if count and now > max(_CHEAP_SECONDS, _GROWN * before):
+    def rounds(self, sample: Sample, rows: Sequence[int]) -> list[list[_Measured]]:
+        """Every block for each of ``rows`` that is worth its time; see :func:`measure`. All are timed twice, from few
+        rows to many and back, and the shorter times count: what disturbs a machine for some seconds only adds."""
+        found: list[list[_Measured]] = []
+        for n in rows:
+            if len(found) >= _ALWAYS:
+                before, now = (self._distinct_seconds(blocks) for blocks in found[-2:])
+                if now > max(_CHEAP_SECONDS, _GROWN * before):
+                    break
+            try:
+                found.append(self.run(n, *sample(n)))
+            except _TooLarge:
+                if len(found) < 2:
+                    raise
                 break
-            low, high = high, self.run(n, *sample(n))
-        return low, high
+        for place in reversed(range(len(found))):
+            blocks = found[place]
+            n, ends = blocks[0].rows, place >= len(found) - 2
+            found[place] = self.run_again(n, *sample(n), blocks, offload=ends)
+        return found
 
-    def _measure(
-        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
-    ) -> _Measured:
+    def run_again(
+        self,
+        rows: int,
+        inputs: tuple[Tensor, ...],
+        targets: Any,
+        known: Sequence[_Measured],
+        *,
+        offload: bool,
+    ) -> list[_Measured]:
+        """``known`` with the shorter times of a second look, and what recomputing leaves out and, with ``offload``,
+        what offloading makes longer."""
+
+        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
+            name, count = self._chain.blocks[index].name, len(self._chain.blocks)
+            self._progress(f"timing block {index + 1} of {count} ({name}) again, {rows} row(s)")
+            aims = apart(to_device(targets, self._device)) if last and self._with_loss else None
+            with self._fitting_block(index, rows):
+                return self._timed_again(index, entering, aims, known[index], offload)
+
+        return block_by_block(self._chain, apart(to_device(inputs, self._device)), find)
+
+    def _distinct_seconds(self, blocks: Sequence[_Measured]) -> float:
+        distinct = {id(block): block for block in blocks}.values()
+        return sum(block.forward_seconds + block.backward_seconds for block in distinct)
+
+    def _fitting_block(self, index: int, rows: int) -> contextlib.AbstractContextManager[None]:
         name = printable(self._chain.blocks[index].name)
-        with _fitting(
-            f"block {index} ({name})", rows, "give it shorter rows, cut it into more blocks"
-        ):
-            return self._measured(index, rows, inputs, targets)
+        way_out = "give it shorter rows, cut it into more blocks"
+        return _fitting(f"block {index} ({name})", rows, way_out)
 
-    def _measured(
-        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
-    ) -> _Measured:
+    def _passes(
+        self, index: int, inputs: tuple[Tensor, ...], targets: Any
+    ) -> tuple[nn.Module, BlockPasses]:
+        """A block with gradients to add to, and what is timed of it."""
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
@@ -222,32 +259,28 @@ class _Bench:
         for parameter in block.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        passes = BlockPasses(self, self._device, block, leaves, targets)
+        return block, BlockPasses(self, self._device, block, leaves, targets)
+
+    def _measured(
+        self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
+    ) -> _Measured:
+        block, passes = self._passes(index, inputs, targets)
         outputs = self.forward(block, passes.enter(), None)
         moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)
-        _, *whole = self._time(passes.enter, passes.forward, passes.backward)
+        times = self._times(passes)
         _, (forward_peak, _), (backward_peak, _) = self._allocations(
             passes.enter, passes.forward, passes.backward
         )
         arriving = sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
         if targets is not None:
             arriving = 0  # the loss begins the backward
-        halves = passes.split, passes.input_half, passes.weight_half
-        _, *halved, weight_seconds = self._time(passes.enter, *halves)
         # What entered waits for the weight half.
-        _, first, second = halves
         (_, made), (first_peak, given), (second_peak, _) = self._allocations(
-            passes.enter_and_split, first, second
+            passes.enter_and_split, passes.input_half, passes.weight_half
         )
-        apart = self._splits(passes)
         return _Measured(
             rows=rows,
-            forward_seconds=whole[0],
-            backward_seconds=whole[1],
-            weight_seconds=min(weight_seconds, whole[1]) if apart else 0.0,
-            split_seconds=max(0.0, sum(halved) + weight_seconds - sum(whole)),
-            offload_seconds=self._offload_seconds(block, moved, passes),
-            skipped_seconds=min(whole[0], self._skipped_seconds(passes)),
+            **times,
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -259,6 +292,32 @@ class _Bench:
             split_work=max(0, first_peak - arriving, second_peak),
             outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
         )
+
+    def _timed_again(
+        self,
+        index: int,
+        inputs: tuple[Tensor, ...],
+        targets: Any,
+        known: _Measured,
+        offload: bool,
+    ) -> _Measured:
+        block, passes = self._passes(index, inputs, targets)
+        times = {name: min(t, getattr(known, name)) for name, t in self._times(passes).items()}
+        skipped = min(times["forward_seconds"], self._skipped_seconds(passes))
+        offloading = self._offload_seconds(block, known.moved, passes) if offload else None
+        return replace(known, **times, skipped_seconds=skipped, offload_seconds=offloading)
+
+    def _times(self, passes: BlockPasses) -> dict[str, float]:
+        """Seconds of a block's passes, whole and in halves."""
+        _, forward, backward = self._time(passes.enter, passes.forward, passes.backward)
+        halves = passes.split, passes.input_half, passes.weight_half
+        _, *halved, weight = self._time(passes.enter, *halves)
+        return {
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "weight_seconds": min(weight, backward) if self._splits(passes) else 0.0,
+            "split_seconds": max(0.0, sum(halved) + weight - forward - backward),
+        }
 
     def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> WholeLoss:
         """The loss of ``rows`` rows at once: their outputs are those of the rows that were measured, over and over."""
@@ -393,26 +452,30 @@ def _quartile(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
-def _cost(chain: Chain, index: int, low: _Measured, high: _Measured) -> BlockCost:
-    def line(field: str) -> Affine:
-        return Affine.through((low.rows, getattr(low, field)), (high.rows, getattr(high, field)))
+def _cost(chain: Chain, index: int, found: Sequence[Sequence[_Measured]]) -> BlockCost:
+    def cost(field: str) -> Affine:
+        each = [(blocks[index].rows, getattr(blocks[index], field)) for blocks in found]
+        known = [(rows, value) for rows, value in each if value is not None]
+        if field.endswith("seconds"):  # more rows take no less time: only noise says so
+            known = list(zip([rows for rows, _ in known], accumulate([y for _, y in known], max)))
+        return Affine.measured(known)
 
     return BlockCost(
         name=chain.blocks[index].name,
         **asdict(BlockSizes.of(chain, index)),
-        forward_seconds=line("forward_seconds"),
-        backward_seconds=line("backward_seconds"),
-        weight_seconds=line("weight_seconds"),
-        split_seconds=line("split_seconds"),
-        offload_seconds=line("offload_seconds"),
-        skipped_seconds=line("skipped_seconds"),
-        moved=line("moved"),
-        stays=line("stays"),
-        by_loss=line("by_loss"),
-        input=line("entering"),
-        output=line("leaving"),
-        forward_work=line("forward_work"),
-        backward_work=line("backward_work"),
-        deferred=line("deferred"),
-        split_work=line("split_work"),
+        forward_seconds=cost("forward_seconds"),
+        backward_seconds=cost("backward_seconds"),
+        weight_seconds=cost("weight_seconds"),
+        split_seconds=cost("split_seconds"),
+        offload_seconds=cost("offload_seconds"),
+        skipped_seconds=cost("skipped_seconds"),
+        moved=cost("moved"),
+        stays=cost("stays"),
+        by_loss=cost("by_loss"),
+        input=cost("entering"),
+        output=cost("leaving"),
+        forward_work=cost("forward_work"),
+        backward_work=cost("backward_work"),
+        deferred=cost("deferred"),
+        split_work=cost("split_work"),
     )

@@ -160,7 +160,7 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
 
 def scaled(line: Affine, ratio: float) -> Affine:
     """All parts of a cost, times ``ratio``."""
-    return Affine(line.fixed * ratio, line.per_row * ratio, line.floor * ratio)
+    return line.scaled(ratio)
 
 
 def _predict(profile: ModelProfile, cluster: Cluster, plan: Plan) -> list[Span]:

@@ -139,7 +139,7 @@ def test_equal_blocks_are_measured_once() -> None:
     said: list[str] = []
     found = profile_of(chain_of(linear(), *[Both] * 5, linear()), progress=said.append).blocks
     measured = [text.split("(")[1].split(")")[0] for text in said if "measuring" in text]
-    assert measured == ["0", "1", "6"] * 2  # at each of two numbers of rows
+    assert measured == ["0", "1", "6"] * 2  # at each of two numbers of rows, and timed again
     assert [block.name for block in found] == [str(i) for i in range(7)]
     costs = {(b.forward_seconds, b.backward_seconds, b.moved) for b in found[1:6]}
     assert len(costs) == 1
@@ -354,7 +354,55 @@ def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_CHEAP_SECONDS", 0.0)
     monkeypatch.setattr(module, "_GROWN", 0.0)
     profile_of(chain_of(linear()), (2, 4, 8, 32))
-    assert runs == [2, 4]
+    assert runs == [2, 4, 8]
+
+
+def test_rows_that_do_not_fit_the_device_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger micro-batches are a choice: what one and two rows cost is enough to plan with."""
+    plain = module._Bench.run
+
+    def run(self: Any, rows: int, *rest: Any) -> list[Any]:
+        with module._fitting("block 0", rows, "free it"):
+            if rows > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return plain(self, rows, *rest)
+
+    monkeypatch.setattr(module._Bench, "run", run)
+    found = profile_of(chain_of(linear()), (1, 2, 4, 8))
+    assert found.blocks[0].moved.at(3) == 3 * WIDE * FLOAT
+
+
+def test_seconds_at_few_rows_are_measured_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone took 1.27 times as long as one of four, and was predicted to take as long: plans had micro-batches of
+    one row, the slowest there are."""
+    plain = module._Bench.run
+    seconds = {1: 4.0, 2: 5.0, 4: 8.0}
+
+    def run(self: Any, rows: int, *rest: Any) -> list[Any]:
+        return [
+            replace(found, forward_seconds=seconds[rows], backward_seconds=seconds[rows])
+            for found in plain(self, rows, *rest)
+        ]
+
+    monkeypatch.setattr(module._Bench, "run", run)
+    monkeypatch.setattr(module._Bench, "run_again", lambda self, n, i, t, known, offload: known)
+    forward = profile_of(chain_of(linear()), (1, 2, 4)).blocks[0].forward_seconds
+    assert [forward.at(rows) for rows in (1, 2, 3, 4)] == [4, 5, 6.5, 8]
+    assert forward.at(7) == pytest.approx(12)  # by the line from 1 row to 4
+
+
+def test_the_shorter_of_two_looks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that were timed while another process had the machine were planned as slow ones."""
+    looks = iter([9.0] * 4 + [1.0] * 4)
+    monkeypatch.setattr(
+        module._Bench,
+        "_times",
+        lambda self, passes: dict.fromkeys(
+            ("forward_seconds", "backward_seconds", "weight_seconds", "split_seconds"), next(looks)
+        ),
+    )
+    found = profile_of(chain_of(linear(), linear())).blocks
+    assert [block.forward_seconds.at(4) for block in found] == [1.0, 1.0]
 
 
 def test_more_rows_are_measured_while_what_they_cost_is_the_same_for_all(
@@ -373,6 +421,7 @@ def test_more_rows_are_measured_while_what_they_cost_is_the_same_for_all(
         ]
 
     monkeypatch.setattr(module._Bench, "run", run)
+    monkeypatch.setattr(module._Bench, "run_again", lambda self, n, i, t, known, offload: known)
     found = profile_of(chain_of(linear()), (2, 4, 8, 16, 32, 64))
     assert runs == [2, 4, 8, 16, 32]  # 4.2 s are more than one and a half times 2.6 s
     assert found.blocks[0].forward_seconds.at(256) == pytest.approx(26.6)

@@ -54,7 +54,7 @@ def test_offloading_is_tried_for_each_kind_of_block_that_may_offload(tmp_path: P
     offloader = Counting(tmp_path)
     found = profile_of(chain_of(linear(), Both, Both), offloader=offloader)
     assert [cost.offload_seconds.at(4) >= 0 for cost in found.blocks] == [True] * 3
-    low, high = (sorted(offloader.moved[part]) for part in (slice(0, 3), slice(3, 6)))
+    high, low = (sorted(offloader.moved[part]) for part in (slice(0, 3), slice(3, 6)))
     assert high == [2 * moved for moved in low]
     assert ModelProfile.from_json(found.to_json()) == found
     assert list(tmp_path.glob("parallax-trial-*")) == []

@@ -326,6 +326,18 @@ def test_text_that_is_no_profile(text: str) -> None:
         ModelProfile.from_json(text)
 
 
+def test_a_measured_cost_is_interpolated_and_goes_on_as_a_line() -> None:
+    cost = Affine.measured([(1, 4.0), (2, 5.0), (4, 8.0), (8, 16.0)])
+    assert [cost.at(rows) for rows in (0, 0.5, 1, 1.5, 2, 3, 8)] == [0, 3.5, 4, 4.5, 5, 6.5, 16]
+    assert cost.at(14) == pytest.approx(27)  # 11 s more for the six rows from 2 to 8
+    assert cost.scaled(2).at(3) == 13
+    assert cost.scaled(2).at(14) == pytest.approx(54)
+    assert Affine.measured([(2, 5.0), (4, 8.0)]) == Affine.through((2, 5.0), (4, 8.0))
+    assert Affine.measured([]) == Affine()
+    kept = profile([block("a", offload_seconds=cost)])
+    assert ModelProfile.from_json(kept.to_json()) == kept
+
+
 def test_lines_through_two_measurements() -> None:
     line = Affine.through((2, 10.0), (4, 16.0))
     assert (line.fixed, line.per_row) == (4.0, 3.0)
