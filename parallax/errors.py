@@ -12,6 +12,7 @@
     │   ├── PreflightError            this host has less than the run takes
     │   │   └── UnfitHostError        some hosts of the run do, and others do not
     │   ├── DataError                 no rows, unreadable folder, too little text
+    │   │   └── EmptyBatchError       a batch of no rows: often those after the last
     │   └── CheckpointError           missing, damaged, or of another model
     │       └── LaterStartError       another start of the run goes on
     ├── BudgetExceeded                the swap manager has nothing left to move
@@ -96,6 +97,10 @@ class UnfitHostError(PreflightError):
 
 class DataError(UserError):
     """Training rows cannot be had."""
+
+
+class EmptyBatchError(DataError):
+    """A batch has no rows, as behind the last row of a data set."""
 
 
 class CheckpointError(UserError):

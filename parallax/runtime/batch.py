@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from parallax.errors import DataError
-from parallax.model.block import is_ragged, transform
+from parallax.errors import DataError, EmptyBatchError
+from parallax.model.block import is_ragged, tensors_in, transform
 from parallax.model.ragged import check_jagged, count_rows, longest_in, rows_of
 
 Values = Tensor | PackedSequence | Sequence[Any] | Mapping[str, Any]
@@ -52,9 +52,44 @@ def row_count(batch: Rows, step: int) -> int:
     if rows < 1:
         raise DataError(
             f"the batch of step {step} has {rows} rows, and a step needs one at least: where rows end, begin them "
-            "again, or let the run end before (trainer.steps)"
+            "again, raise StopIteration, or let the run end before (trainer.steps)"
         )
     return rows
+
+
+class EndedRows:
+    """Stands for a batch of ``rows`` rows on a rank whose source has none left: its step is given up."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """There are none."""
+        raise DataError(f"rows {start} to {stop} of the batch: the data source has no rows left")
+
+    targets = inputs
+
+
+class FirstRows(RowsOf):
+    """The first ``rows`` rows of a batch."""
+
+    def __init__(self, batch: Rows, rows: int) -> None:
+        super().__init__(batch)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """See :class:`Rows`."""
+        return self._batch.inputs(start, stop)
+
+    def targets(self, start: int, stop: int) -> Any:
+        """See :class:`Rows`."""
+        return self._batch.targets(start, stop)
 
 
 class TensorRows:
@@ -68,7 +103,7 @@ class TensorRows:
         shapes = _shapes((self._inputs, targets))
         sizes = {shape[:1] for shape in shapes}
         if len(sizes) != 1 or sizes <= {(), (0,)}:
-            raise DataError(
+            raise (EmptyBatchError if sizes == {(0,)} else DataError)(
                 "a batch needs the same number of rows, above zero, in inputs and targets; got tensors of shapes "
                 f"{shapes}; where one has no rows, return it whole from inputs(start, stop) of a class of your own "
                 "that also has targets(start, stop) and __len__"
@@ -77,6 +112,11 @@ class TensorRows:
 
     def __len__(self) -> int:
         return self._rows
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """Bytes of all inputs and targets, which are in memory."""
+        return sum(each.nbytes for each in tensors_in((self._inputs, self._targets)))
 
     @cached_property
     def longest(self) -> tuple[int, ...]:

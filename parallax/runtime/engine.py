@@ -30,7 +30,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
-from parallax.runtime.batch import Rows, row_count
+from parallax.runtime.batch import EndedRows, Rows, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import (
@@ -253,6 +253,11 @@ class Engine:
         return self.saving.pending.threads
 
     @property
+    def can_cut(self) -> bool:
+        """Whether a step can be given up at any action; the same on all ranks."""
+        return self._can_cut
+
+    @property
     def all_reduces(self) -> int:
         """All-reduces of replicated gradients since the engine was built."""
         return self._sync.all_reduces
@@ -268,9 +273,10 @@ class Engine:
         self._optimizer.zero_grad()
         self._buffers.remember()
         done, asked = self._update, asked if asked is not None and self._can_cut else _never
+        rows = done.rows.numbers(batch)
 
         def update(share: Tensor) -> None:
-            done.run(self._step, batch, share, cut=self._executor.cut)
+            done.run(self._step, batch, share, cut=self._executor.cut, rows=rows)
 
         spans = self._run(batch, training=True, update=update, scale=scale, asked=asked)
         if done.cut:
@@ -310,19 +316,29 @@ class Engine:
         """Forward and backward without an update; gradients are left in ``parameters``. The loss."""
         self._optimizer.finish()
         self._optimizer.zero_grad()
-        totals: dict[str, float] = {}
-        self._run(
-            batch,
-            training=True,
-            update=lambda share: totals.update(loss=agreed_sum(self.mesh, share.item())[0]),
-        )
-        return totals["loss"]
+        rows, totals = self._update.rows.numbers(batch), list[float]()
+
+        def update(share: Tensor) -> None:
+            totals.extend(agreed_sum(self.mesh, share.item(), *rows))
+
+        self._run(batch, training=True, update=update)
+        loss, *sums = totals
+        self._update.rows.check(sums, f"the batch of step {self._step}")
+        return loss
 
     def evaluate(self, batch: Rows) -> float:
         """The loss of a batch, with the same weights and nothing saved."""
+        return self.evaluate_weighted(batch)[0]
+
+    def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
+        """The same, and what it is a mean over: the number of rows, or of counted targets."""
+        row_count(batch, self._step)
+        rows, weight = self._update.rows.numbers(batch), self._weight(batch)
         with self._stage.evaluating():
-            self._run(batch, training=False, update=lambda share: None)
-        return agreed_sum(self.mesh, self._executor.loss_share.item())[0]
+            self._run(batch, training=False, update=lambda share: None, weight=weight)
+        loss, *sums = agreed_sum(self.mesh, self._executor.loss_share.item(), *rows)
+        self._update.rows.check(sums, f"a batch that is evaluated at step {self._step}")
+        return loss, weight
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the
@@ -388,13 +404,16 @@ class Engine:
         keep: Keep | None = None,
         first_row: int = 0,
         asked: Asked = _never,
+        weight: float | None = None,
     ) -> list[Span]:
         micro_batches = self.plan.micro_batches(row_count(batch, self._step))
+        if weight is None:
+            weight = 1.0 if keep is not None else self._weight(batch)
         step = StepContext(
             index=self._step,
             batch=batch,
             micro_batches=micro_batches,
-            denominator=1.0 if keep is not None else self._denominator(batch),
+            denominator=weight or 1.0,
             program=self._program(len(batch), training=training),
             training=training,
             update=update,
@@ -426,15 +445,15 @@ class Engine:
             self._programs[training, micro_batches] = RankProgram(listed)
         return self._programs[training, micro_batches]
 
-    def _denominator(self, batch: Rows) -> float:
+    def _weight(self, batch: Rows) -> float:
         """Rows of the batch, or its counted targets: counted on the last stage, told to all."""
         count = getattr(self._loss, "count", None)
         if count is None:
             return float(len(batch))
         mine = 0.0
-        if self.mesh.is_last and self.mesh.replica == 0:
+        if self.mesh.is_last and self.mesh.replica == 0 and not isinstance(batch, EndedRows):
             mine = float(count(batch.targets(0, len(batch))))
-        return agreed_sum(self.mesh, mine)[0] or 1.0
+        return agreed_sum(self.mesh, mine)[0]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 from parallax.runtime.health import nonfinite
 from parallax.runtime.health.nonfinite import Cause, Judgement, NamedValue
+from parallax.runtime.health.row_comparison import RowComparison
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
 from parallax.runtime.optim.tiers import Tiers
@@ -24,7 +25,7 @@ from parallax.runtime.stage import Stage
 class Update:
     """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
     After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step, ``rate`` is its
-    learning rate, and ``cut`` says whether any has cut it short."""
+    learning rate, and ``cut`` says whether any has cut it short. ``rows`` compares the batches of all ranks."""
 
     def __init__(
         self,
@@ -43,28 +44,38 @@ class Update:
         self._later, self._dtype = later, torch.promote_types(dtype, torch.float32)
         self.loss = self.norm = self.rate = 0.0
         self.judgement, self.cut = Judgement(), False
+        self.rows = RowComparison(mesh)
 
-    def measure(self, loss: Tensor, *, cut: bool = False) -> tuple[float, dict[str, Tensor]]:
-        """Agree on ``loss`` and ``norm``, of which this rank has a share, and on ``cut``; that share, and the tensors
-        that this rank answers for."""
+    def measure(
+        self, loss: Tensor, *, cut: bool = False, rows: Sequence[float] = ()
+    ) -> tuple[float, dict[str, Tensor], list[float]]:
+        """Agree on ``loss`` and ``norm``, of which this rank has a share, and on ``cut``; that share, the tensors that
+        this rank answers for, and the sums of the numbers in ``rows``."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only thing in a step for which the host waits for the device.
         loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
         mine /= self._scale.factor
         # ** would raise where the square is too large.
-        self.loss, total, cuts = agreed_sum(self._mesh, loss_share, mine * mine, float(cut))
+        self.loss, total, cuts, *sums = agreed_sum(
+            self._mesh, loss_share, mine * mine, float(cut), *rows
+        )
         self.norm, self.cut = total**0.5, cuts > 0
-        return loss_share, owned
+        return loss_share, owned, sums
 
-    def run(self, step: int, batch: Rows, loss: Tensor, *, cut: bool) -> None:
-        """Update after ``step``, or drop its gradients, as all ranks decide; always where any has ``cut`` it short."""
+    def run(
+        self, step: int, batch: Rows, loss: Tensor, *, cut: bool, rows: Sequence[float]
+    ) -> None:
+        """Update after ``step``, or drop its gradients, as all ranks decide; always where any has ``cut`` it short.
+        ``rows``: the numbers of the batch (:class:`~parallax.runtime.health.row_comparison.RowComparison`). Raises
+        :class:`~parallax.errors.DataError` where ranks have different batches."""
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         factor = self._scale.factor
-        share, owned = self.measure(loss, cut=cut)
+        share, owned, sums = self.measure(loss, cut=cut, rows=rows)
         if self.cut:
             self._optimizer.skip()
             return
+        self.rows.check(sums, f"the batch of step {step}")
         self.rate = self._config.rate(step, self._steps)
 
         def find() -> Cause:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -86,10 +87,12 @@ class Source(Protocol):
     """What the training loop asks of data."""
 
     def batch(self, rows: int) -> Rows:
-        """The next global batch."""
+        """The next global batch. Where none is left it raises StopIteration, and the run ends with a checkpoint."""
 
     def validation(self, index: int, rows: int) -> Rows:
-        """Held-out batch ``index``; the same rows each time."""
+        """Held-out batch ``index``, rows [index · rows, (index + 1) · rows) of all; the same rows each time. The last
+        may have fewer, and behind it are none: no rows, StopIteration or IndexError. A source whose held-out rows begin
+        again there says their number in ``validation_rows``."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins: numbers, text, tensors, arrays, in lists and dictionaries, 64 MiB at most as
@@ -102,9 +105,11 @@ class Source(Protocol):
 def build_source(
     config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True
 ) -> Source:
-    """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering."""
+    """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering. The user's own are made
+    after the global generators were given ``seed``."""
     if isinstance(config, TextDataConfig):
         return TextSource(config, sequence, seed, quiet=quiet)
+    seed_generators(seed)
     source: Source = call_target("data", config.target, config.kwargs)
     if missing := [name for name in _OFFERED if not callable(getattr(source, name, None))]:
         raise DataError(
@@ -115,6 +120,14 @@ def build_source(
         what = f"data.target={config.target} returned a {type(source).__name__} with {name}"
         check_call(what, getattr(source, name), *arguments)
     return source
+
+
+def seed_generators(seed: int) -> None:
+    """Put the global generators of Python, numpy and torch's CPU at the beginning of ``seed``, the same on all ranks: a
+    source of the user's may draw from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
 
 
 class WindowRows:
@@ -184,6 +197,11 @@ class TextSource:
         for epoch in [epoch for epoch in self._orders if epoch < self._position // len(self)]:
             del self._orders[epoch]
         return WindowRows(self._training, np.concatenate(parts))
+
+    @property
+    def validation_rows(self) -> int:
+        """Held-out rows."""
+        return len(self._held_out)
 
     def validation(self, index: int, rows: int) -> Rows:
         """Held-out rows [index · rows, (index + 1) · rows), from the start again when they run out."""

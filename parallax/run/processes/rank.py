@@ -53,6 +53,7 @@ from parallax.runtime.failure.exit_report import (
 )
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
+from parallax.train.data import seed_generators
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
 
@@ -149,6 +150,8 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     _place(run, nodes, engine.ways)
     watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
     watch.serve()
+    # Building has drawn from them, on each rank for another stage.
+    seed_generators(run.config.seed)
     try:
         tokens = tokens_per_row(run.config)
         summary = train(

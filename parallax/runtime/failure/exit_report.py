@@ -42,6 +42,7 @@ _MISTAKES = (
     LookupError,
     NameError,
     NotImplementedError,
+    StopIteration,
     SyntaxError,
     TypeError,
     ValueError,

@@ -1,0 +1,156 @@
+"""Whether all ranks have the same rows in a step.
+
+Each rank has a data source of its own: the first stage's ranks read inputs, and the last stage's read targets. Where
+the source draws from an unseeded generator, or relies on the order of a set, inputs of one row meet targets of another,
+and no loss shows it. So every rank digests some rows of each batch, and the digests travel in the all-reduce that each
+step makes anyway: with N ranks that have digests h, all are equal where N · Σh² = (Σh)².
+
+A batch that is small and in memory is digested whole. Of any other two rows are asked for, others in each step.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallax.errors import DataError, HangError
+from parallax.machine.device import private_random_state
+from parallax.mesh import Mesh
+from parallax.model.block import leaves
+from parallax.runtime.batch import Rows
+from parallax.runtime.health.recheck import digest
+
+RowDigest = tuple[int | None, ...]
+"""Of inputs and of targets; None where these cannot be read."""
+
+PARTS = "inputs", "targets"
+_WHOLE_BYTES = 2**20  # of a batch that is digested whole
+_SAMPLED_ROWS = 2
+_STRIDE = 7919  # rows between those of one step and the next: a prime, so that all have their turn
+_DIGEST_BITS = 20  # sums of squares over 2**13 ranks are exact in float64
+_NAMED = 8  # ranks
+_REMEDY = (
+    "a data source must make the same rows on every rank: draw from a generator with a fixed seed, such as "
+    "random.Random(0), numpy.random.default_rng(0) or torch.Generator().manual_seed(0), and sort what has no order "
+    "(sets, listed folders)"
+)
+
+
+class RowComparison:
+    """One rank's part. Of each batch, :meth:`numbers` are summed over all ranks, and :meth:`check` gets the sums."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._batch: Rows | None = None
+        self._turn = 0
+        self._digests: RowDigest = ()
+        self._repeats = [True] * len(PARTS)
+
+    def numbers(self, batch: Rows) -> list[float]:
+        """For inputs and for targets: 1, the digest and its square; zeros where this rank cannot read them. Nothing in
+        a plan of one rank."""
+        if self._mesh.world is None:
+            return []
+        self._batch, self._turn = batch, self._turn + 1
+        self._digests = self._digested(batch)
+        return [
+            float(number)
+            for each in self._digests
+            for number in ((0, 0, 0) if each is None else (1, each, each * each))
+        ]
+
+    def check(self, sums: Sequence[float], name: str) -> None:
+        """Raise :class:`DataError` on all ranks where some have other rows in the batch that ``name`` names. Rows that
+        differ each time they are asked for, as random augmentations make them, are not compared."""
+        differing = [
+            part
+            for part in range(len(sums) // 3)
+            if int(sums[3 * part]) * int(sums[3 * part + 2]) != int(sums[3 * part + 1]) ** 2
+        ]
+        batch, self._batch = self._batch, None
+        if differing and batch is not None:
+            again = self._digested(batch)
+            mine = self._digests, [a == b for a, b in zip(again, self._digests)]
+            answers = self._mesh.gather_objects(mine)
+            self._repeats = [
+                known and all(repeats[part] for _, repeats in answers)
+                for part, known in enumerate(self._repeats)
+            ]
+            self._refuse([digests for digests, _ in answers], differing, name)
+
+    def _refuse(self, answers: Sequence[RowDigest], differing: Sequence[int], name: str) -> None:
+        parts = [part for part in differing if self._repeats[part]]
+        others = set[int]()
+        for part in parts:
+            found = {rank: d for rank, each in enumerate(answers) if (d := each[part]) is not None}
+            usual = Counter(found.values()).most_common(1)[0][0]
+            others |= {rank for rank, value in found.items() if value != usual}
+        if others:
+            what = " and ".join(PARTS[part] for part in parts)
+            raise DataError(
+                f"{_in_words(sorted(others))} other {what} than the other ranks in {name}: {_REMEDY}"
+            )
+
+    def _digested(self, batch: Rows) -> RowDigest:
+        with private_random_state(self._mesh.device):
+            return row_digest(batch, self._turn, self._repeats)
+
+
+def row_digest(
+    batch: Rows, turn: int = 0, wanted: Sequence[bool] = (True,) * len(PARTS)
+) -> RowDigest:
+    """Of some rows of a batch, others each ``turn``, or of all. Of parts that are not ``wanted`` it is None."""
+    rows, size = len(batch), getattr(batch, "memory_bytes", math.inf)
+    low, high = 0, rows
+    if size > _WHOLE_BYTES and rows > _SAMPLED_ROWS:
+        low = turn * _STRIDE % (rows - _SAMPLED_ROWS + 1)
+        high = low + _SAMPLED_ROWS
+    return tuple(
+        _digest(getattr(batch, part), low, high) if want else None
+        for part, want in zip(PARTS, wanted)
+    )
+
+
+def _digest(read: Callable[[int, int], Any], low: int, high: int) -> int | None:
+    """None where this rank cannot read them: where it must, the step says why."""
+    try:
+        return _folded(read(low, high))
+    except HangError:
+        raise
+    except Exception:  # whatever a source of the user's raises
+        return None
+
+
+def _folded(value: Any) -> int:
+    """A digest of what a nest holds, in few bits."""
+    found = 0
+    for path, part in leaves(value):
+        found = zlib.crc32(repr([str(key) for key in path]).encode(), found)
+        found = zlib.crc32(_known_by(part), found)
+    return (found ^ found >> _DIGEST_BITS) % 2**_DIGEST_BITS
+
+
+def _known_by(part: Any) -> bytes:
+    if isinstance(part, Tensor):
+        if part.layout not in (torch.strided, torch.jagged):
+            part = part.to_dense()
+        shape = part.size(0) if part.is_nested else part.shape
+        return f"{part.dtype} {shape} {digest(part)}".encode()
+    if isinstance(part, np.ndarray):
+        return f"{part.dtype} {part.shape}".encode() + part.tobytes()
+    return repr(part).encode() if isinstance(part, str | int | float | None) else b""
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """``rank 1 has`` or ``ranks 1, 2 have``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more} have"
