@@ -50,6 +50,7 @@ _SETTINGS = [
     "cluster.devices=2",
     "plan.stages=2",
     "trainer.eval_every=0",
+    "trainer.eval_batches=2",
     "trainer.max_restarts=1000000",
     "logger.tensorboard=false",
     "data.max_bytes=1MiB",

@@ -52,18 +52,27 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    """One sentence: steps, loss from and to, validation beside the unigram entropy, speed."""
+    """One sentence: steps, loss from and to, validation beside the unigram entropy of text, speed."""
     first, last, validation, entropy = (
         _cell(summary.get(key), "{:.4f}")
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
-    speed = _cell(summary.get("tokens_per_second"), "{:,.0f}")
+    baseline = f" (unigram entropy {entropy})" if summary.get("unigram_entropy") else ""
+    ended = "; the rows ended there" if summary.get("ended") == "rows" else ""
     restarts = summary.get("restarts") or 0
     again = f"; restarts: {restarts}, steps taken again: {summary.get('lost_steps') or 0}"
     return (
-        f"{_cell(summary.get('steps'), '{}')} steps: loss {first} to {last}, validation {validation} "
-        f"(unigram entropy {entropy}), {speed} tokens/s{again if restarts else ''}"
+        f"{_cell(summary.get('steps'), '{}')} steps{ended}: loss {first} to {last}, validation {validation}{baseline}, "
+        f"{_speed(summary)}{again if restarts else ''}"
     )
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    """Tokens per second where rows are of tokens, rows per second otherwise."""
+    tokens, rows = summary.get("tokens_per_second"), summary.get("rows_per_second")
+    if tokens is not None:
+        return f"{tokens:,.0f} tokens/s"
+    return f"{_cell(rows, '{:,.1f}' if rows and rows < 100 else '{:,.0f}')} rows/s"
 
 
 def _cell(value: Any, form: str) -> str:

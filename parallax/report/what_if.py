@@ -14,7 +14,7 @@ from parallax.common.units import format_seconds
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One combination: what its plan would be and cost, or why there is none. Costs are in the currency of
-    ``cluster.price_per_hour``, zero where that is."""
+    ``cluster.price_per_hour``, zero where that is; so are tokens where rows are not of tokens."""
 
     settings: dict[str, str]
     fits: bool
@@ -24,6 +24,7 @@ class Outcome:
     schedule: str = ""
     microbatch: int = 0
     step_seconds: float = 0.0
+    rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     cost_per_step: float = 0.0
     cost_per_hour: float = 0.0
@@ -35,7 +36,9 @@ def what_if_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:
         table.add_column(key.rpartition(".")[2], justify="right")
-    for heading in ("fits", "stages × replicas", "schedule", "micro-batch", "step", "tokens/s"):
+    rows = any(o.rows_per_second and not o.tokens_per_second for o in outcomes)
+    speed = "rows/s" if rows else "tokens/s"
+    for heading in ("fits", "stages × replicas", "schedule", "micro-batch", "step", speed):
         table.add_column(heading, justify="left" if heading in ("fits", "schedule") else "right")
     for heading in ("cost/step", "cost/hour") if priced else ():
         table.add_column(heading, justify="right")
@@ -55,7 +58,7 @@ def _cells(outcome: Outcome, priced: bool) -> list[str]:
         str(outcome.microbatch),
         format_seconds(outcome.step_seconds),
     ]
-    cells.append(f"{outcome.tokens_per_second:,.0f}")
+    cells.append(f"{outcome.tokens_per_second or outcome.rows_per_second:,.0f}")
     return cells + (
         [f"{outcome.cost_per_step:.4g}", f"{outcome.cost_per_hour:.4g}"] if priced else []
     )

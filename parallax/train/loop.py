@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +20,7 @@ from parallax.errors import (
     check_count,
     check_positive,
 )
+from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint import state_text, thaw
 from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
@@ -30,11 +29,13 @@ from parallax.runtime.meters.step import StepResult
 from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
+from parallax.train.evaluation import HeldOut
 from parallax.train.health.checkup import Checkup
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten, finite
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import RunRecord
+from parallax.train.rows_end import ENDED, RowsEnd
 from parallax.train.saving.memory_copies import Copies, NoCopies, open_copies
 from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
@@ -48,7 +49,8 @@ class TrainerConfig:
     ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch, auto lets
     the planner choose. ``gather_loss``: the outputs of all micro-batches and replicas meet before the loss, which is
     computed once, of the whole batch: for losses in which rows meet, such as contrastive ones. ``eval_every``,
-    ``checkpoint_every``: steps between; 0 is only at the end. ``eval_batches``: global batches per evaluation.
+    ``checkpoint_every``: steps between; 0 is only at the end. ``eval_batches``: global batches per evaluation, at most;
+    auto is all held-out rows.
     ``keep_checkpoints``: older ones are deleted; 0 keeps all.
     ``resume``: auto continues from the run directory's last checkpoint, never starts anew. ``watchdog_seconds``: a rank
     that stays longer in one action, does not answer for longer, or outside of steps shows no sign of life for longer,
@@ -68,7 +70,7 @@ class TrainerConfig:
     microbatch: int | str = "auto"
     gather_loss: bool = False
     eval_every: int = 30
-    eval_batches: int = 2
+    eval_batches: int | str | None = AUTO
     checkpoint_every: int = 30
     keep_checkpoints: int = 2
     resume: str = "auto"
@@ -82,7 +84,7 @@ class TrainerConfig:
     corruption: str = "stop"
 
     def __post_init__(self) -> None:
-        for key in ("steps", "global_batch", "eval_batches", "nonfinite_limit"):
+        for key in ("steps", "global_batch", "nonfinite_limit"):
             check_positive(f"trainer.{key}", getattr(self, key))
         for key in (
             "eval_every",
@@ -99,6 +101,9 @@ class TrainerConfig:
         check_choice("trainer.nonfinite", self.nonfinite, ["stop", "skip"])
         check_choice("trainer.corruption", self.corruption, ["stop", "note"])
         check_count("trainer.microbatch", self.microbatch)
+        check_count(
+            "trainer.eval_batches", AUTO if self.eval_batches is None else self.eval_batches
+        )
 
     @property
     def nonfinite_skips(self) -> int:
@@ -136,8 +141,8 @@ def train(
     a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint; a request
     ends the step that is under way as if it had not begun.
 
-    The summary's ``ended`` is "steps", or the name of that reason: "drift", of which ``drift`` says why, or "stopped",
-    of which ``stopped`` is the signal's number.
+    The summary's ``ended`` is "steps", "rows" where the source had no more, or the name of that reason: "drift", of
+    which ``drift`` says why, or "stopped", of which ``stopped`` is the signal's number.
     """
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
     run = _Run(
@@ -189,6 +194,10 @@ class _Run:
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
         self._nodes = NodeRecords(engine.mesh, directory)
+        self._rows_end = RowsEnd(engine.mesh, trainer.global_batch, can_cut=engine.can_cut)
+        most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
+        self._held_out = HeldOut(engine, source, trainer.global_batch, most)
+        self._evaluated: int | None = None  # the step after which the held-out rows were last
 
     def run(self) -> dict[str, Any]:
         """The whole training."""
@@ -238,20 +247,36 @@ class _Run:
             return self._end()
 
     def _take_step(self, voice: Voice) -> StepResult | None:
-        """None where all ranks gave it up, as one was asked to end: they have a checkpoint of the one before."""
+        """None where all ranks gave it up, as one was asked to end or has no rows: they have a checkpoint of the one
+        before."""
         with self._onlooker.phase("fetching rows"):
             before = state_text(self._state())  # as it is now: a source may go on with what it gave
-            batch = self._checkup.fetch(self._fetch)
+            batch = self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
         try:
+            self._rows_end.meet()
             with self._recording.step(), self._saves.saved_before(voice):
-                return self._nodes.told(self._engine.step(batch, self._onlooker.asked))
+                return self._nodes.told(self._engine.step(batch, self._asked))
         except CutShortError:
             self._stopping.ask()
-            voice.note(
-                f"step {self._engine.completed_steps + 1} is given up: a rank was asked to end"
-            )
-            self._saves.save(voice, thaw(json.loads(before)), {}, last=True)
+            self._give_up(voice, thaw(json.loads(before)))
             return None
+
+    def _asked(self) -> bool:
+        return self._rows_end.here or self._onlooker.asked() > 0
+
+    def _give_up(self, voice: Voice, state: dict[str, Any]) -> None:
+        """Save what was before a step that was given up."""
+        step, metrics = self._engine.completed_steps, dict[str, float | None]()
+        refuse = self._rows_end.agree(step)
+        if self._rows_end.everywhere:
+            voice.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
+        else:
+            voice.note(f"step {step + 1} is given up: a rank was asked to end")
+        if self._rows_end.everywhere and step and self._evaluated != step:
+            with self._onlooker.phase("evaluating"):
+                metrics = finite({"validation_loss": self._evaluate(voice, step)})
+        self._saves.save(voice, state, metrics, last=True)
+        refuse()
 
     def _fetch(self) -> Rows:
         return self._source.batch(self._trainer.global_batch)
@@ -392,23 +417,30 @@ class _Run:
                 voice.note(f"step {step}: {words}")
 
     def _evaluate(self, voice: Voice, step: int) -> float | None:
-        """The validation loss; where a rank has been asked to end, it stays unknown."""
-        losses: list[float] = []
-        while not self._stopping.at_once and len(losses) < self._trainer.eval_batches:
-            batch = self._source.validation(len(losses), self._trainer.global_batch)
-            losses.append(self._engine.evaluate(batch))
+        """The loss of the held-out rows; where a rank has been asked to end, it stays unknown."""
+
+        def progress(done: int, count: int | None) -> bool:
+            voice.evaluating(step, done, count)
             self._stopping.ask()
-        self._unfinished = self._stopping.at_once
-        if self._unfinished:
+            return not self._stopping.at_once
+
+        found = None if self._stopping.at_once else self._held_out.evaluate(progress)
+        self._unfinished = found is None
+        if found is None:
             return None
-        self._record.validation_loss = statistics.fmean(losses)
-        voice.evaluation(step, self._record.validation_loss)
-        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
+        self._evaluated, self._record.validation_loss = step, found.loss
+        voice.evaluation(step, found.loss)
+        if found.bad is not None:
+            index, loss = found.bad
             voice.note(
-                f"step {step}: the validation loss is no number: held-out batch {bad[0]} gives {losses[bad[0]]}"
+                f"step {step}: the validation loss is no number: held-out batch {index} gives {loss}"
             )
-        return self._record.validation_loss
+        if found.cut:
+            voice.note(
+                f"step {step}: the validation loss is of the first {found.batches} held-out batches, and there are "
+                "more: set trainer.eval_batches, or give the source validation_rows, their number of rows"
+            )
+        return found.loss
 
     def _summary(self) -> dict[str, Any]:
         """How the run ended, and predicted against measured; the same on every rank, but for what it waited itself."""
@@ -417,9 +449,10 @@ class _Run:
             "steps": self._engine.completed_steps,
             "checkpoint_seconds": self._saves.seconds,
             **self._stopping.summary(complete=self._complete),
+            **({"ended": ENDED} if self._rows_end.everywhere else {}),
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
             **self._checkup.summary(),
-            **self._record.summary(self._trainer.global_batch * self._tokens),
+            **self._record.summary(self._trainer.global_batch, self._tokens),
         }
 
     @property

@@ -75,8 +75,8 @@ class RunRecord:
         self._swap.add(result.swap)
         self._last = result
 
-    def summary(self, tokens_per_step: int) -> dict[str, Any]:
-        """Predicted against measured; the same on every rank."""
+    def summary(self, rows_per_step: int, tokens_per_row: int) -> dict[str, Any]:
+        """Predicted against measured; the same on every rank. ``tokens_per_row``: 1 where rows are not of tokens."""
         plan = self._plan
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
@@ -106,7 +106,7 @@ class RunRecord:
             )
         restarts, lost_steps = noted_restarts(self._directory)
         return {
-            **self._results(tokens_per_step),
+            **self._results(rows_per_step, tokens_per_row),
             "restarts": restarts,
             "lost_steps": lost_steps,
             "refused_hosts": noted_refusals(self._directory),
@@ -117,7 +117,7 @@ class RunRecord:
             "ranks": ranks,
         }
 
-    def _results(self, tokens_per_step: int) -> dict[str, float | None]:
+    def _results(self, rows_per_step: int, tokens_per_row: int) -> dict[str, float | None]:
         """Of this start's steps. One that finds all taken has what the start that took them had no time to say."""
         metrics = self._directory / METRICS
         losses = self._losses or told(metrics, "loss")
@@ -125,12 +125,14 @@ class RunRecord:
         validated = [] if self._losses else told(metrics, "validation_loss")
         timed = seconds[WARM_UP:] or seconds
         median = statistics.median(timed) if timed else None
+        rate = rows_per_step / median if median else None
         return {
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "validation_loss": validated[-1] if validated else self.validation_loss,
             "step_seconds_median": median,
-            "tokens_per_second": tokens_per_step / median if median else None,
+            "rows_per_second": rate,
+            "tokens_per_second": rate * tokens_per_row if rate and tokens_per_row > 1 else None,
         }
 
     def write_occupancy(self, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from parallax.train.monitor import LoggerConfig, MetricsLog, Progress, StepLine, Unwritten
 
 OUTPUT = "the progress lines to standard output"
+_EVALUATING_SECONDS = 10.0  # between two lines of a long evaluation
 
 
 class Voice(Protocol):
@@ -17,6 +19,9 @@ class Voice(Protocol):
 
     def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
         """One step has ended."""
+
+    def evaluating(self, step: int, done: int, count: int | None) -> None:
+        """An evaluation goes on: ``done`` batches of ``count``, where that is known."""
 
     def evaluation(self, step: int, loss: float) -> None:
         """An evaluation has ended."""
@@ -30,12 +35,23 @@ class _Speaker:
 
     def __init__(self, metrics: MetricsLog, progress: Progress, unwritten: Unwritten) -> None:
         self._metrics, self._progress, self._unwritten = metrics, progress, unwritten
+        self._told = 0.0  # when an evaluation was last said to go on
 
     def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
         """Show and write it."""
         self._metrics.write(metrics)
         with self._unwritten.trying(OUTPUT):
             self._progress.show(line)
+
+    def evaluating(self, step: int, done: int, count: int | None) -> None:
+        """Show it now and then."""
+        now = time.monotonic()
+        if done == 1:
+            self._told = now
+        elif now - self._told > _EVALUATING_SECONDS and done != count:
+            self._told = now
+            of = f" of {count}" if count is not None else ""
+            self.note(f"step {step}: evaluating, {done}{of} held-out batches done")
 
     def evaluation(self, step: int, loss: float) -> None:
         """Show and write it."""
@@ -52,6 +68,9 @@ class _Silence:
     """Every other rank."""
 
     def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
+        """Rank 0 says it."""
+
+    def evaluating(self, step: int, done: int, count: int | None) -> None:
         """Rank 0 says it."""
 
     def evaluation(self, step: int, loss: float) -> None:

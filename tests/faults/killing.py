@@ -96,6 +96,8 @@ def reached(action: str) -> None:
 class Rows:
     """Other rows in each step, the same in each run."""
 
+    validation_rows = 8
+
     def __init__(self) -> None:
         self.taken = 0
 

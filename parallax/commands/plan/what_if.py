@@ -93,6 +93,7 @@ def _plan(settings: dict[str, str], config: RunConfig, profile: Path | None) -> 
 def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: Cluster) -> Outcome:
     seconds = plan.prediction.step_seconds
     price = price_per_hour(cluster)
+    rows, tokens = plan.global_batch / seconds if seconds > 0 else 0.0, tokens_per_row(config)
     return Outcome(
         settings=settings,
         fits=True,
@@ -101,9 +102,8 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
         schedule=plan.schedule.name,
         microbatch=plan.microbatch,
         step_seconds=seconds,
-        tokens_per_second=plan.global_batch * tokens_per_row(config) / seconds
-        if seconds > 0
-        else 0.0,
+        rows_per_second=rows,
+        tokens_per_second=rows * tokens if tokens > 1 else 0.0,
         cost_per_step=price * seconds / HOUR,
         cost_per_hour=price,
     )

@@ -140,5 +140,5 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def is_complete(summary: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this summary has taken all of its steps."""
-    return summary is not None and summary.get("ended") == "steps"
+    """Whether a run with this summary has taken all of its steps, or all for which there were rows."""
+    return summary is not None and summary.get("ended") in ("steps", "rows")

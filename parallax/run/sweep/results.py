@@ -115,7 +115,8 @@ def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
     if summary is not None:
         yield "step_seconds", _number(summary, "step_seconds_median")
         yield "predicted_step_seconds", _number(summary, "predicted_step_seconds")
-        yield "per_second", _number(summary, "tokens_per_second")
+        tokens = _number(summary, "tokens_per_second")
+        yield "per_second", _number(summary, "rows_per_second") if tokens is None else tokens
         yield "validation_loss", _number(summary, "validation_loss")
         yield (
             "peaks",

@@ -1,0 +1,104 @@
+"""The loss of the held-out rows: the mean over all rows, or over all counted targets, whatever batches they come in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from parallax.errors import DataError, EmptyBatchError, HangError
+from parallax.runtime.batch import FirstRows, Rows
+from parallax.runtime.engine import Engine
+from parallax.runtime.health.row_comparison import RowDigest, row_digest
+from parallax.train.data import Source
+
+MOST_BATCHES = 1000  # of a source that neither ends nor says how many held-out rows it has
+_ENDS = StopIteration, IndexError, EmptyBatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The ``loss`` of ``batches`` batches. ``cut``: they were the first of more. ``bad``: the first whose loss is not
+    finite, and that loss."""
+
+    loss: float
+    batches: int
+    cut: bool = False
+    bad: tuple[int, float] | None = None
+
+
+class HeldOut:
+    """The held-out rows of ``source``, in batches of ``rows``; ``most``: so many batches at most, None for all."""
+
+    def __init__(self, engine: Engine, source: Source, rows: int, most: int | None) -> None:
+        self._engine, self._source, self._rows, self._most = engine, source, rows, most
+
+    def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
+        """Their loss; all ranks call it. ``progress`` is told how many batches are done, of how many where that is
+        known, and says whether to go on: where it does not, there is no loss."""
+        total, weights, done, bad = 0.0, 0.0, 0, None
+        known = self._known_batches()
+        batches = self._batches() if known is None else self._known(known)
+        while (batch := self._agreed(next(batches, None))) is not None:
+            loss, weight = self._engine.evaluate_weighted(batch)
+            if not math.isfinite(loss) and bad is None:
+                bad = done, loss
+            total, weights, done = total + loss * weight, weights + weight, done + 1
+            if not progress(done, known if known is not None else self._most):
+                return None
+        cut = known is None and self._most is None and done == MOST_BATCHES
+        return Evaluated(total / weights if weights else math.nan, done, cut, bad)
+
+    def _known_batches(self) -> int | None:
+        """How many there are, where the source says so."""
+        rows = getattr(self._source, "validation_rows", None)
+        if rows is None:
+            return None
+        batches = -(-int(rows) // self._rows)
+        return batches if self._most is None else min(batches, self._most)
+
+    def _known(self, count: int) -> Iterator[Rows]:
+        left = int(self._source.validation_rows)  # type: ignore[attr-defined]
+        for index in range(count):
+            batch = self._source.validation(index, self._rows)
+            yield FirstRows(batch, left) if left < len(batch) else batch
+            left -= len(batch)
+
+    def _batches(self) -> Iterator[Rows]:
+        """Until the source has no more, or gives the first batch again."""
+        first: RowDigest | None = None
+        short = False
+        for index in itertools.islice(itertools.count(), self._most or MOST_BATCHES):
+            try:
+                batch = self._source.validation(index, self._rows)
+            except HangError:
+                raise
+            except (
+                Exception
+            ) as error:  # behind a short batch, whatever the source raises is the end
+                if index and (short or isinstance(error, _ENDS)):
+                    return
+                raise
+            if index and not len(batch):
+                return
+            if self._most is None:
+                found = row_digest(batch)
+                if index and found == first and None not in found:
+                    return
+                first = first or found
+            short = short or len(batch) < self._rows
+            yield batch
+
+    def _agreed(self, batch: Rows | None) -> Rows | None:
+        """The batch, where all ranks have one; None where none has. Raises :class:`DataError` otherwise."""
+        mesh = self._engine.mesh
+        have = int(mesh.sum(torch.tensor([float(batch is not None)])).item())
+        if have in (0, mesh.plan.world_size):
+            return batch
+        raise DataError(
+            f"{have} of {mesh.plan.world_size} ranks have more held-out rows than the others: a data source must give "
+            "the same rows on every rank"
+        )
