@@ -22,8 +22,8 @@ help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST))
 
-train: $(INSTALLED)  ## install into .venv, then plan and train the main job (ARGS go to parallax train)
-	@$(BIN)/parallax train $(ARGS)
+train: $(INSTALLED)  ## install into .venv, then plan and train the demo (ARGS go to parallax train)
+	@$(BIN)/parallax train experiment=demo $(ARGS)
 
 # Files of few but long tests, those of processes, come first by name; by their number of tests they would come last.
 # Some tests start processes, which would compile the package each where the environment keeps Python from writing it.

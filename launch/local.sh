@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 # Starts a run on this host with torchrun, one process for each device.
 #
-#   launch/local.sh                                        the main job
-#   launch/local.sh name=deeper model.layers=12            arguments are those of `parallax train`
-#   PROCESSES=4 launch/local.sh trainer.global_batch=32
-#   CUDA_VISIBLE_DEVICES=0,1 RESTARTS=3 launch/local.sh name=long
+#   launch/local.sh trainer.steps=1000                     arguments are those of `parallax train`
+#   PROCESSES=3 launch/local.sh experiment=demo            two stages, the second with two replicas
+#   CUDA_VISIBLE_DEVICES=0,1 RESTARTS=3 launch/local.sh name=long trainer.steps=1000
 #
 # Results go to runs/NAME below the current folder. `parallax train` alone plans before it starts its processes and
 # so chooses their number itself; this script is for those who want torchrun's settings in their own hands.
 #
 # Environment:
-#   PROCESSES   ranks on this host (default: its CUDA devices; without any, 3, enough to see a pipeline work)
+#   PROCESSES   ranks on this host (default: its CUDA devices; without any, its cores)
 #   RESTARTS    how often torchrun starts all ranks again after a failure (default: 0); give the run a name, so
 #               that they continue from its last checkpoint
 #   PYTHON      interpreter that has Parallax (default: the checkout's .venv, otherwise python3)
@@ -30,12 +29,13 @@ if ! "$python" -c 'import sys, importlib.util; sys.exit(importlib.util.find_spec
     exit 2
 fi
 
-processes=${PROCESSES:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 3)')}
+cores=$(nproc)
+processes=${PROCESSES:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
+processes=${processes/#0/$cores}
 if [[ ! $processes =~ ^[1-9][0-9]*$ ]]; then
     echo "local.sh: PROCESSES=$processes: accepted are whole numbers from 1" >&2
     exit 2
 fi
-cores=$(getconf _NPROCESSORS_ONLN)
 threads=$((cores / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 

@@ -3,8 +3,8 @@
 # each.
 #
 #   launch/torchrun.sh HEAD:PORT NODES PROCESSES key=value ...
-#   launch/torchrun.sh 10.0.0.1:29400 2 8 name=deeper model.layers=96 cluster.device_memory=auto
-#   launch/torchrun.sh 10.0.0.1:29400 1:4 8 name=deeper            goes on with whatever is there, of one host to four
+#   launch/torchrun.sh 10.0.0.1:29400 2 8 name=deeper model.layers=96 trainer.steps=1000
+#   launch/torchrun.sh 10.0.0.1:29400 1:4 8 name=deeper trainer.steps=1000    elastic: one host to four
 #
 # HEAD is any one of the hosts, by an address or a name that all others reach; PORT one that is free there. NODES is how
 # many hosts there are, PROCESSES how many ranks each starts: one for each of its devices. Settings are those of

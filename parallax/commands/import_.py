@@ -69,10 +69,11 @@ def run(parsed: argparse.Namespace) -> int:
         )
         return 0
     states = format_bytes(found.state_bytes) if found.state_bytes else "nothing"
+    steps = "" if config.trainer.steps else " trainer.steps=N"
     for line in (
         *found.remarks,
         f"step {found.step}, {format_bytes(found.weight_bytes)} of weights, {states} of optimizer states",
-        f"imported to {found.directory}: `parallax train name={found.directory.name}` goes on from there",
+        f"imported to {found.directory}: `parallax train name={found.directory.name}{steps}` goes on from there",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -218,7 +218,7 @@ def _option(sorts: Sorts, source: str) -> str:
     return "\n".join(
         [
             f"# To plan for, not to train on: what {source} has, {what}.",
-            "defaults: [/parallax/cluster/catalog@_here_, override /plan@_global_.plan: auto]",
+            "defaults: [/parallax/cluster/catalog@_here_]",
             *lines,
             f"remote: ethernet-10g  # nobody says what is between nodes: one of {', '.join(LINK_KINDS)}",
             "",

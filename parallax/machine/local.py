@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
 
 RANKS_PER_GPU = 8
+MOST_PROCESSES = 8  # of a CPU, where nobody says how many
 _ON_CPU = "cpu:"  # before a budget
 # Small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured.
 CPU_RESERVE = 13 * 2**19
@@ -41,8 +43,9 @@ HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to
 class ClusterConfig:
     """The devices to use; ``auto`` asks the machine.
 
-    ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: what is present). ``devices``: how many; every
-    one of them works. On a CPU a device is a process that computes on ``threads`` cores. ``device_memory``: the budget
+    ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: what is present). ``devices``: how many (auto:
+    all accelerators; on a CPU no more than its cores, at most eight). On a CPU a device is a process that computes on
+    ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its part of them). ``device_memory``: the budget
     of each device, a hard limit for parameters, gradients, optimizer states and activations (``cpu:BYTES``: of a CPU's
     processes, and auto of anything else). ``host_memory`` and
     ``disk``: bytes that all offloaded data of this machine may take in either tier. ``link``: what goes between nodes
@@ -113,16 +116,16 @@ def chosen_kind(config: ClusterConfig) -> str:
 
 
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
-    """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU.
+    """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU, or a CPU's cores.
 
     Raises :class:`ConfigError` where an accelerator is asked for and absent, or more than eight ranks would share one.
     """
     kind = chosen_kind(config)
     told, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
     present = told.present if told else len(seen)
-    cores = usable_cores()
-    # Three processes even on one core: a pipeline with a replicated stage then shows on any machine.
-    count = max(at_least, present if kind != "cpu" else min(8, max(3, int(cores))))
+    cores, threads = usable_cores(), _asked_threads(config)
+    usual = present if kind != "cpu" else min(MOST_PROCESSES, int(cores) // (threads or 1))
+    count = max(at_least, usual)
     if config.devices != AUTO:
         count = int(config.devices)
     if kind != "cpu" and not 0 < count <= RANKS_PER_GPU * present:
@@ -131,16 +134,40 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
         raise ConfigError(
             f"{asked}: torch {torch.__version__} sees {present} {kind} devices here; {remedy}"
         )
-    threads = max(1, int(cores) // count) if config.threads == AUTO else int(config.threads)
     return DeviceChoice(
         kind,
         count,
-        threads,
+        threads or max(1, int(cores) // count),
         exact=kind == "cpu" and config.memory_of(kind) is not None,
         present=present,
         apart=told.apart if told else min(count, present) > 1,
         shares=told.shares if told and len(told.shares) == count else _dealt(seen, count),
     )
+
+
+def _asked_threads(config: ClusterConfig) -> int:
+    """The threads of each rank that the user asks for, by ``cluster.threads`` or ``OMP_NUM_THREADS``; 0 where nobody
+    does."""
+    if config.threads != AUTO:
+        return int(config.threads)
+    variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    # Torchrun sets 1 where the user has set nothing; the launch scripts, which say where ranks meet, do not.
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "PARALLAX_RENDEZVOUS" not in os.environ
+    usual = by_torchrun and variable == "1"
+    return int(variable) if variable.isdecimal() and not usual else 0
+
+
+def processes_of(choice: DeviceChoice) -> str:
+    """How a CPU's cores are shared by the processes of ``choice``, in one line; empty for accelerators."""
+    if choice.kind != "cpu":
+        return ""
+    count, cores = choice.count * choice.threads, usable_cores()
+    processes = f"{choice.count} {'process' if choice.count == 1 else 'processes'}"
+    threads = f"{choice.threads} thread{'s' if choice.threads > 1 else ''}"
+    have = f"{cores:g} {'core' if cores == 1 else 'cores'}"
+    if count <= max(1, cores):
+        return f"{processes} × {threads} on {have}"
+    return f"{processes} × {threads} share {have}: as asked for, and slower than a core for each thread"
 
 
 def _dealt(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:

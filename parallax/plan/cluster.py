@@ -159,6 +159,16 @@ class Cluster:
         ]
         return replace(self, nodes=tuple(nodes))
 
+    def first(self, count: int) -> Cluster:
+        """The cluster of the first ``count`` devices alone."""
+        left, nodes = count, list[Node]()
+        for node in self.nodes:
+            devices = node.devices[: max(0, left)]
+            left -= len(devices)
+            if devices:
+                nodes.append(replace(node, devices=devices, speeds=node.speeds[: len(devices)]))
+        return replace(self, nodes=tuple(nodes))
+
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
         """The cluster, where some devices take ``factors`` times as long for the same work."""
         return self.with_devices(

@@ -70,6 +70,15 @@ class PlanConfig:
                 "per device"
             )
 
+    @property
+    def ranks(self) -> int | None:
+        """Devices that stages and replicas ask for; None where one of them is left open."""
+        if isinstance(self.replicas, list | tuple):
+            return sum(self.replicas)
+        if AUTO in (self.stages, self.replicas):
+            return None
+        return int(self.stages) * int(self.replicas)
+
     def load_schedule(self) -> None:
         """Import a schedule of the user's own: what is wrong with it is said before anything else is done."""
         if self.schedule != AUTO:

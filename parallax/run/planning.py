@@ -18,6 +18,8 @@ from parallax.machine.local import (
     ClusterConfig,
     DeviceChoice,
     choose_devices,
+    chosen_kind,
+    processes_of,
     tier_below,
 )
 from parallax.model.describe import Chain
@@ -58,12 +60,13 @@ _Costs = TypeVar("_Costs", ModelProfile, ModelWork)
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with everything it was made from."""
+    """A plan with everything it was made from. ``remarks``: what to say of its devices, one line each."""
 
     plan: Plan
     forecast: Forecast
     profile: ModelProfile
     cluster: Cluster
+    remarks: tuple[str, ...] = ()
 
 
 def settle(choice: DeviceChoice) -> None:
@@ -75,13 +78,20 @@ def settle(choice: DeviceChoice) -> None:
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
     """The devices that ``plan`` asks for, with this process computing as their ranks will."""
-    choice = _choose(cluster, plan)
+    count = _given(cluster, plan)
+    return _settled(cluster, min(count, plan.ranks or count))
+
+
+def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
+    choice = choose_devices(dataclasses.replace(cluster, devices=count))
     settle(choice)
     return choice
 
 
-def _choose(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
-    return choose_devices(cluster, at_least=plan.stages if isinstance(plan.stages, int) else 1)
+def _given(cluster: ClusterConfig, plan: PlanConfig) -> int:
+    """Devices that ``plan`` may use; where the machine is asked, as many as it asks for at least."""
+    alone = [each for each in (plan.stages, plan.replicas) if isinstance(each, int)]
+    return choose_devices(cluster, at_least=plan.ranks or max([1, *alone])).count
 
 
 def plan_model(
@@ -110,9 +120,11 @@ def plan_model(
     :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
-    choice = settled(on_first_node(cluster, present), plan)
     asked: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
-    check_model(chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **asked)
+    used = check_model(
+        chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **asked
+    )
+    choice = _settled(cluster, used if present is None else len(present.nodes[0].devices))
     profile = profile or measure_model(
         chain,
         loss,
@@ -131,14 +143,37 @@ def plan_model(
     profile = stepped_by(profile, optimizer or OptimizerConfig())
     asked |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
     best, forecast = search(profile, found, plan, **asked)
-    return Planned(best, forecast, profile, found)
+    given = len(found.devices) if present else _given(cluster, plan)
+    remarks = (_unused(given, used), "" if present else processes_of(choice))
+    return Planned(best, forecast, profile, found, tuple(filter(None, remarks)))
 
 
-def on_first_node(cluster: ClusterConfig, present: Cluster | None) -> ClusterConfig:
-    """What a node of several is asked for: the devices that ``present`` has on the first."""
-    if present is None:
-        return cluster
-    return dataclasses.replace(cluster, devices=len(present.nodes[0].devices))
+def as_planned(cluster: ClusterConfig, asked: PlanConfig, plan: Plan) -> ClusterConfig:
+    """What ranks of ``plan`` are told of ``cluster``: as many devices as it uses, and on a CPU as many threads as each
+    had when it was measured, also where the planner has found that fewer of them are as fast."""
+    counted = dataclasses.replace(cluster, devices=plan.world_size)
+    if asked.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
+        return counted
+    most = min(_given(cluster, asked), plan.global_batch * plan.stages[-1].stop)
+    if plan.world_size >= most:
+        return counted
+    threads = choose_devices(dataclasses.replace(cluster, devices=most)).threads
+    return dataclasses.replace(counted, threads=threads)
+
+
+def _unused(given: int, used: int) -> str:
+    """A line on the devices that no plan uses; empty where there are none."""
+    if used == given:
+        return ""
+    return (
+        f"using {used} of {given} devices: plan.stages, plan.replicas and the rows of a batch leave no work for the "
+        "others"
+    )
+
+
+def _started(cluster: ClusterConfig) -> bool:
+    """Whether the ranks are there, so that each is a device of the plan."""
+    return dist.is_initialized() and cluster.devices == dist.get_world_size()
 
 
 def check_model(
@@ -151,18 +186,18 @@ def check_model(
     microbatch: int | str,
     gather_loss: bool,
     present: Cluster | None = None,
-) -> None:
-    """Refuse settings that no plan of ``chain`` for batches of ``rows`` rows can follow, before anything is measured;
-    see :func:`~parallax.plan.search.contradiction.check_question`."""
-    check_question(
+) -> int:
+    """The number of devices that plans of ``chain`` for batches of ``rows`` rows use. Refuses settings that none can
+    follow, before anything is measured; see :func:`~parallax.plan.search.contradiction.check_question`."""
+    return check_question(
         Question(
             config=plan,
             blocks=len(chain.blocks),
-            devices=len(present.devices) if present else _choose(cluster, plan).count,
+            devices=len(present.devices) if present else _given(cluster, plan),
             rows=rows,
             microbatch=microbatch,
             swap=swap.offloads,
-            chosen=cluster.devices != AUTO,
+            fixed=present is not None or _started(cluster),
             model=type(chain.model).__name__,
             tied=bool(chain.ties),
             gather_loss=gather_loss,
@@ -273,12 +308,12 @@ def plan_catalog(
     weight_bytes = (
         round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
     )
-    found = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
-    check_question(
+    given = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
+    used = check_question(
         Question(
             config=plan,
             blocks=len(profile.blocks),
-            devices=len(found.devices),
+            devices=len(given.devices),
             rows=global_batch,
             microbatch=microbatch,
             swap=swap.offloads,
@@ -286,7 +321,8 @@ def plan_catalog(
             gather_loss=gather_loss,
         )
     )
-    progress(f"searching plans for {len(found.devices)} device(s)")
+    found = given.first(used)
+    progress(f"searching plans for {used} device(s)")
     best, forecast = search(
         profile,
         found,
@@ -298,7 +334,8 @@ def plan_catalog(
         gather_loss=gather_loss,
         progress=progress,
     )
-    return Planned(best, forecast, profile, found)
+    unused = _unused(len(given.devices), used)
+    return Planned(best, forecast, profile, found, (unused,) if unused else ())
 
 
 def plan_together(

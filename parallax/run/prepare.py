@@ -27,7 +27,7 @@ from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import placement_table, plan_table
 from parallax.run.job import local_cluster, plan_run
-from parallax.run.planning import Planned
+from parallax.run.planning import Planned, as_planned
 from parallax.run.resume import STORED, StoredRun, Trusts, check_model_of, settings
 from parallax.run.sweep.points import SWEEP
 from parallax.run.working import working
@@ -50,7 +50,7 @@ class PreparedRun:
         """Read what :func:`prepare` wrote. ``trusts`` raises where the class paths of the file must not be imported."""
         config = StoredRun.read(directory, trusts).config
         plan = Plan.load(directory / "plan.yaml")
-        return cls(directory, _counted(config, plan.world_size), plan)
+        return cls(directory, _counted(config, plan), plan)
 
     def fingerprints(self) -> tuple[str, str]:
         """What ranks compare at their first barrier."""
@@ -71,6 +71,7 @@ def prepare(
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
+        config.trainer.check_steps()
         work.limit(config.trainer)
         local_cluster(config)
         name = config.name if config.name != "auto" else free_name()
@@ -103,7 +104,9 @@ def prepare(
     console.print(plan_table(planned.plan, planned.profile))
     if len(planned.cluster.nodes) > 1:
         console.print(placement_table(planned.plan, planned.cluster))
-    return PreparedRun(directory, _counted(config, planned.plan.world_size), planned.plan)
+    for line in planned.remarks:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return PreparedRun(directory, _counted(config, planned.plan), planned.plan)
 
 
 def check_name(name: str) -> None:
@@ -126,11 +129,11 @@ def free_name() -> str:
     return next((name for name in names if not (RUNS / name).exists()), now)
 
 
-def _counted(config: RunConfig, devices: int) -> RunConfig:
+def _counted(config: RunConfig, plan: Plan) -> RunConfig:
     """The settings with the number of devices that the plan uses, which ranks share the cores by."""
     cluster = config.cluster
     return (
-        replace(config, cluster=replace(cluster, devices=devices))
+        replace(config, cluster=as_planned(cluster, config.plan, plan))
         if isinstance(cluster, ClusterConfig)
         else config
     )

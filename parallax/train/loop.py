@@ -15,6 +15,7 @@ import torch
 from parallax.common.events import EventLog
 from parallax.errors import (
     CheckpointError,
+    ConfigError,
     CutShortError,
     check_choice,
     check_count,
@@ -46,6 +47,7 @@ from parallax.train.voice import Voice, open_voice
 class TrainerConfig:
     """How long and how large.
 
+    ``steps``: optimizer steps to train for; no default is right, so a run without is refused (0: not said).
     ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch, auto lets
     the planner choose. ``gather_loss``: the outputs of all micro-batches and replicas meet before the loss, which is
     computed once, of the whole batch: for losses in which rows meet, such as contrastive ones. ``eval_every``,
@@ -65,7 +67,7 @@ class TrainerConfig:
     bit by bit; 0 is never. ``corruption``: what is done where these differ, stop or note it.
     """
 
-    steps: int = 60
+    steps: int = 0
     global_batch: int = 16
     microbatch: int | str = "auto"
     gather_loss: bool = False
@@ -84,9 +86,10 @@ class TrainerConfig:
     corruption: str = "stop"
 
     def __post_init__(self) -> None:
-        for key in ("steps", "global_batch", "nonfinite_limit"):
+        for key in ("global_batch", "nonfinite_limit"):
             check_positive(f"trainer.{key}", getattr(self, key))
         for key in (
+            "steps",
             "eval_every",
             "checkpoint_every",
             "keep_checkpoints",
@@ -104,6 +107,14 @@ class TrainerConfig:
         check_count(
             "trainer.eval_batches", AUTO if self.eval_batches is None else self.eval_batches
         )
+
+    def check_steps(self) -> None:
+        """Raise :class:`ConfigError` where nobody has said how long to train."""
+        if not self.steps:
+            raise ConfigError(
+                "trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example "
+                "trainer.steps=1000"
+            )
 
     @property
     def nonfinite_skips(self) -> int:
@@ -144,6 +155,7 @@ def train(
     The summary's ``ended`` is "steps", "rows" where the source had no more, or the name of that reason: "drift", of
     which ``drift`` says why, or "stopped", of which ``stopped`` is the signal's number.
     """
+    trainer.check_steps()
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
     run = _Run(
         engine,

@@ -9,6 +9,7 @@ import yaml
 
 from parallax.config import RunConfig, compose, dump, load
 from parallax.config import options as options_module
+from parallax.machine.local import ClusterConfig
 from parallax.model.gpt import GPTConfig
 from parallax.model.mlp import MLPConfig
 from parallax.model.precision import PrecisionConfig
@@ -58,11 +59,12 @@ def test_a_file_holds_only_what_differs_from_the_dataclass(file: Path) -> None:
     assert (CONFIGS / file).read_text().startswith("# "), "says what the option is for"
 
 
-def test_the_main_job() -> None:
+def test_defaults_leave_everything_to_the_planner() -> None:
     config = compose([])
     assert config.model == GPTConfig()
     assert config.trainer == TrainerConfig()
-    assert (config.name, config.seed, config.plan.stages) == ("auto", 1, 2)
+    assert (config.name, config.seed, config.plan) == ("auto", 1, PlanConfig())
+    assert config.cluster == ClusterConfig(), "the budget is what is free"
     assert (config.swap.tier, config.precision.compute) == ("auto", "fp32")
 
 

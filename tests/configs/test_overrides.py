@@ -129,7 +129,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("model=null", "model=null: ", "accepted are custom, gpt, huggingface, mlp", ""),
     ("model=[gpt]", "model=[gpt]: ", "accepted are custom, gpt, huggingface, mlp", "gpt"),
     ("trainer={steps:3}", "trainer={steps:3}: ", "accepted are default", ""),
-    ("experiment=tny", "experiment=tny: ", "unknown option; accepted are mlp, tiny", "tiny"),
+    ("experiment=tny", "experiment=tny: ", "unknown option; accepted are demo, mlp, tiny", "tiny"),
     ("model/gpt=3", "model/gpt=3: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     ("model@x=gpt", "model@x=gpt: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     (
@@ -221,7 +221,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     (
         "~trainer.steps",
         "~trainer.steps: ",
-        "every key is needed; accepted is a value: trainer.steps=60",
+        "every key is needed; accepted is a value: trainer.steps=0",
         "",
     ),
     (

@@ -27,7 +27,7 @@ from parallax.runtime.checkpoint import list_checkpoints
 from tests.distributed.pool import ROOT
 from tests.plans import make_plan
 
-TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4"]
+TINY = ["experiment=tiny", "plan=two_stages", "data.max_bytes=64KiB", "trainer.global_batch=4"]
 LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
 ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]
 SETTLED = [

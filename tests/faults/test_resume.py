@@ -66,8 +66,8 @@ def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:
     assert settings(["name=run"], RUNS).config == stored
     assert settings(["name=run"], RUNS).changed == []
     assert settings(["trainer.steps=9"], RUNS).changed is None
-    assert settings(["name=other"], RUNS).config.trainer.steps == 60
-    assert settings(["name=run", "trainer.resume=never"], RUNS).config.trainer.steps == 60
+    assert settings(["name=other"], RUNS).config.trainer.steps == 0
+    assert settings(["name=run", "trainer.resume=never"], RUNS).config.trainer.steps == 0
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_any_number_of_rows_is_a_step_but_none(here: Path, called: Called) -> No
     (here / "uneven.py").write_text(MODULE)
     sizes = ",".join(map(str, (*SIZES, 0)))
     run = prepared(
-        *OWN, "trainer.global_batch=8", "trainer.microbatch=2", f"+data.kwargs.sizes=[{sizes}]"
+        *OWN,
+        *("trainer.steps=9", "trainer.global_batch=8", "trainer.microbatch=2"),
+        f"+data.kwargs.sizes=[{sizes}]",
     )
     code, _, err = called("train", "--run-dir", str(run))
     assert code == 2

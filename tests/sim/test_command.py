@@ -17,7 +17,13 @@ from parallax.plan.profile import ModelProfile
 from tests.distributed.pool import ROOT
 from tests.sim.build import library, missing
 
-TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.steps=1"]
+TINY = [
+    "experiment=tiny",
+    "plan=two_stages",
+    "data.max_bytes=64KiB",
+    "trainer.global_batch=4",
+    "trainer.steps=1",
+]
 # Every Python gets the device, of a kind that has variables, and writes down at its end how much of it it has used, and
 # which variables it was given, whether it was given some after it had used the device, and how much of another.
 CONTEXT = 2**26

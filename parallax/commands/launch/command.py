@@ -11,7 +11,7 @@ from parallax.commands.launch.size import count_of, job_size
 from parallax.commands.options import RUNS, add_overrides
 from parallax.commands.plan.what_if import alternative
 from parallax.common.terminal import safe_console
-from parallax.config import RunConfig, said
+from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.tier import AUTO
@@ -122,6 +122,7 @@ def _points(axes: Sequence[Sequence[tuple[str, str]]]) -> list[list[str]]:
 
 
 def _check(config: RunConfig) -> None:
+    config.trainer.check_steps()
     if config.trainer.resume == "never":
         raise ConfigError(
             "trainer.resume=never: a job that is queued again goes on from its checkpoint; leave that out, and choose "
@@ -134,14 +135,13 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 
 
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
-    """What the ranks are given: they have the devices, so a cluster to plan for says nothing to them; but the budget
-    and the free choice of a plan, which come with it, are theirs, too."""
+    """What the ranks are given: they have the devices, so a cluster to plan for says nothing to them; but its budget
+    is theirs, too."""
     words = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
         return words
     kept = [word for word in words if _key(word).split(".")[0] != "cluster"]
-    plan = [] if said(overrides, "plan") else ["plan=auto"]
-    return [*plan, *kept, f"cluster.device_memory={config.cluster.device_memory}"]
+    return [*kept, f"cluster.device_memory={config.cluster.device_memory}"]
 
 
 def _key(word: str) -> str:

@@ -106,7 +106,7 @@ def _show(console: Console, planned: Planned) -> None:
         console.print(placement_table(plan, planned.cluster))
     if plan.prediction.stages:
         console.print(memory_table(plan))
-    for line in explain_choice(plan):
+    for line in (*planned.remarks, *explain_choice(plan)):
         console.print(line, highlight=False, markup=False)
     if hourly := price_per_hour(planned.cluster):
         step = hourly * plan.prediction.step_seconds / HOUR

@@ -20,9 +20,9 @@ from parallax.plan.rows import micro_batch_count
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of the planner, in numbers. ``chosen``: whether the user said how many devices there are; ``tied``:
-    whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not only planned;
-    ``gather_loss``: whether the loss is computed once, of all rows."""
+    """What is asked of the planner, in numbers. ``fixed``: whether the ranks have started, so that a plan uses every
+    device; ``tied``: whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not
+    only planned; ``gather_loss``: whether the loss is computed once, of all rows."""
 
     config: PlanConfig
     blocks: int
@@ -30,11 +30,22 @@ class Question:
     rows: int
     microbatch: int | str = AUTO
     swap: bool = True
-    chosen: bool = True
+    fixed: bool = False
     model: str = "the model"
     tied: bool = False
     runnable: bool = True
     gather_loss: bool = False
+
+    @property
+    def used(self) -> int:
+        """How many devices a plan uses, the first of them, where stages and replicas that are asked for, or the rows of
+        a batch, leave some without work."""
+        if self.fixed:
+            return self.devices
+        if (ranks := self.config.ranks) is not None:
+            return min(self.devices, ranks)
+        each = self.rows if self.config.replicas == AUTO else int(str(self.config.replicas))
+        return min(self.devices, each * max(self.positions))
 
     @property
     def positions(self) -> Sequence[int]:
@@ -43,7 +54,8 @@ class Question:
         if stages != AUTO or listed is not None:
             return [len(listed) if listed is not None else int(stages)]
         if replicas != AUTO:
-            return [self.devices // int(str(replicas))]
+            positions = self.devices // int(str(replicas))
+            return [positions if self.fixed else max(1, min(positions, self.blocks))]
         return range(1, min(self.blocks, self.devices) + 1)
 
     @property
@@ -58,13 +70,15 @@ class Question:
         return self.config.shares_positions
 
 
-def check_question(question: Question) -> None:
-    """Raise where the settings contradict each other: :class:`InfeasiblePlan` for a shape that does not exist,
-    :class:`ConfigError` for settings that exclude one another on any machine."""
+def check_question(question: Question) -> int:
+    """The number of devices that plans use, :attr:`Question.used`. Raises where the settings contradict each other:
+    :class:`InfeasiblePlan` for a shape that does not exist, :class:`ConfigError` for settings that exclude one another
+    on any machine."""
     _check_settings(question)
     if reason := _contradiction(question):
         remedies = list(dict.fromkeys(_remedies(question)))
         raise InfeasiblePlan(f"{reason}; use {', or '.join(remedies)}")
+    return question.used
 
 
 def check_rows(rows: int, microbatch: int | str) -> None:
@@ -140,15 +154,18 @@ def _of_stages(question: Question) -> str:
 
 def _of_replicas(question: Question) -> str:
     config, devices, listed = question.config, question.devices, question.replicas
-    if listed is not None and sum(listed) != devices:
-        return f"plan.replicas={_list(listed)} does not use {devices} device(s) but {sum(listed)}"
-    if listed is not None or config.replicas == AUTO:
+    if (ranks := config.ranks) is not None:
+        asked = f"plan.replicas={_asked(config)}"
+        asked = asked if listed is not None else f"plan.stages={config.stages} with {asked}"
+        if question.fixed and ranks != devices:
+            return f"{asked} uses {ranks} device(s), and {devices} rank(s) were started"
+        return f"{asked} needs {ranks} devices, and there are {devices}" if ranks > devices else ""
+    if config.replicas == AUTO:
         return ""
     count = int(str(config.replicas))
-    if config.stages != AUTO and int(config.stages) * count != devices:
-        used = int(config.stages) * count
-        return f"plan.stages={config.stages} with plan.replicas={count} does not use {devices} device(s) but {used}"
-    if devices % count or devices // count > question.blocks:
+    if count > devices:
+        return f"plan.replicas={count} needs {count} devices, and there are {devices}"
+    if question.fixed and (devices % count or devices // count > question.blocks):
         most = f"and at most {question.blocks} stage(s), one for each block of the model"
         return f"plan.replicas={count} does not use {devices} device(s): every stage has {count} of them, {most}"
     return ""
@@ -167,7 +184,7 @@ def _of_rows(question: Question) -> str:
     if most > rows:
         return f"plan.replicas={_asked(config)}: {most} replicas share the {rows} row(s) of a batch, and each needs one"
     if (
-        question.chosen
+        question.fixed
         and config.replicas == AUTO
         and question.devices > rows * max(question.positions)
     ):
@@ -183,7 +200,7 @@ def _of_interleaving(question: Question) -> str:
     where it groups micro-batches, as many as the positions divide (Narayanan et al. 2021, section 2.2)."""
     if not question.interleaves:
         return ""
-    config, blocks, devices = question.config, question.blocks, question.devices
+    config, blocks, devices = question.config, question.blocks, question.used
     name = (
         f"plan.schedule={config.schedule}"
         if config.interleave == AUTO
@@ -226,6 +243,8 @@ def _remedies(question: Question) -> Iterator[str]:
     """Changes, from the smallest on, after which nothing is left to object to: at most two."""
     found = 0
     for changed, text in _changes(question):
+        if question.fixed and changed.devices != question.devices:
+            continue  # the ranks are there
         if text and not _contradiction(changed):
             yield text
             found += 1
@@ -246,7 +265,7 @@ def _changes(question: Question) -> Iterator[tuple[Question, str]]:
     if config.replicas != AUTO:
         yield replace(question, config=replace(config, replicas=AUTO)), "plan.replicas=auto"
     if config.stages != AUTO:
-        most = min(question.blocks, question.devices)
+        most = max(1, min(question.blocks, question.devices))
         for stages in range(most, 0, -1):
             yield replace(question, config=replace(config, stages=stages)), f"plan.stages={stages}"
             if config.replicas != AUTO:

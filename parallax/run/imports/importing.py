@@ -70,10 +70,12 @@ def import_run(
     forms :data:`SOURCES`. ``weights_only``: without the states of an optimizer. Nothing is written where names or
     shapes are not those of the model, or there is no room."""
     directory = _free_directory(config)
-    if not 0 <= step < config.trainer.steps:
-        raise ConfigError(
-            f"--step {step}: accepted is 0 to {config.trainer.steps - 1}, as trainer.steps={config.trainer.steps}"
+    steps = config.trainer.steps
+    if step < 0 or 0 < steps <= step:
+        accepted = (
+            f"0 to {steps - 1}, as trainer.steps={steps}" if steps else "whole numbers from 0"
         )
+        raise ConfigError(f"--step {step}: accepted is {accepted}")
     if base_of(built_model(config), config.seed):
         raise ConfigError(
             "model.adapter: checkpoints of adapters do not hold their base; let the run begin with it (model.weights, "

@@ -147,7 +147,8 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
 
 
 def _asked(config: RunConfig) -> RunConfig:
-    """The same, which must be of machines that are there."""
+    """The same, which must say for how long to train, on machines that are there."""
+    config.trainer.check_steps()
     local_cluster(config)
     return config
 

@@ -118,6 +118,7 @@ def _judged(point: Point, sweep_name: str, asked: Multirun) -> bool:
     words = [*asked.options.words, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
         config = settings(words, RUNS).config
+        config.trainer.check_steps()
         local_cluster(config)
         built_model(config)
     except UserError as error:

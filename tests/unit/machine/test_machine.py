@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,7 +30,13 @@ from parallax.machine.host import (
     resident_bytes,
     usable_cores,
 )
-from parallax.machine.local import ClusterConfig, build_cluster, choose_devices, probe_speeds
+from parallax.machine.local import (
+    ClusterConfig,
+    build_cluster,
+    choose_devices,
+    probe_speeds,
+    processes_of,
+)
 from parallax.machine.pinned import ApartArena
 from parallax.machine.probes import (
     Probes,
@@ -328,13 +335,57 @@ def test_what_the_allocator_loses_depends_on_whether_a_budget_is_kept(probes: Pr
 
 
 @no_cuda
-def test_auto_shows_a_pipeline_on_any_machine() -> None:
-    choice = choose_devices(ClusterConfig())
-    assert choice.kind == "cpu"
-    assert 3 <= choice.count <= 8
-    assert choice.threads == max(1, int(usable_cores()) // choice.count)
-    assert choose_devices(ClusterConfig(devices=1)).threads == max(1, int(usable_cores()))
-    assert choose_devices(ClusterConfig(threads=5)).threads == 5
+@pytest.mark.parametrize(
+    ("cores", "variable", "settings", "expected"),
+    [
+        (0.5, "", {}, (1, 1)),
+        (1, "", {}, (1, 1)),
+        (2, "", {}, (2, 1)),
+        (3.5, "", {}, (3, 1)),
+        (16, "", {}, (8, 2)),
+        (2, "", {"devices": 1}, (1, 2)),
+        (2, "", {"devices": 3}, (3, 1)),
+        (2, "1", {"devices": 1}, (1, 1)),
+        (2, "2", {}, (1, 2)),
+        (8, "4", {}, (2, 4)),
+        (8, "4,2", {"devices": 4}, (4, 4)),
+        (8, "many", {}, (8, 1)),
+        (8, "0", {}, (8, 1)),
+        (8, "4", {"threads": 2}, (4, 2)),
+        (2, "", {"threads": 5}, (1, 5)),
+    ],
+)
+def test_auto_starts_no_more_threads_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: float,
+    variable: str,
+    settings: dict[str, Any],
+    expected: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: float(cores))
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    choice = choose_devices(ClusterConfig(**settings))
+    assert (choice.kind, choice.count, choice.threads) == ("cpu", *expected)
+
+
+@no_cuda
+def test_the_one_thread_that_torchrun_sets_is_no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.delenv("PARALLAX_RENDEZVOUS", raising=False)
+    assert choose_devices(ClusterConfig(devices=2)).threads == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert choose_devices(ClusterConfig(devices=2)).threads == 2
+
+
+@no_cuda
+def test_more_threads_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2.0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    said = [processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)]
+    assert said[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
+    assert said[2].startswith("3 processes × 1 thread share 2 cores: as asked for, and slower")
 
 
 @no_cuda

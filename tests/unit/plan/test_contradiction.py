@@ -19,10 +19,16 @@ from tests.unit.plan_fakes import block, cluster, profile
 
 
 def question(
-    devices: int, blocks: int = 4, rows: int = 8, microbatch: int | str = "auto", **settings: Any
+    devices: int,
+    blocks: int = 4,
+    rows: int = 8,
+    microbatch: int | str = "auto",
+    fixed: bool = False,
+    **settings: Any,
 ) -> Question:
     return Question(
         config=PlanConfig(**settings),
+        fixed=fixed,
         blocks=blocks,
         devices=devices,
         rows=rows,
@@ -44,13 +50,24 @@ REFUSED = [
         "one number for each stage; use plan.stages=3 cluster.devices=6",
     ),
     (
-        question(3, replicas=[1, 1]),
-        "does not use 3 device(s) but 2; use cluster.devices=2, or plan.replicas=auto",
+        question(3, replicas=[1, 1], fixed=True),
+        "plan.replicas=[1,1] uses 2 device(s), and 3 rank(s) were started; use plan.replicas=auto",
+    ),
+    (
+        question(3, replicas=[2, 2]),
+        "plan.replicas=[2,2] needs 4 devices, and there are 3; use cluster.devices=4, or plan.replicas=auto",
+    ),
+    (
+        question(3, replicas=4),
+        "plan.replicas=4 needs 4 devices, and there are 3; use plan.replicas=auto",
     ),
     (question(5, replicas=[1, 1, 1, 1, 1]), "plan.replicas=[1,1,1,1,1]: 5 stages for 4 block(s)"),
-    (question(5, stages=3, replicas=2), "does not use 5 device(s) but 6; use cluster.devices=6"),
-    (question(5, replicas=2), "plan.replicas=2 does not use 5 device(s)"),
-    (question(10, replicas=2), "at most 4 stage(s), one for each block of the model"),
+    (
+        question(5, stages=3, replicas=2),
+        "plan.stages=3 with plan.replicas=2 needs 6 devices, and there are 5; use cluster.devices=6",
+    ),
+    (question(5, replicas=2, fixed=True), "plan.replicas=2 does not use 5 device(s)"),
+    (question(10, replicas=2, fixed=True), "at most 4 stage(s), one for each block of the model"),
     (
         question(2, stages=2, schedule="interleaved", interleave=4),
         "4 to each of 2 makes 8 stages, more than the 4",
@@ -69,7 +86,7 @@ REFUSED = [
         "plan.schedule=zb-v with plan.stages=2 and 2 device(s): 2 to each of 2 makes 4 stages, more than the 3",
     ),
     (question(9, stages=1, replicas=9), "9 replicas share the 8 row(s) of a batch"),
-    (question(9, rows=2), "cluster.devices=9 with trainer.global_batch=2"),
+    (question(9, rows=2, fixed=True), "cluster.devices=9 with trainer.global_batch=2"),
 ]
 
 
@@ -79,6 +96,27 @@ REFUSED = [
 def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: str) -> None:
     with pytest.raises(InfeasiblePlan, match=re.escape(expected)):
         check_question(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        (question(3, stages=1, replicas=1), 1),
+        (question(3, replicas=1), 3),
+        (question(9, replicas=1), 4),
+        (question(3, replicas=[1, 1]), 2),
+        (question(5, replicas=2), 4),
+        (question(10, replicas=2), 8),
+        (question(5, stages=2, replicas=2), 4),
+        (question(9, rows=2), 8),
+        (question(9, rows=2, stages=3), 6),
+        (question(9, rows=2, stages=1), 2),
+        (question(5), 5),
+    ],
+    ids=str,
+)
+def test_a_plan_may_use_fewer_devices_than_there_are(asked: Question, used: int) -> None:
+    assert check_question(asked) == used
 
 
 def test_settings_that_exclude_each_other() -> None:
@@ -177,22 +215,24 @@ def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
     for devices, blocks, stages in itertools.product(
         (1, 2, 3, 4, 6), (1, 4, 9), ("auto", 1, 2, 3, 5)
     ):
-        model, machine = profile([block(weight_seconds=0.5)] * blocks), cluster(devices)
+        model = profile([block(weight_seconds=0.5)] * blocks)
         for asked, (schedule, interleave), microbatch in itertools.product(
             replicas, kinds, ("auto", 1, 3, 8)
         ):
             config = PlanConfig(
                 stages=stages, replicas=asked, schedule=schedule, interleave=interleave
             )
-            request = Request(model, machine, config, global_batch=8, microbatch=microbatch)
-            shapes = [
-                s
-                for s in request.shapes()
-                if request.config.replicas != "auto" or _even(s, devices)
-            ]
             found = Question(
                 config=config, blocks=blocks, devices=devices, rows=8, microbatch=microbatch
             )
+            request = Request(
+                model, cluster(found.used), config, global_batch=8, microbatch=microbatch
+            )
+            shapes = [
+                s
+                for s in request.shapes()
+                if request.config.replicas != "auto" or _even(s, found.used)
+            ]
             assert bool(shapes) == _accepted(found), found
 
 
@@ -218,7 +258,11 @@ def test_nothing_is_measured_for_what_has_no_shape(
     for name in ("measure_model", "measured_cluster"):
         monkeypatch.setattr(planning, name, measured)
     monkeypatch.chdir(tmp_path)
-    for settings in (["plan.stages=100"], ["plan.replicas=[1,2,3]"], ["trainer.microbatch=9"]):
+    for settings in (
+        ["plan.stages=100"],
+        ["plan.replicas=[1,2,3]", "cluster.devices=3"],
+        ["trainer.microbatch=9"],
+    ):
         assert cli.main(["train", "experiment=tiny", "data.max_bytes=64KiB", *settings]) == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert settings[0] in line
