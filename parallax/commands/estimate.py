@@ -15,7 +15,7 @@ from parallax.run.planning import stepped_by
 from parallax.run.working import working
 
 EXAMPLES = """examples:
-  parallax estimate                                     the main job's model
+  parallax estimate                                     a GPT of 10 M parameters, the default
   parallax estimate model=transformer model.layers=96 model.hidden=12288 model.heads=96 \\
       precision=mixed_bf16 trainer.global_batch=64 trainer.microbatch=1
   parallax estimate model=custom model.target=mymodel:build --json

@@ -21,7 +21,7 @@ from parallax.run.planning import MEASURED_ROWS
 from parallax.run.working import working
 
 EXAMPLES = """examples:
-  parallax profile                                      measures the main job's blocks on this machine
+  parallax profile                                      measures the default model's blocks on this machine
   parallax profile model.layers=12 precision=bf16 --output deeper.json
   parallax profile cluster=dgx_a100 --json              derived from shapes, nothing runs
   parallax profile model=transformer model.hidden=8192 model.heads=64 cluster=dgx_h100

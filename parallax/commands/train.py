@@ -22,18 +22,18 @@ from parallax.run.resume import Trusts
 from parallax.run.sweep.sweep import sweep
 
 EXAMPLES = """examples:
-  parallax train                                        the main job on this machine's devices
+  parallax train experiment=demo                        two stages, three processes, activations offloaded
   parallax train model.layers=12 trainer.steps=200 name=deeper
-  parallax train data.path=~/texts cluster.devices=2 cluster.device_memory=400MiB
-  parallax train model=custom model.target=mymodel:build plan.stages=3
-  parallax train plan.replan=auto                       plans again, once, where steps are not as predicted
+  parallax train data.path=~/texts cluster.devices=2 cluster.device_memory=400MiB trainer.steps=200
+  parallax train model=custom model.target=mymodel:build trainer.steps=200
+  parallax train trainer.steps=200 plan.replan=auto     plans again, once, where steps are not as predicted
   parallax train name=deeper                            continues runs/deeper from its last checkpoint
-  parallax train -m model=gpt,mlp cluster.devices=1,2 name=scaling   a sweep: each combination, below runs/scaling
-  parallax train -m hydra/launcher=submitit_slurm swap=off,auto      its points as jobs of a batch system
+  parallax train -m model=gpt,mlp cluster.devices=1,2 trainer.steps=20 name=sizes   a sweep: each combination
+  parallax train -m hydra/launcher=submitit_slurm swap=off,auto trainer.steps=20    as jobs of a batch system
   parallax train --config-dir mine experiment=long                   options of your own: mine/experiment/long.yaml
   parallax train --cfg job model=mlp                    what the settings are; nothing is run
   parallax train --run-dir theirs model.target=mymodel:build   a directory that was prepared elsewhere
-  torchrun --nproc-per-node=4 -m parallax train trainer.global_batch=32
+  torchrun --nproc-per-node=4 -m parallax train trainer.global_batch=32 trainer.steps=200
 """
 
 

@@ -89,12 +89,15 @@ def checked(
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     """``kind`` from ``values``, each as its annotation wants it; the dataclass judges what they mean."""
-    read, mistakes = {}, Mistakes()
+    read, mistakes, usual = {}, Mistakes(), defaults(kind)
     for key, hint in typing.get_type_hints(kind).items():
+        if isinstance(values[key], str) and values[key] == usual.get(key):
+            read[key] = values[key]  # auto, where only the dataclass knows what it means
+            continue
         try:
             read[key] = _read(hint, values[key])
         except (ValueError, OverflowError):
-            accepted = _accepted(hint, defaults(kind).get(key))
+            accepted = _accepted(hint, usual.get(key))
             with mistakes.noting():
                 refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
     mistakes.tell()
@@ -169,7 +172,8 @@ def _accepted(hint: Any, default: Any) -> str:
         return " or ".join(_accepted(member, None) for member in kinds) + example
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is tuple:
-        return f"a list of {len(inner)} such as {shown(list(default))}"
+        example = f" such as {shown(list(default))}" if isinstance(default, tuple) else ""
+        return f"a list of {len(inner)}{example}"
     if origin is list:
         return f"a list, each {_accepted(inner[0], None)}"
     return words.get(origin, "keys and values, {key: value}")

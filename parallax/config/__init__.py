@@ -102,7 +102,7 @@ def is_name(text: str) -> bool:
 
 
 def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfig:
-    """The main job, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80 swap=off``).
+    """The defaults, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80 swap=off``).
 
     Leaves no trace in the process: no Hydra state, folder or logging. A mistake raises :class:`ConfigError`
     in one line: key, value, what is accepted, nearest name.

@@ -45,7 +45,7 @@ class OptionFolders:
         return {group: sorted(names) for group, names in found.items()}
 
     def chosen(self, group: str, option: str) -> str:
-        """The override by which Hydra takes an option: one of a group that the main job has not is added."""
+        """The override by which Hydra takes an option: one of a group that the defaults do not have is added."""
         ours = (self.folders[0] / group).is_dir()
         return f"{group}={option}" if ours else f"+{group}={option}"
 

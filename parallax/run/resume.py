@@ -57,7 +57,7 @@ class Settings:
 
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
     """The settings that ``overrides`` mean: on top of those of the run that they name, where there is one below
-    ``runs``; on top of the main job's otherwise, and with ``trainer.resume=never``."""
+    ``runs``; on top of the defaults otherwise, and with ``trainer.resume=never``."""
     name = configuration.said(overrides, "name")
     if (
         name == "auto"

@@ -16,6 +16,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.config import PlanConfig
+from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.train.loop import TrainerConfig
 from tests.configs.refused import error_of
 
@@ -31,7 +32,7 @@ NEEDS = {"custom": ["{group}.target=package.module:factory"]}
 
 @functools.cache
 def option(group: str, name: str) -> RunConfig:
-    """The main job with one option of a group."""
+    """The defaults with one option of a group."""
     return compose([f"{group}={name}", *(text.format(group=group) for text in NEEDS.get(name, []))])
 
 
@@ -78,6 +79,26 @@ def test_experiments() -> None:
         "the command line comes last"
     )
     assert compose(["experiment=null"]) == compose([])
+
+
+@pytest.mark.parametrize(
+    "words", [["optimizer=sgd"], ["optimizer.name=sgd"], ["optimizer=sgd", "optimizer.lr=auto"]]
+)
+def test_sgd_has_none_of_the_habits_of_adamw(words: list[str]) -> None:
+    sgd = compose(words).optimizer
+    assert (sgd.momentum, sgd.weight_decay, sgd.clip_norm, sgd.warmup_steps) == (0.9, 0, 0, 0)
+    assert {sgd.rate(step, 100) for step in range(100)} == {0.01}
+    assert sgd == OptimizerConfig(name="sgd") == load(dump(compose(words))).optimizer
+    typed = compose([*words, "optimizer.weight_decay=0.2", "optimizer.lr=1"]).optimizer
+    assert (typed.weight_decay, typed.lr) == (0.2, 1.0)
+
+
+def test_defaults_of_other_optimizers() -> None:
+    adamw, lion = (compose([f"optimizer={name}"]).optimizer for name in ("adamw", "lion"))
+    assert compose([]).optimizer == adamw == OptimizerConfig()
+    assert (adamw.betas, adamw.weight_decay, adamw.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
+    assert (lion.betas, lion.clip_norm) == ((0.9, 0.99), 1.0)
+    assert lion.lr * lion.weight_decay == pytest.approx(adamw.lr * adamw.weight_decay, rel=0.2)
 
 
 def test_option_meanings() -> None:

@@ -45,8 +45,12 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def line(hosts: TwoHosts, tmp_path: Path) -> tuple[str, ...]:
-    """What is typed on each: checkpoints go where both see them."""
-    return (*SETTINGS, STEP, f"checkpoint.directory={tmp_path / 'shared'}")
+    """What is typed on each: checkpoints go where both see them. Two stages are an option's, not typed."""
+    option = tmp_path / "options" / "experiment" / "stages.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("# @package _global_\nplan: {stages: 2}\n")
+    words = ("--config-dir", str(tmp_path / "options"), "experiment=stages")
+    return (*words, *SETTINGS, STEP, f"checkpoint.directory={tmp_path / 'shared'}")
 
 
 def begin(hosts: TwoHosts, line: tuple[str, ...]) -> None:

@@ -21,11 +21,11 @@ from parallax.run.slurm.job import LOG, SlurmJob
 from parallax.run.working import working
 
 EXAMPLES = """examples:
-  parallax launch --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 name=deeper model.layers=96
-  parallax launch --slurm --dry cluster=dgx_h100 cluster.nodes=4 name=deeper     as many nodes as its plan needs
+  parallax launch --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 name=deeper model.layers=96 trainer.steps=1000
+  parallax launch --slurm --dry cluster=dgx_h100 cluster.nodes=4 trainer.steps=1000   as many nodes as its plan needs
   parallax launch --slurm --nodes 1 --gpus-per-node 1 --cpus-per-node 8 --array optimizer.lr=1e-4,3e-4 \\
-      seed=1,2 name=rates                                                       four runs: rates-0 to rates-3
-  parallax launch --slurm --nodes 2 --processes-per-node 4 --sbatch=--partition=cpu --sbatch=--account=me
+      seed=1,2 name=rates trainer.steps=1000                                    four runs: rates-0 to rates-3
+  parallax launch --slurm --nodes 2 --processes-per-node 4 --sbatch=--partition=cpu trainer.steps=1000
 """
 
 

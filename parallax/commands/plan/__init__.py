@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   parallax plan                                         what `parallax train` would do here
-  parallax plan cluster.devices=4 plan.stages=auto
+  parallax plan cluster.devices=4
   parallax plan cluster.device_memory=80MiB --json | jq .prediction
   parallax plan plan.activations=recompute --output recompute.yaml
   parallax plan --profile profile.json                  with blocks that were measured before

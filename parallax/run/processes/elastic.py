@@ -44,8 +44,8 @@ def patience_seconds() -> float:
 def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
     """What was typed, for the ranks that have come this time; called by all of them.
 
-    The number of devices is theirs, unless one was typed. A run without a name has that of its first start. Where a run
-    has more stages than there are devices now, and nobody typed how many, the planner chooses.
+    The number of devices is theirs, unless one was typed. A run without a name has that of its first start. Where the
+    stages and replicas of an option do not fit the devices that are there now, the planner chooses.
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]
@@ -113,8 +113,12 @@ def _named(overrides: Sequence[str]) -> list[str]:
 
 
 def _stages(overrides: Sequence[str], devices: int) -> list[str]:
-    typed = any(configuration.said(overrides, key) for key in ("plan", "plan.stages"))
+    typed = any(
+        configuration.said(overrides, key) for key in ("plan", "plan.stages", "plan.replicas")
+    )
     if typed or not _is_restarted():
         return []
-    stages = settings(overrides, RUNS).config.plan.stages
-    return ["plan.stages=auto"] if isinstance(stages, int) and stages > devices else []
+    plan = settings(overrides, RUNS).config.plan
+    many = isinstance(plan.stages, int) and plan.stages > devices
+    misfits = many or plan.ranks not in (None, devices)
+    return ["plan.stages=auto", "plan.replicas=auto"] if misfits else []

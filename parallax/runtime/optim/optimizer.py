@@ -110,29 +110,55 @@ class Momentum(SGD):
         return super().step(closure)
 
 
+# Habits of each. AdamW: of decoders (Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3). SGD: of torch's
+# own examples; a constant rate, and nothing that changes the gradient. Lion: a third of AdamW's rate and three times
+# its decay, so that their product is the same (Chen et al. 2023, section 5), and the betas of its algorithm 2.
+_ADAMW = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.1,
+    "warmup_steps": 10,
+    "final_rate": 0.1,
+    "clip_norm": 1.0,
+}
+_SGD = {"lr": 0.01, "weight_decay": 0.0, "warmup_steps": 0, "final_rate": 1.0, "clip_norm": 0.0}
+_LION = {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.3}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAMW,
+    "sgd": _ADAMW | _SGD,
+    "lion": _ADAMW | _LION,
+}
+_OF_NAME: Any = "auto"  # the value that DEFAULTS has for the optimizer's name
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer. Weight decay acts on matrices, not on vectors, and not through the gradient (Loshchilov and
     Hutter 2019); sgd's does.
 
-    ``name``: adamw, sgd (with ``momentum``) or lion, which likes a third of AdamW's ``lr``. ``betas`` are AdamW's and
-    Lion's, ``eps`` is AdamW's. The learning rate rises linearly over ``warmup_steps`` and falls along a cosine to
+    ``name``: adamw, sgd (with ``momentum``) or lion; what is auto depends on it. adamw: ``lr`` 0.001, ``betas`` 0.9 and
+    0.95, ``weight_decay`` 0.1, ten ``warmup_steps``, ``final_rate`` 0.1, ``clip_norm`` 1. sgd: ``lr`` 0.01, constant,
+    without decay, warm-up and clipping. lion: as adamw, but ``lr`` 0.0003, ``betas`` 0.9 and 0.99, ``weight_decay``
+    0.3. ``eps`` is AdamW's. The learning rate rises linearly over ``warmup_steps`` and falls along a cosine to
     ``final_rate`` × ``lr`` at the last step. ``clip_norm`` bounds the global gradient norm over all stages; 0 leaves
     gradients as they are.
     """
 
     name: str = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: float = _OF_NAME
+    betas: tuple[float, float] = _OF_NAME
     eps: float = 1e-8
     momentum: float = 0.9
-    weight_decay: float = 0.1
-    warmup_steps: int = 10
-    final_rate: float = 0.1
-    clip_norm: float = 1.0
+    weight_decay: float = _OF_NAME
+    warmup_steps: int = _OF_NAME
+    final_rate: float = _OF_NAME
+    clip_norm: float = _OF_NAME
 
     def __post_init__(self) -> None:
-        check_choice("optimizer.name", self.name, ["adamw", "sgd", "lion"])
+        check_choice("optimizer.name", self.name, list(DEFAULTS))
+        for key, usual in DEFAULTS[self.name].items():
+            if getattr(self, key) == _OF_NAME:
+                object.__setattr__(self, key, usual)
         check_positive("optimizer.lr", self.lr)
         check_positive("optimizer.eps", self.eps)
         for key in ("weight_decay", "warmup_steps", "final_rate", "clip_norm", "momentum"):
