@@ -280,8 +280,8 @@ class Executor:
     def _backward(self, action: Action, step: StepContext) -> float:
         key = action.stage, action.micro
         flight = self._flights.get(key)
-        if flight is None:
-            return 0.0
+        if flight is None:  # no rows of this micro-batch are here
+            return self._pass_backward(action, step)
         before = self._stall_seconds()
         announced = flight.halves is None and self._completes(action, step)
         if flight.halves is None:
@@ -317,7 +317,9 @@ class Executor:
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
         flight = self._flights.pop((action.stage, action.micro), None)
-        if flight is not None and flight.halves is not None:
+        if flight is None:
+            return self._pass_weights(action, step)
+        if flight.halves is not None:
             completes = self._completes(action, step)
             flight.halves.finish(
                 self._sync.split(action.stage, flight.halves.owes()) if completes else None
@@ -376,8 +378,8 @@ class Executor:
                     yield part
 
     def _completes(self, action: Action, step: StepContext) -> bool:
-        """Whether a stage's gradients are complete after ``action``, on all its replicas."""
-        return action in step.program.last and self._crossings.reaches_all(action.micro)
+        """Whether a stage's gradients are complete after ``action``."""
+        return action in step.program.last
 
     def _name(self, action: Action, step: StepContext) -> int:
         """What the swap manager calls a micro-batch on one of the stages here."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from parallax.errors import PlanError
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.config import ReplicasConfig
+from parallax.runtime.replicas.reducer import ReplicaSync
+from parallax.runtime.replicas.replicate import PositionSync
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, gpt, make_batch, same, training
 from tests.plans import make_plan
@@ -52,7 +54,7 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
 def test_short_gradients_are_near_the_exact_ones(
     pool: Pool, replicas: tuple[int, ...], compress: str, schedule: str
 ) -> None:
-    """Also of a batch with fewer rows than replicas, which no last backward announces."""
+    """Also of a batch with fewer rows than replicas."""
     case = Case(gpt(), dtype=torch.float32, sizes=(1, 8)).under(replicas, schedule=schedule)
     exact = pool.run(gradients, case.world, case)
     short = pool.run(
@@ -70,6 +72,25 @@ def test_short_gradients_are_near_the_exact_ones(
     )
     first, *others = (short[rank][0] for rank in replicated)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def copied_buckets(case: Case) -> int:
+    """All-reduces of gradients that were copied for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = case.engine(folder)
+        for batch in case.batches():
+            engine.gradients(batch)
+        sync = engine._sync
+        assert isinstance(sync, PositionSync)
+        parts = list(sync._parts.values())
+        engine.close()
+    return sum(part._unannounced.all_reduces for part in parts if isinstance(part, ReplicaSync))
+
+
+def test_a_replica_without_rows_sums_gradients_where_they_lie(pool: Pool) -> None:
+    """They were copied, two buckets at a time, on all replicas: 90.2 MiB of 84.5 that were predicted."""
+    case = Case(gpt(), dtype=torch.float32, sizes=(1, 8, 1)).under((2,))
+    assert pool.run(copied_buckets, case.world, case) == [0, 0]
 
 
 def test_short_gradients_of_parameters_below_the_device(pool: Pool) -> None:

@@ -106,10 +106,6 @@ class StageIO:
         """Rows of a micro-batch over all replicas."""
         return self._sizes[micro]
 
-    def reaches_all(self, micro: int) -> bool:
-        """Whether every replica of this rank's stages has rows of a micro-batch."""
-        return self._sizes[micro] >= self._mesh.replica_count
-
     @property
     def posts(self) -> bool:
         """Whether any channel makes room for messages ahead."""
