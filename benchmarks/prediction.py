@@ -5,8 +5,8 @@ Every configuration is planned and trained for a few steps as a user would: ``pa
 stages, replicas, activations and micro-batches forced, in processes of its own. The plan's step is compared with the
 lower quartile of the steps after the warm-up, because what else the machine does only ever makes a step longer; the
 predicted peak with the measured one, on the rank that came closest to its prediction or went furthest beyond it. An
-evaluation and a checkpoint stand between the steps, as in any training. All configurations have a budget: only then
-does a process give freed memory back, and only then is its peak promised.
+evaluation and a checkpoint stand between the steps, as in any training. All configurations have a budget. A predicted
+peak counts the freed memory that malloc keeps while the budget has free bytes.
 
 The first run of a model measures it, as it does for a user; the others read that profile. Times are those of a
 machine that does nothing else; peaks do not depend on it. Where a machine's speed changes from minute to minute,
@@ -279,7 +279,9 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
         "Each line is a training run of its own: what the planner said before it began, and what was measured: the "
         "lower quartile of its steps, after two to warm up. The pipeline is written as the replicas of its stages; "
         "the peak is that of the rank nearest to its prediction or "
-        f"furthest beyond it. Written by `python -m benchmarks.prediction --output`.\n\n{_verdict(totals(outcomes))}"
+        "furthest beyond it. A predicted peak counts the freed memory that malloc may keep while the budget has free "
+        "bytes ([ADR 030](adr/030-a-budget-is-held-near-its-end.md)). Written by "
+        f"`python -m benchmarks.prediction --output`.\n\n{_verdict(totals(outcomes))}"
         f"\n\n{table}\n"
     )
 

@@ -62,8 +62,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where ranks compute. ``memory`` is the budget of a device; on a CPU one that is given makes a process give freed
-    memory back, so a model is measured and run with one, or without. ``minimum_bytes``: smaller tensors are never
+    """Where ranks compute. ``memory`` is the budget of a device. Tensors smaller than ``minimum_bytes`` are not
     swapped."""
 
     kind: str = "cpu"

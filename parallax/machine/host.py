@@ -26,7 +26,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 # Of tensors between two looks at the process's memory, each of some microseconds.
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
-_SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory that are worth a trim
+SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory that are worth a trim
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
@@ -152,9 +152,9 @@ def return_freed_memory() -> bool:
     """Make glibc give every freed block of 256 KiB or more back to the system at once; whether it could.
 
     By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
-    what its tensors need, which no plan can prove. The price is a page fault for each page of each tensor (about a
-    quarter of the step in a small model), so it is paid only where what tensors need is to be measured or proved; to
-    stay below a limit, :class:`MemoryBound` costs much less. Process-wide, and for good: malloc's settings cannot
+    the bytes of its tensors. The price is a page fault for each page of each tensor (a quarter to a half of the step in
+    a small model), so it is paid only to measure the bytes that tensors need; to stay below a limit,
+    :class:`MemoryBound` costs much less. Process-wide, and for good: malloc's settings cannot
     be read, so there is nothing to go back to.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -268,7 +268,7 @@ class _FreedMemory:
         self._seen, self._tensors = now, min(self._tensors, now)
         for bound in _bounds:
             bound.see(now)
-        worth = max(_SMALLEST_TRIM, growth // 256)
+        worth = max(SMALLEST_TRIM, growth // 256)
         if now + coming > max(self.line_bytes() - self._step, self._tensors + worth):
             trim_freed_memory()
             for bound in _bounds:
@@ -283,6 +283,11 @@ class _FreedMemory:
 
 _bounds: list[MemoryBound] = []  # that are open
 _freed = _FreedMemory()
+
+
+def memory_is_bounded() -> bool:
+    """Whether a :class:`MemoryBound` is open."""
+    return bool(_bounds)
 
 
 def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:

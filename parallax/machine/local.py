@@ -34,9 +34,9 @@ _ON_CPU = "cpu:"  # before a budget
 # Small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured.
 CPU_RESERVE = 13 * 2**19
 THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
-EXACT_GAPS = 0.015  # whole pages for each tensor: up to 1 % measured
+GAPS = 0.015  # of malloc, where all freed memory goes back: up to 1 % measured
 COPYING_THREADS = 2  # as many as a rank has where nobody says (swap.threads)
-HEAP_GAPS = 0.45  # freed memory that malloc keeps, and the holes between: up to 41 % measured
+KEPT = 0.435  # freed memory that malloc keeps, and the holes between: with the gaps up to 41 % measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,13 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The devices of a run on this machine: what kind, how many, and how many cores each computes on. ``exact``:
-    the RAM of a process is a device with a budget of its own. Of accelerators ``present`` are there, ``shares`` are the
-    bytes of each rank's, and how many ranks have that; ``apart`` says whether some two ranks of the run have one each.
-    """
+    """The devices of a run on this machine: what kind, how many, and how many cores each computes on. Of accelerators
+    ``present`` are there, ``shares`` are the bytes of each rank's, and how many ranks have that; ``apart`` says whether
+    some two ranks of the run have one each."""
 
     kind: str
     count: int
     threads: int
-    exact: bool
     present: int = 0
     apart: bool = False
     shares: tuple[tuple[int, int], ...] = ()
@@ -138,7 +136,6 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
         kind,
         count,
         threads or max(1, int(cores) // count),
-        exact=kind == "cpu" and config.memory_of(kind) is not None,
         present=present,
         apart=told.apart if told else min(count, present) > 1,
         shares=told.shares if told and len(told.shares) == count else _dealt(seen, count),
@@ -210,7 +207,9 @@ def build_cluster(
             if choice.kind == "cpu"
             else accelerator_named(choice.kind).reserve_bytes,
             **_beside_allocator(choice, probes),
-            gap_share=_gap_share(choice),
+            # An accelerator's allocator reports allocated bytes, and its own gaps are kept out of the budget.
+            gap_share=GAPS if choice.kind == "cpu" else 0.0,
+            kept_share=KEPT if choice.kind == "cpu" else 0.0,
             overlap_loss=1 - computing,
             tier_share=copying,
             host_update_seconds=_host_update_seconds(below, probes, write, read),
@@ -250,7 +249,7 @@ def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, .
     devices that share nothing slow nobody down."""
     if choice.kind != "cpu" or choice.count == 1:
         return ()
-    return measure_speeds(choice.count, choice.threads, exact=choice.exact, fresh=fresh)
+    return measure_speeds(choice.count, choice.threads, fresh=fresh)
 
 
 def _copying_share(choice: DeviceChoice) -> float:
@@ -277,14 +276,6 @@ def _host_update_seconds(tier: Tier, probes: Probes, write: float, read: float) 
         return 0.0
     stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
     return stepping + (0.0 if tier.steps else 1 / write + 1 / read)
-
-
-def _gap_share(choice: DeviceChoice) -> float:
-    """What the allocator loses; an accelerator's reports allocated bytes, and its own gaps are kept out of the
-    budget."""
-    if choice.kind != "cpu":
-        return 0.0
-    return EXACT_GAPS if choice.exact else HEAP_GAPS
 
 
 def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:

@@ -29,7 +29,7 @@ from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, existing_parent, replacing
 from parallax.errors import ConfigError, check_positive
 from parallax.machine.accelerators import accelerator_of, own_device, present_devices, present_kind
-from parallax.machine.host import cpu_model, return_freed_memory, usable_cores
+from parallax.machine.host import cpu_model, usable_cores
 
 PROBE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
@@ -285,12 +285,9 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 # ---------------------------------------------------------------------------------- computing together
 
 
-def measure_speeds(
-    count: int, threads: int, *, exact: bool, fresh: bool = False
-) -> tuple[float, ...]:
+def measure_speeds(count: int, threads: int, *, fresh: bool = False) -> tuple[float, ...]:
     """How fast each of k processes of ``threads`` threads computes while all k do, for k = 1 to ``count``, relative to
-    one alone; ``exact``: they give freed memory back at once. Measured once (about six seconds), then read from the
-    cache."""
+    one alone. Measured once (about six seconds), then read from the cache."""
     count = min(count, TOGETHER)
     known = [
         socket.gethostname(),
@@ -299,7 +296,6 @@ def measure_speeds(
         usable_cores(),
         count,
         threads,
-        exact,
     ]
     cache = (
         cache_directory()
@@ -308,7 +304,7 @@ def measure_speeds(
     if not fresh:
         with contextlib.suppress(OSError, ValueError, TypeError):
             return tuple(float(speed) for speed in read_json(cache, SMALL_BYTES))
-    found = shared_speeds(probe_together(count, threads, exact=exact), usable_cores() / threads)
+    found = shared_speeds(probe_together(count, threads), usable_cores() / threads)
     with contextlib.suppress(OSError), replacing(cache) as file:
         file.write(json.dumps(found).encode())
     return found
@@ -324,7 +320,7 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def probe_together(count: int, threads: int, *, exact: bool) -> list[float]:
+def probe_together(count: int, threads: int) -> list[float]:
     """Processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, for k = 1 to
     ``count``.
 
@@ -333,7 +329,7 @@ def probe_together(count: int, threads: int, *, exact: bool) -> list[float]:
     stranger shared them.
     """
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(_worker(threads, exact)) for _ in range(count)]
+        workers = [stack.enter_context(_worker(threads)) for _ in range(count)]
         for worker in workers:
             _answer(worker)
         turns: list[list[float]] = [[] for _ in workers]
@@ -348,9 +344,9 @@ def probe_together(count: int, threads: int, *, exact: bool) -> list[float]:
 
 
 @contextlib.contextmanager
-def _worker(threads: int, exact: bool) -> Iterator[subprocess.Popen[str]]:
+def _worker(threads: int) -> Iterator[subprocess.Popen[str]]:
     """A process that computes on request, ended with the block."""
-    code = f"from parallax.machine.probes import compute_on_request; compute_on_request({threads}, exact={exact})"
+    code = f"from parallax.machine.probes import compute_on_request; compute_on_request({threads})"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -381,13 +377,10 @@ def _answer(worker: subprocess.Popen[str]) -> str:
     return line
 
 
-def compute_on_request(threads: int, *, exact: bool) -> None:
+def compute_on_request(threads: int) -> None:
     """What a process of :func:`probe_together` does: for each line read it trains three transformer layers for a while,
-    two micro-batches forward and then backward, on fresh memory as ranks do, and says how many processor seconds one
-    time took."""
+    two micro-batches forward and then backward, and says how many processor seconds one time took."""
     torch.set_num_threads(threads)
-    if exact:
-        return_freed_memory()
     layers = [
         torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(3)
     ]

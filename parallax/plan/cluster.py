@@ -39,9 +39,10 @@ class Device:
     ranks that sum tensors from device to device takes ``collective_bytes`` on each of them, and each way between
     two ranks ``edge_bytes`` on both; 0 where tensors go through the host. Of all bytes that come and go, the
     allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor between two
-    blocks. ``speed`` is relative to the device that the profile is for; while its links carry bytes,
-    ``overlap_loss`` of it is lost. Its copies take up to ``tier_share`` of a tier that the node shares: less than
-    all where it has no core to copy as fast as the tier takes it. ``price_per_hour`` is in any currency.
+    blocks; while the budget has free bytes, it keeps up to ``kept_share`` more in freed blocks. ``speed`` is relative
+    to the device that the profile is for; while its links carry bytes, ``overlap_loss`` of it is lost. Its copies take
+    up to ``tier_share`` of a tier that the node shares: less than all where it has no core to copy as fast as the tier
+    takes it. ``price_per_hour`` is in any currency.
     ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
     Gradients of replicas are summed in buckets of ``bucket_bytes``, which follow from the links
     (:func:`with_buckets`).
@@ -59,6 +60,7 @@ class Device:
     edge_bytes: int = 0
     gap_share: float = 0.0
     gap_tensors: float = 0.0
+    kept_share: float = 0.0
     speed: float = 1.0
     overlap_loss: float = 0.0
     tier_share: float = 1.0
@@ -216,7 +218,7 @@ def _check_device(name: str, device: Device) -> None:
             raise PlanError(
                 f"{name}: {key}={getattr(device, key)} must be finite and not below zero"
             )
-    for key in ("gap_share", "overlap_loss"):
+    for key in ("gap_share", "kept_share", "overlap_loss"):
         if not 0 <= getattr(device, key) < 1:
             raise PlanError(
                 f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.machine.accelerators import own_device, tell_ranks_devices
-from parallax.machine.host import return_freed_memory
 from parallax.machine.local import (
     ClusterConfig,
     DeviceChoice,
@@ -70,10 +69,8 @@ class Planned:
 
 
 def settle(choice: DeviceChoice) -> None:
-    """Make this process compute, and hold memory, as the ranks of a run do."""
+    """Make this process compute as the ranks of a run do."""
     torch.set_num_threads(choice.threads)
-    if choice.exact:
-        return_freed_memory()
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
@@ -278,7 +275,6 @@ def _conditions(
         "device": own_device(choice.kind),
         "precision": precision or PrecisionConfig(),
         "minimum_bytes": (swap or SwapConfig()).smallest_bytes(choice.kind),
-        "allocator": "exact" if choice.exact else "default",
         "offloader": _offloader(choice, swap or SwapConfig(), scratch),
         "gathered": len(batch) if gather_loss else 0,
     }

@@ -23,6 +23,7 @@ from torch import Tensor
 from parallax.common.events import Span
 from parallax.errors import CutShortError
 from parallax.machine.device import CopyEngine, copies_for
+from parallax.machine.host import data_bytes
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms
@@ -45,7 +46,7 @@ from parallax.runtime.health.buffers import KeptBuffers
 from parallax.runtime.health.part_runs import PartRuns
 from parallax.runtime.inputs import open_inputs
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
-from parallax.runtime.meters.memory import device_memory
+from parallax.runtime.meters.memory import bound_memory, device_memory
 from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.meters.step import StepResult
 from parallax.runtime.optim.optimizer import OptimizerConfig
@@ -77,6 +78,7 @@ class Engine:
         self._shared = shared_between_ranks(chain, plan)
         plans = {stage: plan.stages[stage] for stage in mesh.stages}
         self._memory = self._meter(configs.precision, plans.values())
+        before = data_bytes()
         copies = copies_for(mesh.device, configs.swap.delay())
         self._below = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
         self._stage = Stage(
@@ -111,6 +113,8 @@ class Engine:
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss = loss
         self._step = 0
+        most = plan.prediction.ranks[mesh.rank].peak_bytes
+        self._unbound = bound_memory(mesh.device, most, before)
 
     def part_runs(self) -> PartRuns:
         """Computes parts of a batch again. Not kept: it holds the engine, and so what is on the device."""
@@ -393,6 +397,7 @@ class Engine:
         self._channels.close()
         self._below.close()
         self.mesh.close()
+        self._unbound()
 
     def _run(
         self,

@@ -15,7 +15,7 @@ from parallax.common.seeds import block_seed
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_of
-from parallax.machine.host import relieve_memory
+from parallax.machine.host import memory_is_bounded, relieve_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import ChangingBuffers, Found
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
@@ -289,6 +289,8 @@ class Stage(nn.Module):
                     inputs = self._run_block(place, where, None, *inputs)
             else:
                 inputs = self._run_block(place, where, halves, *inputs)
+            if training:
+                _relieve_in_backward(inputs)
         return inputs
 
     def _run_again(
@@ -348,6 +350,18 @@ class Stage(nn.Module):
             # By calls, where no module says so.
             self._draws[place] = self._draws.get(place, False) or dropout.drew
             return outputs
+
+
+def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
+    """Let the backward of the block that has made ``outputs`` begin with :func:`relieve_memory`, as its forward did."""
+    node = next((tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None), None)
+    if node is not None and memory_is_bounded():
+        node.register_prehook(_relieve)
+
+
+def _relieve(gradients: tuple[Tensor, ...]) -> None:
+    del gradients
+    relieve_memory()
 
 
 def first_below(sizes: Sequence[int], share: float) -> int:

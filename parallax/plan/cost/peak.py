@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from parallax.plan.cluster import Device
 from parallax.plan.cost.passes import Bytes, Passes
 from parallax.plan.cost.stage import ONCE, StageLoad
 from parallax.plan.schedule.action import COMPUTE, Action
@@ -40,6 +41,18 @@ def peak_memory(
                 max(terms.get(term, 0), size) if term in ONCE else terms.get(term, 0) + size
             )
     terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
-    passing = sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))
-    terms["allocator"] = math.ceil(stages[0][0].gap_share * passing)
+    terms["allocator"] = math.ceil(stages[0][0].gap_share * _passing(terms))
     return terms
+
+
+def with_kept(terms: dict[str, int], device: Device) -> dict[str, int]:
+    """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps while the budget has
+    free bytes. It gives that back when the budget is reached, so the bytes that a rank needs do not count it."""
+    free = max(0, device.memory_bytes - sum(terms.values()))
+    kept = min(free, math.ceil(device.kept_share * _passing(terms)))
+    return {**terms, "allocator": terms["allocator"] + kept}
+
+
+def _passing(terms: dict[str, int]) -> int:
+    """Bytes that come and go."""
+    return sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))

@@ -22,6 +22,7 @@ from parallax.plan.cluster import Cluster, Link
 from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds, link_among
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.passes import Passes
+from parallax.plan.cost.peak import with_kept
 from parallax.plan.cost.stage import ONCE, StageLoad, load_planned
 from parallax.plan.cost.traffic import buffer_bytes, copying_seconds, leaving_bytes
 from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
@@ -253,17 +254,21 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
     mine = [_at(pipeline, p, loads) for p in positions]
     stages, ranks = [], {}
     for position in positions:
-        memory, own = _memory(pipeline, mine[position]), list(mine[position].values())
+        needed, own = _memory(pipeline, mine[position]), list(mine[position].values())
         terms = _compute_terms(own, micro_batches)
         terms |= {"stall": _stall(cluster, pipeline, mine[position]) * micro_batches}
         terms |= {"reduce": exposed[position], "update": updates[position]}
         terms["idle"] = max(0.0, step - sum(terms.values()))
-        stages.append(StagePrediction(memory=memory, seconds=_rounded(terms)))
+        memories = {
+            rank: with_kept(needed, cluster.devices[rank]) for rank in pipeline.ranks(position)
+        }
+        fullest = max(memories.values(), key=lambda memory: sum(memory.values()))
+        stages.append(StagePrediction(memory=fullest, seconds=_rounded(terms)))
         flights = [pipeline.in_flight(stage) for stage in mine[position]]
         moved = [load.moved_bytes for load in own]
         for rank in pipeline.ranks(position):
             ranks[rank] = RankPrediction(
-                peak_bytes=sum(memory.values()),
+                peak_bytes=sum(memories[rank].values()),
                 budget_bytes=cluster.devices[rank].memory_bytes,
                 tier_peak_bytes=sum(f * m for f, m in zip(flights, moved))
                 + sum(load.host_state_bytes for load in own),

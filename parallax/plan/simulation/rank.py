@@ -12,7 +12,7 @@ from parallax.errors import DeadlockError
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.passes import Passes
-from parallax.plan.cost.peak import peak_memory
+from parallax.plan.cost.peak import peak_memory, with_kept
 from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import StagePlan
 from parallax.plan.profile import ModelProfile
@@ -145,7 +145,7 @@ class Rank:
             stages.append(
                 (self._passes(stage, most).load, plan.swap_limit_bytes if plan.offloads else 0)
             )
-        memory = peak_memory(self._listed, self._passes_of, stages)
+        memory = with_kept(peak_memory(self._listed, self._passes_of, stages), self._device)
         idle = max(0.0, step_seconds - sum(self._seconds.values()))
         return RankTrace(
             peak_bytes=sum(memory.values()),

@@ -8,12 +8,15 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from parallax.machine.host import ResidentMeter
+from parallax.machine.host import SMALLEST_TRIM, MemoryBound, ResidentMeter, data_bytes
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.reducer import touch_reducer
+
+# Of a rank's predicted peak: what a block allocates and frees while it runs, and its channels' shared memory.
+_UNSEEN = 1 / 64
 
 
 def device_memory(
@@ -36,6 +39,16 @@ def device_memory(
     if reduces:
         touch_reducer()
     return ResidentMeter().peak_bytes
+
+
+def bound_memory(device: torch.device, most_bytes: int, before_bytes: int) -> Callable[[], None]:
+    """Give freed memory of a CPU's rank back where the process would otherwise take more than ``most_bytes``, its
+    plan's predicted peak, beyond ``before_bytes`` (:class:`~parallax.machine.host.MemoryBound`). The returned function
+    ends that. A plan without predictions bounds nothing, and an accelerator's allocator has a limit of its own."""
+    if device.type != "cpu" or most_bytes <= 0:
+        return lambda: None
+    line_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
+    return MemoryBound(before_bytes + line_bytes - data_bytes()).close
 
 
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:

@@ -1,0 +1,74 @@
+"""A rank on a CPU gives freed memory back at its predicted peak, and nothing before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallax.machine.host as host
+import parallax.runtime.stage as stage_module
+from parallax.model.describe import describe
+from parallax.model.gpt import GPT, GPTConfig
+from parallax.plan.plan import Plan
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from tests.plans import make_plan
+
+MODEL = GPTConfig(layers=2, hidden=32, heads=2, sequence=8, vocabulary=16)
+CHAIN = describe(MODEL.build)
+
+
+def promising(peak_bytes: int, **options: object) -> Plan:
+    """A plan whose only rank is predicted to take so many bytes at most."""
+    plan = make_plan(CHAIN, global_batch=2, microbatch=1, **options)  # type: ignore[arg-type]
+    rank = replace(plan.prediction.ranks[0], peak_bytes=peak_bytes, budget_bytes=2**40)
+    return replace(plan, prediction=replace(plan.prediction, ranks=(rank,)))
+
+
+def step(engine: Engine) -> None:
+    tokens = torch.zeros(2, MODEL.sequence + 1, dtype=torch.int64)
+    engine.step(TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+
+
+@pytest.mark.parametrize("directive", ["keep", "recompute"])
+def test_memory_is_looked_at_before_the_forward_and_the_backward_of_each_block(
+    directive: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+    monkeypatch.setattr(stage_module, "relieve_memory", lambda: looks.append(None))
+    engine = Engine.build(
+        CHAIN, promising(2**40, directive=directive), loss=GPT.loss, scratch=scratch
+    )
+    try:
+        (bound,) = host._bounds
+        step(engine)
+        forwards = 2 if directive == "keep" else 3  # the second is run again in the backward
+        assert len(looks) >= 2 * len(CHAIN.blocks) * forwards - 2
+        assert bound.trims == 0
+    finally:
+        engine.close()
+    assert not host._bounds
+
+
+def test_freed_memory_goes_back_at_the_predicted_peak(scratch: Path) -> None:
+    engine = Engine.build(CHAIN, promising(1), loss=GPT.loss, scratch=scratch)
+    try:
+        (bound,) = host._bounds
+        freed = [torch.ones(2**17) for _ in range(64)]  # 0.5 MiB each, of the heap
+        step(engine)
+        freed.clear()
+        step(engine)
+        assert bound.trims > 0
+    finally:
+        engine.close()
+
+
+def test_a_plan_without_predictions_bounds_nothing(scratch: Path) -> None:
+    engine = Engine.build(CHAIN, promising(0), loss=GPT.loss, scratch=scratch)
+    try:
+        assert not host._bounds
+    finally:
+        engine.close()
