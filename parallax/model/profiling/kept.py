@@ -35,7 +35,6 @@ def profile_path(
     device: torch.device,
     precision: PrecisionConfig,
     minimum_bytes: int,
-    allocator: str = "default",
     offloader: Offloader | None = None,
     gathered: int = 0,
 ) -> Path:
@@ -51,7 +50,6 @@ def profile_path(
         str(precision),
         minimum_bytes,
         torch.get_num_threads(),
-        allocator,
         offloader.tier if offloader else "none",
         _loss_name(loss),
         *([f"the loss of {gathered} rows"] if gathered else []),

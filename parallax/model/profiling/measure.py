@@ -79,7 +79,6 @@ def measure(
     precision: PrecisionConfig,
     minimum_bytes: int,
     name: str = "model",
-    allocator: str = "default",
     offloader: Offloader | None = None,
     gathered: int = 0,
     progress: Callable[[str], None] = lambda text: None,
@@ -89,11 +88,10 @@ def measure(
     rows. Every cost is interpolated between these; beyond them it is a line.
 
     The loss is measured with the last block, or, where it is computed once, alone, on ``gathered`` rows, for what it
-    takes need not be a line: that of all pairs grows with their square. ``allocator`` names the setting under which
-    tensors are allocated: times under one say nothing about another; ``offloader`` is how a run would offload, if it
+    takes need not be a line: that of all pairs grows with their square. ``offloader`` is how a run would offload, if it
     may. Raises :class:`DescribeError` where blocks do not fit together.
     """
-    how: dict[str, Any] = {"precision": precision, "allocator": allocator, "offloader": offloader}
+    how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
     path = profile_path(chain, loss, sample, rows, device=device, **how)
     if (known := recall(path, name)) is not None:

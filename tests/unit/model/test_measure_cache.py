@@ -42,7 +42,6 @@ def test_a_profile_is_measured_once_and_keyed_by_what_it_depends_on(
     fresh(rows=(2, 8))
     fresh(precision=PrecisionConfig(compute="bf16"))
     fresh(minimum_bytes=64)
-    fresh(allocator="exact")
     fresh(loss=F.l1_loss)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
