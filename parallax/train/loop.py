@@ -363,7 +363,7 @@ class _Run:
         columns = self._of_all(mine)
         peaks, stalls, transfers, out, back, limits, news, saved, waits, copies, *numbers = columns
         self._copies.agree(copies)
-        said = self._checkup.agree(numbers[: Checkup.columns])
+        said = self._checkup.agree(numbers[: Checkup.columns], saving=any(saved))
         self._stopping.agree(numbers[Checkup.columns :])
         if any(news):
             self._tell_unwritten(voice)

@@ -52,7 +52,7 @@ def test_a_slow_rank(
     monkeypatch: pytest.MonkeyPatch,
     replan: str,
 ) -> None:
-    # A run that is planned again keeps its corrected profile for the next, which may have been cut off half-way.
+    # Both runs measure for themselves.
     monkeypatch.setenv("XDG_CACHE_HOME", str(here.parent / "cache"))
     Path("slow.py").write_text(MODEL)
     steps = ["trainer.steps=30", "trainer.checkpoint_every=15", "name=run", f"plan.replan={replan}"]

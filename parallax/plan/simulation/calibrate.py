@@ -6,12 +6,15 @@ says nothing of how the error is spread within a stage, and is exact for the sta
 crowded machine with another: ranks that share cores slow each other down in both. But when the seconds change, so does
 who overlaps with whom; where the cluster is given, the corrected profile predicts the same plan again and is corrected
 by what is left, until nothing is.
+
+A ratio needs measured time. Seconds that are next to nothing of a step, or actions so short that their dispatch takes
+most of them, give no ratio; the error of the whole step covers them.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +28,9 @@ from parallax.plan.simulation.simulate import simulate
 ROUNDS = 8  # predictions until what is left of the error is below ENOUGH
 ENOUGH = 0.005
 NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is an accident, not a measurement
+LEAST_SHARE = 0.01  # of a step, that measured seconds must be to give a ratio
+ACTION_SECONDS = 5e-5  # dispatch of an action: one that takes no longer gives no ratio
+UNCERTAIN = 1.5  # times the slowness of a rank that its spans show: the most that is planned with
 
 COMPUTE = ("forward", "backward")
 # Of kinds of actions.
@@ -102,7 +108,7 @@ def _corrected(
     profile: ModelProfile, before: Sequence[Span], after: Sequence[Span], plan: Plan
 ) -> ModelProfile:
     """One round of ratios."""
-    was, now = _busy(before, plan), _busy(after, plan)
+    was, now = _busy(before, plan), _evident(after, plan)
     blocks = list(profile.blocks)
     for index, stage in enumerate(plan.stages):
         forward = _ratio(now, was, (index, "forward"))
@@ -121,7 +127,9 @@ def _corrected(
                 skipped_seconds=scaled(block.skipped_seconds, forward),
                 gathered_seconds=block.gathered_seconds * forward,  # it follows the last forward
             )
-    update = _ratio(_update(after), _update(before), (0, "update"))
+    update = 1.0
+    if (spent := _update(after))[0, "update"] >= LEAST_SHARE * step_seconds(after):
+        update = _ratio(spent, _update(before), (0, "update"))
     return replace(
         profile, blocks=tuple(blocks), optimizer_seconds=profile.optimizer_seconds * update
     )
@@ -197,6 +205,45 @@ def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
             s.end - s.start - s.wait for s in (found[:-1] if reducing else found)
         )
     return {key: statistics.median(steps.values()) for key, steps in totals.items()}
+
+
+def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
+    """:func:`_busy` of what was measured for long enough."""
+    steps = len({span.step for span in spans})
+    actions = Counter((span.stage, TERMS[span.kind]) for span in spans if span.kind in TERMS)
+    least = LEAST_SHARE * step_seconds(spans)
+    return {
+        key: seconds
+        for key, seconds in _busy(spans, plan).items()
+        if seconds >= max(least, ACTION_SECONDS * actions[key] / steps)
+    }
+
+
+def evident_factors(
+    factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
+) -> dict[int, float]:
+    """``factors`` by which ranks are slow, no larger than the spans of a run show them: by how much more a rank
+    computed than predicted, beside all ranks without a factor. A rank whose spans show no slowness has none."""
+    was, now = _busy_by_rank(predicted), _busy_by_rank(measured)
+    others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
+    usual = sum(now[rank] for rank in others) / max(1e-12, sum(was[rank] for rank in others))
+    found = {}
+    for rank, factor in factors.items():
+        if not others or usual <= 0 or was.get(rank, 0.0) <= 0:
+            continue
+        shown = now.get(rank, 0.0) / was[rank] / usual
+        if shown > 1.0:
+            found[rank] = min(factor, UNCERTAIN * shown)
+    return found
+
+
+def _busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
+    """Seconds that each rank computed in a step: the median over the steps."""
+    found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        if span.kind in TERMS:
+            found[span.rank][span.step] += span.end - span.start - span.wait
+    return {rank: statistics.median(steps.values()) for rank, steps in found.items()}
 
 
 def _update(spans: Iterable[Span]) -> Busy:

@@ -89,15 +89,17 @@ class Checkup:
         """Of this rank: seconds that it waited for rows, that it computed, and whether its memory rises."""
         return self._input_seconds, self._busy, float(self._growth is not None)
 
-    def agree(self, columns: Sequence[Sequence[float]]) -> list[str]:
-        """What is to be said after "step n", given the numbers of all ranks, column by column; all ranks call it."""
+    def agree(self, columns: Sequence[Sequence[float]], *, saving: bool = False) -> list[str]:
+        """What is to be said after "step n", given the numbers of all ranks, column by column; all ranks call it.
+        ``saving``: a checkpoint was written beside the step, which slows down the ranks that write."""
         waited, busy, grows = columns
         step = self._seconds + self._fetching
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
         self._waited, self._total = self._waited + max(waited), self._total + step
+        slow = [] if saving else self._judge.add(self._seconds, busy)
         found = [
             self._judge.straggler(rank, factor, self._mesh.nodes.name(rank))
-            for rank, factor in self._judge.add(self._seconds, busy)
+            for rank, factor in slow
         ]
         self.stragglers += found
         growths = self._tell_growth() if any(grows) else []

@@ -1,14 +1,23 @@
-"""Which rank stays slow.
+"""Find a rank that stays slow.
 
-In a pipeline everybody waits for the slowest, so all steps are long, and nothing says whose fault it is. What tells
-is how long each rank computes, without what it waits. Replicas of one stage have equal work, row for row, and are
-compared with each other; where a stage has only one, its rank's seconds are divided by those that the plan predicts,
-and compared with the other ranks'. One slow step says nothing, and a rank that is slow at next to nothing holds nobody
-up::
+In a pipeline all ranks wait for the slowest one, so all steps get longer and the step time alone names no rank. The
+seconds that each rank computes, without its waits, do. Replicas of one stage run the same blocks and are compared with
+each other. Where a stage has one replica with rows, the rank's seconds are divided by the seconds that the plan
+predicts for its rows, and compared with the same ratio of the other ranks::
 
-    seconds over those predicted      rank 0   1.1  1.0  1.1  1.0  1.1
-                                      rank 1   5.2  4.9  5.1  5.3  5.0   ──▶ rank 1 takes 4.7 times as long as it should
+    measured / predicted seconds      rank 0   1.1  1.0  1.1  1.0  1.1
+                                      rank 1   5.2  4.9  5.1  5.3  5.0   ──▶ rank 1 takes 4.7 times as long as predicted
                                       rank 2   0.9  1.0  1.0  0.9  1.0
+
+A verdict needs evidence:
+
+- A replica without rows has nothing to compare.
+- The seconds of a micro-batch may grow with its rows, or be the same for any number of rows; the larger expectation
+  counts.
+- A stage with next to no predicted work is no reference.
+- The dispatch of an action takes time that no plan predicts.
+- A rank that takes no longer than predicted is not slow, however fast the others are.
+- One slow step says nothing, and a slow rank must delay the step.
 """
 
 from __future__ import annotations
@@ -19,15 +28,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallax.errors import printable
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Directive, Plan
 from parallax.plan.rows import micro_batch_rows, replica_rows
 
 WARM_UP = 2  # steps: first touches of memory, first connections
-WINDOW = 8  # steps that are looked at together
+WINDOW = 8  # steps that are compared together
 MOST = 7  # of these that must be slow
-SLOW = 2.0  # times the others' seconds
-UNPREDICTED_SLOW = 3.0  # where no plan says how unequal the ranks' work is
-HOLDS_UP = 0.2  # of the step, that a rank takes more than it should
+SLOW = 2.0  # times the expected seconds
+PREDICTED_SLOW = 2.5  # the same as a median of steps: predictions of two stages differ in their errors, by up to half
+UNPREDICTED_SLOW = 3.0  # where the plan has no prediction of how unequal the work of the ranks is
+HOLDS_UP = 0.2  # of the step: the least delay by a slow rank
+LEAST_WORK = 0.05  # of the largest predicted seconds of a rank: the least that make a ratio
+FASTEST = 0.75  # measured / predicted seconds: ranks that are faster still count as that fast
+ACTION_SECONDS = 2e-4  # dispatch of an action, and its jitter
 _PREDICTED = ("forward", "backward", "recompute")
 
 
@@ -45,54 +58,65 @@ class Straggler:
         return f"rank {self.rank} ({self.where}) is slow: {how}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankWork:
+    """The work of a rank in a step: its micro-batches that have rows, its rows, the seconds predicted for them if they
+    grow with the rows (``least``) and if they are the same for every micro-batch (``most``), and the seconds that the
+    dispatch of its actions may take."""
+
+    micro_batches: int
+    rows: int
+    least: float
+    most: float
+    dispatch: float
+
+    def share_of(self, other: _RankWork) -> float:
+        """The most that this rank's seconds may be of those of another replica."""
+        return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
+
+
 class StragglerJudge:
-    """Judges the ranks of ``plan`` by the seconds that each computed in a step."""
+    """Finds slow ranks of ``plan`` from the seconds that each rank computed in a step."""
 
     def __init__(self, plan: Plan) -> None:
         self._places = [plan.locate(rank) for rank in range(plan.world_size)]
+        seconds = [_predicted_seconds(plan, position) for position in range(plan.positions)]
+        self._predicted = any(seconds)
+        if not self._predicted:
+            # The number of blocks is the only measure of unequal work.
+            seconds = [_unpredicted_work(plan, position) for position in range(plan.positions)]
+        self._work = [_work(plan, *place, seconds[place[0]]) for place in self._places]
+        least = LEAST_WORK * max(work.most for work in self._work)
+        self._comparable = [
+            rank for rank, work in enumerate(self._work) if work.rows and work.most >= least > 0
+        ]
         self._peers = [
             [
                 other
-                for other, place in enumerate(self._places)
-                if place[0] == stage and other != rank
+                for other, (stage, _) in enumerate(self._places)
+                if stage == mine and other != rank and self._work[other].rows
             ]
-            for rank, (stage, _) in enumerate(self._places)
-        ]
-        self._rows = [_rows(plan, *place) for place in self._places]
-        stages = plan.prediction.stages
-        self._predicted = [
-            sum(stages[plan.position(stage)].seconds.get(term, 0.0) for term in _PREDICTED)
-            for stage, _ in self._places
-            if stages
-        ]
-        if not all(self._predicted):
-            self._predicted = []
-        # Where nothing is predicted, blocks say at least something of how unequal the work is.
-        self._work = [
-            rows
-            * sum(
-                len(plan.stages[each].directives) for each in plan.stages_of(plan.position(stage))
-            )
-            for rows, (stage, _) in zip(self._rows, self._places)
+            for rank, (mine, _) in enumerate(self._places)
         ]
         self._steps = 0
         self._seen: deque[tuple[float, Sequence[float], Sequence[float]]] = deque(maxlen=WINDOW)
         self._named: set[int] = set()
 
     def add(self, step_seconds: float, busy: Sequence[float]) -> list[tuple[int, float]]:
-        """After a step: ranks that are found to be slow, and by which factor; each once."""
+        """After a step: ranks that are found to be slow, and by which factor; each once. ``busy`` are the seconds that
+        each rank computed, 0 where they are not known."""
         self._steps += 1
-        if self._steps <= WARM_UP or min(busy) <= 0:
+        if self._steps <= WARM_UP or any(busy[rank] <= 0 for rank in self._comparable):
             return []
-        self._seen.append((step_seconds, busy, self._factors(busy)))
+        expected = [self._expected(rank, busy) for rank in range(len(busy))]
+        self._seen.append((step_seconds, busy, expected))
         if len(self._seen) < WINDOW:
             return []
-        slow = [rank for rank in range(len(busy)) if rank not in self._named and self._slow(rank)]
-        self._named.update(slow)
-        return [
-            (rank, statistics.median([factors[rank] for _, _, factors in self._seen]))
-            for rank in slow
+        slow = [
+            rank for rank in self._comparable if rank not in self._named and self._is_slow(rank)
         ]
+        self._named.update(slow)
+        return [(rank, self._factor(rank)) for rank in slow]
 
     def straggler(self, rank: int, factor: float, host: str) -> Straggler:
         """In words."""
@@ -107,31 +131,86 @@ class StragglerJudge:
         where = f"stage {stage}, replica {replica}, on {printable(host)}"
         return Straggler(rank, round(factor, 2), where, than)
 
-    def _slow(self, rank: int) -> bool:
-        least = SLOW if self._predicted or self._peers[rank] else UNPREDICTED_SLOW
+    def _is_slow(self, rank: int) -> bool:
+        """Whether the rank was slow in most steps of the window."""
+        peers = bool(self._peers[rank])
+        least = SLOW if peers or self._predicted else UNPREDICTED_SLOW
+        dispatch = self._work[rank].dispatch
 
-        def holds_up(step: float, busy: float, factor: float) -> bool:
-            return factor >= least and busy * (1 - 1 / factor) >= HOLDS_UP * step
+        def is_slow(step: float, busy: float, expected: float) -> bool:
+            certain = busy - dispatch >= least * (expected + dispatch)
+            return expected > 0 and certain and busy - expected >= HOLDS_UP * step
 
-        return sum(holds_up(step, b[rank], f[rank]) for step, b, f in self._seen) >= MOST
+        steps = sum(is_slow(step, busy[rank], each[rank]) for step, busy, each in self._seen)
+        typical = PREDICTED_SLOW if self._predicted and not peers else least
+        return steps >= MOST and self._factor(rank) >= typical
 
-    def _factors(self, busy: Sequence[float]) -> list[float]:
-        """Of each rank, how many times longer it computed than it should."""
-        by_row = [seconds / rows for seconds, rows in zip(busy, self._rows)]
-        known = self._predicted or self._work
-        ratios = [seconds / other for seconds, other in zip(busy, known)]
-        found = []
-        for rank in range(len(busy)):
-            peers = self._peers[rank]
-            seconds = by_row if peers else ratios
-            usual = [seconds[r] for r in peers or range(len(busy)) if r != rank]
-            found.append(seconds[rank] / statistics.median_low(usual) if usual else 1.0)
-        return found
+    def _factor(self, rank: int) -> float:
+        """How many times as long as expected the rank computes: the median of the window."""
+        return statistics.median(
+            [
+                busy[rank] / expected[rank] if expected[rank] > 0 else 1.0
+                for _, busy, expected in self._seen
+            ]
+        )
+
+    def _expected(self, rank: int, busy: Sequence[float]) -> float:
+        """The seconds that the rank would compute at the speed of the others; 0 where nothing can be compared."""
+        mine = self._work[rank]
+        if peers := self._peers[rank]:
+            return statistics.median_low([busy[p] * mine.share_of(self._work[p]) for p in peers])
+        others = [
+            (busy[other] / self._work[other].least, self._work[other].least)
+            for other in self._comparable
+            if other != rank
+        ]
+        if not others:
+            return 0.0
+        ratio = _weighted_median(others)
+        return mine.most * (max(ratio, FASTEST) if self._predicted else ratio)
 
 
-def _rows(plan: Plan, stage: int, replica: int) -> int:
-    """Of a step, that a replica computes on."""
-    count, replicas = plan.micro_batches(plan.global_batch), plan.stages[stage].replicas
+def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
+    """The lower median of ``(value, weight)`` pairs."""
+    left = sum(weight for _, weight in found) / 2
+    for value, weight in sorted(found):
+        left -= weight
+        if left <= 0:
+            return value
+    return max(value for value, _ in found)
+
+
+def _predicted_seconds(plan: Plan, position: int) -> float:
+    """Of the replica with the most rows in every micro-batch; 0 where the plan says nothing."""
+    stages = plan.prediction.stages
+    return sum(stages[position].seconds.get(term, 0.0) for term in _PREDICTED) if stages else 0.0
+
+
+def _unpredicted_work(plan: Plan, position: int) -> float:
+    """The same in forwards of one block and row, of which a backward takes two."""
+    directives = [
+        each for stage in plan.stages_of(position) for each in plan.stages[stage].directives
+    ]
+    passes = sum(4.0 if each is Directive.RECOMPUTE else 3.0 for each in directives)
+    count = plan.micro_batches(plan.global_batch)
+    return passes * count * _most_rows(plan, position)
+
+
+def _most_rows(plan: Plan, position: int) -> int:
+    """Rows of the fullest replica in a micro-batch."""
+    return -(-plan.microbatch // plan.stages[position].replicas)
+
+
+def _work(plan: Plan, position: int, replica: int, seconds: float) -> _RankWork:
+    """The work of a replica; ``seconds`` are those of one that has the most rows in every micro-batch."""
+    count, replicas = plan.micro_batches(plan.global_batch), plan.stages[position].replicas
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]
     dealt = [replica_rows(high - low, replicas, replica) for low, high in parts]
-    return max(1, sum(high - low for low, high in dealt))
+    rows = [high - low for low, high in dealt if high > low]
+    return _RankWork(
+        micro_batches=len(rows),
+        rows=sum(rows),
+        least=seconds * sum(rows) / (count * _most_rows(plan, position)),
+        most=seconds * len(rows) / count,
+        dispatch=ACTION_SECONDS * 2 * count * len(plan.stages_of(position)),
+    )

@@ -16,6 +16,7 @@ from parallax.plan.plan import Plan, Prediction, RankPrediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.calibrate import (
     calibrate,
+    evident_factors,
     scaled,
     seconds_by_term,
     step_seconds,
@@ -199,3 +200,51 @@ def test_spans_of_another_plan_are_refused() -> None:
         calibrate(true_profile(), spans, [s for s in spans if s.stage == 0], plan)
     with pytest.raises(PlanError, match="calibrate with the profile of the same run"):
         calibrate(replace(true_profile(), fingerprint="other"), spans, spans, plan)
+
+
+def test_actions_of_microseconds_give_no_ratio() -> None:
+    """Their dispatch takes most of it. The error of the step is spread over all blocks instead."""
+    plan, cluster = plan_of((0, 1, 6), (1, 1), "keep"), fakes.cluster(2)
+    tiny = [fakes.block("0", 1e-7, 2e-7, parameter_bytes=8, input=2, output=2, moved=4)]
+    profile = replace(true_profile(), blocks=(*tiny, *true_profile().blocks[1:]))
+    truth = [
+        s._replace(end=s.start + 40e-6) if s.stage == 0 and s.kind in ("forward", "backward") else s
+        for s in spans_of(profile, cluster, plan)
+    ]
+    better = calibrate(profile, spans_of(profile, cluster, plan), truth, plan)
+    assert better.blocks[0] == profile.blocks[0]
+
+
+def test_a_replica_without_rows_changes_no_ratio() -> None:
+    plan, cluster = plan_of((0, 3, 6), (1, 2), "keep"), fakes.cluster(3)
+    predicted = spans_of(true_profile(), cluster, plan)
+    idle = [
+        s._replace(rank=2, start=s.start, end=s.start + 3e-6)
+        for s in predicted
+        if s.rank == 1 and s.kind in ("forward", "backward")
+    ]
+    spans = [s for s in predicted if s.rank != 2]
+    better = calibrate(true_profile(), spans, [*spans, *idle], plan)
+    for found, wanted in zip(better.blocks, true_profile().blocks):
+        assert found.forward_seconds.at(2) == pytest.approx(wanted.forward_seconds.at(2), rel=1e-3)
+
+
+@pytest.mark.parametrize(("slowness", "planned"), [(1.0, {}), (0.9, {}), (4.0, {1: 6.0})])
+def test_a_factor_is_no_larger_than_its_spans_show(
+    slowness: float, planned: dict[int, float]
+) -> None:
+    plan, cluster = plan_of((0, 3, 6), (1, 1), "keep"), fakes.cluster(2)
+    predicted = spans_of(true_profile(), cluster, plan)
+    measured = [
+        s._replace(end=s.start + (s.end - s.start) * (slowness if s.rank == 1 else 1.0))
+        for s in predicted
+    ]
+    found = evident_factors({1: 25150.3}, predicted, measured)
+    assert found == {rank: pytest.approx(factor) for rank, factor in planned.items()}
+    assert evident_factors({1: 3.0}, predicted, measured) == ({1: 3.0} if planned else {})
+
+
+def test_where_all_ranks_are_slow_the_prediction_is_wrong() -> None:
+    plan, cluster = plan_of((0, 3, 6), (1, 1), "keep"), fakes.cluster(2)
+    predicted = spans_of(true_profile(), cluster, plan)
+    assert evident_factors({0: 9.0, 1: 9.0}, predicted, predicted) == {}
