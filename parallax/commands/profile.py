@@ -15,7 +15,7 @@ from parallax.commands.options import (
     writing,
 )
 from parallax.config import compose
-from parallax.report import profile_table
+from parallax.report import profile_table, tell_noise
 from parallax.run.job import device_kind, profile_run
 from parallax.run.planning import MEASURED_ROWS
 from parallax.run.working import working
@@ -51,6 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(json.loads(profile.to_json()))
         return 0
+    tell_noise(console, profile)
     rows = min(MEASURED_ROWS, config.trainer.global_batch)
     console.print(profile_table(profile, rows))
     if not any(block.moved.at(rows) for block in profile.blocks) and any(

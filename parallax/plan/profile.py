@@ -83,6 +83,8 @@ class Affine:
 
 NOTHING = Affine()
 
+NOISY = 1.5  # times as long as on a free machine: from there on seconds may be anything
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
@@ -163,7 +165,8 @@ class ModelProfile:
     that are not trained. ``optimizer_bytes`` is what the optimizer keeps for each byte of parameters that it trains
     (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take (0.0 where the parameters are in full
     precision themselves). ``optimizer_seconds`` is for one byte. The loss is that of ``gathered_rows`` rows, once in a
-    step (0: it is part of the last block). ``source`` says whether the figures were measured or derived from shapes.
+    step (0: it is part of the last block). ``source`` says whether the figures were measured or derived from shapes,
+    ``disturbance`` how many times as long as on a free machine the work took while they were measured.
     """
 
     model: str
@@ -179,6 +182,7 @@ class ModelProfile:
     master_bytes: float = 0.0
     gathered_rows: int = 0
     source: str = "measured"
+    disturbance: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -199,7 +203,7 @@ class ModelProfile:
                     f"trained, and it has {block.parameter_bytes}"
                 )
         ratios = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
-        for name in (*ratios, "gathered_rows"):
+        for name in (*ratios, "gathered_rows", "disturbance"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(
                     f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"
@@ -226,6 +230,11 @@ class ModelProfile:
                         f"profile of {self.model}, block {self.blocks[user].name}: it shares {tied[user]} bytes of "
                         f"parameters and has {held[user]}{' that are not trained' if kind == 'frozen_ties' else ''}"
                     )
+
+    @property
+    def noisy(self) -> bool:
+        """Whether other work used the machine while the profile was measured, so that its seconds may be wrong."""
+        return self.disturbance >= NOISY
 
     @property
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:

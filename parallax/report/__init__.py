@@ -10,7 +10,7 @@ from parallax.report.plan import (
     save_placement,
     ways_in_words,
 )
-from parallax.report.profile import profile_table
+from parallax.report.profile import profile_table, tell_noise
 from parallax.report.run import summary_table
 from parallax.report.swap import swap_tables
 from parallax.report.timeline import COLOURS, timeline_png
@@ -29,6 +29,7 @@ __all__ = [
     "save_placement",
     "summary_table",
     "swap_tables",
+    "tell_noise",
     "timeline_png",
     "ways_in_words",
 ]

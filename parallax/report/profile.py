@@ -7,10 +7,23 @@ from dataclasses import replace
 from itertools import groupby
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from parallax.common.units import format_bytes, format_seconds
 from parallax.plan.profile import BlockCost, ModelProfile
+
+
+def tell_noise(console: Console, profile: ModelProfile) -> None:
+    """Print in one line that the profile was measured on a busy machine, where it was."""
+    if profile.noisy:
+        console.print(
+            f"the machine was busy while blocks were measured (wall time {profile.disturbance:.1f} of processor time): "
+            "predictions may be off; the next `parallax plan`, `profile` or `train` measures again",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def profile_table(profile: ModelProfile, rows: int) -> Table:

@@ -7,24 +7,28 @@ made with it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from parallax.common.events import Span, read_events
 from parallax.common.files import replace_text
 from parallax.config import RunConfig
-from parallax.errors import ConfigError, printable
+from parallax.errors import ConfigError, PlanError, printable
+from parallax.model.profiling.kept import forget
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import Kind
-from parallax.plan.simulation.calibrate import calibrate, step_seconds
+from parallax.plan.simulation.calibrate import calibrate, evident_factors, step_seconds
 from parallax.plan.simulation.predict import Pipeline, predict
 from parallax.run.job import remember_run_profile
 from parallax.train.nodes import events_path
 from parallax.train.record import MEASURED_EVENTS, WARM_UP
+from parallax.train.stop import contradiction
 
 CALIBRATED = "profile-calibrated.json"
 RECENT_STEPS = 100  # steps of a run that are looked at: the last
@@ -32,15 +36,17 @@ RECENT_STEPS = 100  # steps of a run that are looked at: the last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedProfile:
-    """A corrected profile, where the next plan will find it, the cluster that it is for, and seconds of a step: as
-    measured, as the plan predicted them, and as predicted with the corrected profile."""
+    """A corrected profile, where the next plan will find it (None where it will not), the cluster that it is for, and
+    seconds of a step: as measured, as the plan predicted them, and as predicted with the corrected profile. ``slow``:
+    the ranks that the cluster has as slow, and how many times as slow."""
 
     profile: ModelProfile
-    path: Path
+    path: Path | None
     cluster: Cluster
     measured_seconds: float
     first_seconds: float
     second_seconds: float
+    slow: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def first_error(self) -> float:
@@ -61,11 +67,12 @@ def correct(
     slow: Mapping[int, float] | None = None,
 ) -> CorrectedProfile:
     """Correct the profile of the run in ``directory`` and write it. ``slow``: ranks whose devices took so many times
-    as long as others, which is no fault of the blocks that they held. Raises :class:`ConfigError` where the run wrote
-    down no steps, :class:`~parallax.errors.PlanError` where its files do not belong together."""
+    as long as others, which is no fault of the blocks that they held; what the run's spans do not show of that is left
+    out. A profile of slow devices is not kept for other runs, which may find them at full speed. Raises
+    :class:`ConfigError` where the run wrote down no steps, :class:`~parallax.errors.PlanError` where its files do not
+    belong together."""
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
     inputs.check(plan)
-    cluster = inputs.cluster.slowed(slow or {})
     progress("reading what the run measured")
     measured = measured_spans(directory, plan.world_size)
     if not measured:
@@ -74,18 +81,41 @@ def correct(
         )
     check_spans(measured, directory, plan)
     progress("correcting the profile")
-    before = predict(inputs.profile, cluster, Pipeline.of(plan))
+    before, cluster = predict(inputs.profile, inputs.cluster, Pipeline.of(plan)), inputs.cluster
+    if shown := evident_factors(slow or {}, before.spans, measured):
+        cluster = cluster.slowed(shown)
+        before = predict(inputs.profile, cluster, Pipeline.of(plan))
     profile = calibrate(inputs.profile, before.spans, measured, plan, cluster)
+    profile = replace(profile, disturbance=1.0)  # its seconds are now those of the run
     after = predict(profile, cluster, Pipeline.of(plan))
     replace_text(directory / CALIBRATED, profile.to_json() + "\n")
     return CorrectedProfile(
         profile=profile,
-        path=remember_run_profile(profile, config),
+        path=None if shown else remember_run_profile(profile, config),
         cluster=cluster,
         measured_seconds=step_seconds(measured),
         first_seconds=before.step_seconds,
         second_seconds=after.step_seconds,
+        slow=shown,
     )
+
+
+def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
+    """Where the steps of a run contradict the profile that it was planned with, drop the kept one, so that the next
+    plan measures; what to tell. A slow rank and steps that are recorded are reasons of their own."""
+    if summary.get("stragglers") or config.debug.record != "off":
+        return ""
+    numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")
+    measured, predicted = (float(number or 0.0) for number in numbers)
+    wrong = contradiction(measured, predicted, int(summary.get("steps", 0)))
+    kept = directory / "profile.json"
+    if not wrong or not kept.is_file():
+        return ""
+    with contextlib.suppress(PlanError):
+        profile = ModelProfile.load(kept)
+        if forget(profile):
+            return f"{wrong}: the kept profile of {profile.model} is dropped, and the next plan measures again"
+    return ""
 
 
 def measured_spans(directory: Path, ranks: int) -> list[Span]:

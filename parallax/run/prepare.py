@@ -25,7 +25,7 @@ from parallax.machine.local import ClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
-from parallax.report import placement_table, plan_table
+from parallax.report import placement_table, plan_table, tell_noise
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.planning import Planned, as_planned
 from parallax.run.resume import STORED, StoredRun, Trusts, check_model_of, settings
@@ -99,6 +99,7 @@ def prepare(
             verified=True,
             accept=partial(check_model_of, saved),
         )
+    tell_noise(console, planned.profile)
     write_run(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))

@@ -25,6 +25,11 @@ from parallax.train.record import COMPLETE, WARM_UP
 
 JUDGED = 5  # steps after the warm-up from which a prediction is judged
 DRIFT = 0.2  # a prediction this far off is worth another plan
+# Times the prediction, or less than its inverse: far beyond the error of plans of a good profile, about an eighth.
+CONTRADICTED = 1.5
+LEAST_DIFFERENCE = (
+    0.005  # seconds of a step: below it the dispatch of actions, which is in no profile, may be all
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,17 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
     if abs(measured / predicted - 1) <= DRIFT:
         return ""
     return f"a step takes {measured:.3f} s, {measured / predicted:.2f} times the {predicted:.3f} s that were predicted"
+
+
+def contradiction(measured: float, predicted: float, steps: int) -> str:
+    """Why ``steps`` steps of typically ``measured`` seconds show that the profile behind ``predicted`` is wrong; empty
+    where they do not."""
+    if steps < WARM_UP + JUDGED or min(measured, predicted) <= 0:
+        return ""
+    ratio = measured / predicted
+    if max(ratio, 1 / ratio) <= CONTRADICTED or abs(measured - predicted) < LEAST_DIFFERENCE:
+        return ""
+    return f"a step takes {measured:.3f} s, {ratio:.2f} times the {predicted:.3f} s that were predicted"
 
 
 class Stopping:

@@ -14,10 +14,20 @@ from typing import Any
 import pytest
 
 from parallax import cli
+from parallax.model.profiling import noise
+from parallax.run import feedback
 from tests.distributed.pool import ROOT
 from tests.faults.commands import (
     running,
 )
+
+
+@pytest.fixture(autouse=True)
+def kept_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run beside each other, so the machine is busy and steps take longer than predicted. The profiles of their
+    models stay in the cache all the same."""
+    monkeypatch.setattr(noise, "disturbance", lambda *_: 1.0)
+    monkeypatch.setattr(feedback, "contradiction", lambda *_: "")
 
 
 @pytest.fixture

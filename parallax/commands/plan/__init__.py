@@ -25,7 +25,7 @@ from parallax.errors import ConfigError
 from parallax.plan.explained import explain_choice
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
-from parallax.report import memory_table, placement_table, plan_table
+from parallax.report import memory_table, placement_table, plan_table, tell_noise
 from parallax.run.job import plan_run, read_profile
 from parallax.run.working import working
 
@@ -101,6 +101,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _show(console: Console, planned: Planned) -> None:
     plan = planned.plan
+    tell_noise(console, planned.profile)
     console.print(plan_table(plan, planned.profile))
     if len(planned.cluster.nodes) > 1:
         console.print(placement_table(plan, planned.cluster))

@@ -26,6 +26,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.undisturbed = device.type == "cpu" and torch.get_num_threads() == 1
+        self._tells_queue = _queued_seconds() > 0
         evicting = (
             EVICTING_BYTES
             if device.type == "cpu"
@@ -51,6 +52,15 @@ class Clock:
         if self._device.type != "cpu":
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
+
+    def waited(self) -> float:
+        """Seconds since some moment in which this thread had no core: as the system tells, otherwise those that are
+        not its processor time. None are known where threads work together, or on an accelerator."""
+        if self._device.type != "cpu":
+            return 0.0
+        if self._tells_queue or not self.undisturbed:
+            return _queued_seconds()
+        return time.perf_counter() - time.thread_time()
 
     def mark(self) -> float | torch.Event:
         """This moment, or the device's when it has done what it was given; nobody waits."""

@@ -71,6 +71,27 @@ def remember(profile: ModelProfile, path: Path) -> None:
         temporary.write(profile.to_json().encode())
 
 
+def forget(profile: ModelProfile) -> int:
+    """Remove kept profiles of the same model, device and number format, so that the next plan measures; how many."""
+    count = 0
+    for path in cache_directory().glob("profile-*.json"):
+        with contextlib.suppress(PlanError, OSError):
+            if profile.fingerprint in path.read_text(encoding="utf-8") and _are_alike(
+                ModelProfile.load(path), profile
+            ):
+                path.unlink()
+                count += 1
+    return count
+
+
+def _are_alike(one: ModelProfile, other: ModelProfile) -> bool:
+    return (one.fingerprint, one.device, one.precision) == (
+        other.fingerprint,
+        other.device,
+        other.precision,
+    )
+
+
 def device_name(device: torch.device) -> str:
     """What the profile says that it was measured on."""
     if device.type == "cpu":

@@ -31,6 +31,7 @@ from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_cost
 from parallax.model.profiling.clock import Clock
 from parallax.model.profiling.gathered import NO_LOSS, WholeLoss, repeated
 from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
+from parallax.model.profiling.noise import NoiseMeter
 from parallax.model.profiling.offloads import Offloader, slowdown_seconds
 from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
 from parallax.model.saved import Saved
@@ -89,12 +90,13 @@ def measure(
 
     The loss is measured with the last block, or, where it is computed once, alone, on ``gathered`` rows, for what it
     takes need not be a line: that of all pairs grows with their square. ``offloader`` is how a run would offload, if it
-    may. Raises :class:`DescribeError` where blocks do not fit together.
+    may. A kept profile of a busy machine is measured again. Raises :class:`DescribeError` where blocks do not fit
+    together.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
     path = profile_path(chain, loss, sample, rows, device=device, **how)
-    if (known := recall(path, name)) is not None:
+    if (known := recall(path, name)) is not None and not known.noisy:
         progress(f"profile of {name} from {path}")
         return known
     with private_random_state(device), precision.products():
@@ -109,6 +111,9 @@ def measure(
             with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
                 whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
     profile = _profile_of(chain, name, device, precision, found, whole)
+    profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
+    if known is not None and known.disturbance < profile.disturbance:
+        return known  # measured anew, on a machine that was busier still
     remember(profile, path)
     return profile
 
@@ -181,6 +186,7 @@ class _Bench:
         self._chain, self._loss, self._device, self._offloader = chain, loss, device, offloader
         self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
         self._clock = Clock(device)
+        self.noise = NoiseMeter(device, self._clock)
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
@@ -420,6 +426,10 @@ class _Bench:
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
         """Seconds of each pass, which is given what the one before it returned: medians of processor time. What
         disturbs a wall clock only ever adds to it: there lower quartiles count. The first run warms up."""
+        with self.noise.part():
+            return self._typical_seconds(passes)
+
+    def _typical_seconds(self, passes: Sequence[Callable[[Any], Any]]) -> list[float]:
         clock = self._clock
         times: list[list[float]] = []
         begun = time.perf_counter()

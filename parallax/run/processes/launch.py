@@ -30,7 +30,7 @@ from parallax.model.factory.timm import TimmConfig
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
 from parallax.report import plan_table
-from parallax.run.feedback import correct
+from parallax.run.feedback import correct, drop_contradicted
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.preflight import check_start
 from parallax.run.prepare import PreparedRun, write_run
@@ -59,6 +59,8 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
         if stops and (reason := _drifted(run.directory)):
             again = _replanned(run, reason, safe_console())
             code = _start(again, OnDrift.NOTE, relay, own_process)
+        if code == 0 and (words := _contradicted(run)):
+            safe_console().print(words, highlight=False, markup=False, soft_wrap=True)
     if relay.first and own_process:
         heed_to_the_end(code)  # what else asks is answered
     return code
@@ -68,6 +70,11 @@ def _drifted(directory: Path) -> str:
     """Why the run stopped early; empty where it did not."""
     summary = _summary(directory)
     return str(summary["drift"]) if summary.get("ended") == Drifted.name else ""
+
+
+def _contradicted(run: PreparedRun) -> str:
+    """What to tell where the run shows that the kept profile of its model is wrong."""
+    return drop_contradicted(run.directory, run.config, _summary(run.directory))
 
 
 def _slow_ranks(directory: Path) -> dict[int, float]:
@@ -87,17 +94,16 @@ def _summary(directory: Path) -> dict[str, Any]:
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
     """The run under the plan that is best by its own measurements; the old one where no other can be had."""
     console.print(f"planning again: {reason}", highlight=False, soft_wrap=True)
-    slow = _slow_ranks(run.directory)
     try:
         with working(console, "planning again") as work:
             work.limit(run.config.trainer)
-            found = correct(run.directory, run.config, run.plan, work, slow)
+            found = correct(run.directory, run.config, run.plan, work, _slow_ranks(run.directory))
             planned = plan_run(
                 run.config,
                 run.directory / "swap",
                 work,
                 profile=found.profile,
-                present=found.cluster if slow else None,
+                present=found.cluster if found.slow else None,
                 verified=True,
             )
     except ParallaxError as error:
@@ -115,7 +121,7 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
         f"{second}, the new one {new}",
         highlight=False,
     )
-    for rank, factor in slow.items():
+    for rank, factor in found.slow.items():
         held = [_blocks_of(plan, rank) for plan in (run.plan, planned.plan)]
         console.print(
             f"rank {rank} counts as {factor:.1f} times slower: it had {held[0]}, and now has {held[1]}",

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from parallax.common.events import EventLog, Span
+from parallax.common.files import cache_directory
+from parallax.config import compose
 from parallax.model.describe import describe
 from parallax.model.gpt import GPTConfig
 from parallax.run import feedback
-from parallax.run.feedback import RECENT_STEPS, measured_spans, typical_step
+from parallax.run.feedback import (
+    RECENT_STEPS,
+    drop_contradicted,
+    measured_spans,
+    typical_step,
+)
 from parallax.run.prepare import _set_aside
 from parallax.train.record import MEASURED_EVENTS, WARM_UP
+from parallax.train.stop import contradiction
 from tests.plans import make_plan
+from tests.unit import plan_fakes as fakes
 
 
 def write(path: Path, spans: Sequence[Span]) -> None:
@@ -103,3 +115,56 @@ def test_what_an_old_plan_measured_is_put_aside(tmp_path: Path) -> None:
         feedback.CALIBRATED,
         "events-rank0.jsonl",
     }
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "steps", "contradicts"),
+    [
+        (0.027, 1.71, 60, True),  # the profile was measured on a busy machine
+        (1.71, 0.027, 60, True),
+        (1.5, 1.0, 60, False),
+        (1.55, 1.0, 60, True),
+        (0.67, 1.0, 60, False),
+        (0.6, 1.0, 60, True),
+        (1.71, 0.027, 6, False),  # the first steps
+        (0.004, 0.0005, 60, False),  # dispatch
+        (1.0, 0.0, 60, False),  # nothing is predicted
+        (0.0, 1.0, 60, False),
+    ],
+)
+def test_when_a_run_contradicts_its_profile(
+    measured: float, predicted: float, steps: int, contradicts: bool
+) -> None:
+    assert bool(contradiction(measured, predicted, steps)) == contradicts
+
+
+@pytest.mark.parametrize(
+    ("changed", "dropped"),
+    [
+        ({}, True),
+        ({"step_seconds_median": 1.6}, False),
+        ({"stragglers": [{"rank": 1, "factor": 5.0}]}, False),
+        ({"step_seconds_median": None}, False),
+        ({"steps": 5}, False),
+    ],
+)
+def test_a_contradicted_profile_is_dropped_so_that_the_next_plan_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], dropped: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache_directory().mkdir(parents=True)
+    mine, other = fakes.profile([fakes.block()]), fakes.profile([fakes.block(), fakes.block()])
+    files = [cache_directory() / f"profile-{name}.json" for name in ("mine", "other")]
+    files[0].write_text(mine.to_json())
+    files[1].write_text(replace(other, fingerprint="another").to_json())
+    (tmp_path / "profile.json").write_text(replace(mine, optimizer_bytes=1.0).to_json())
+    summary = {"steps": 60, "step_seconds_median": 0.027, "predicted_step_seconds": 1.71} | changed
+    words = drop_contradicted(tmp_path, compose([]), summary)
+    assert [file.exists() for file in files] == [not dropped, True]
+    assert words == (
+        "a step takes 0.027 s, 0.02 times the 1.710 s that were predicted: the kept profile of m is dropped, and the "
+        "next plan measures again"
+        if dropped
+        else ""
+    )
+    assert drop_contradicted(tmp_path, compose([]), summary) == "", "it is said once"
