@@ -17,7 +17,7 @@ from parallax.common.typed import fitting
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
-from parallax.plan.rows import micro_batch_count
+from parallax.plan.rows import micro_batch_count, micro_batch_rows, replica_rows
 from parallax.plan.schedule import Schedule, named
 
 VERSION = 3
@@ -171,7 +171,8 @@ class Plan:
     ``placement`` lists the ranks position by position, replica by replica; empty means in order. ``tier`` is where
     offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
     compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take less than
-    ``bound_seconds``. ``alternatives`` are the runners-up.
+    ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are left unused, because
+    with them the step would be no shorter.
     """
 
     model: str
@@ -189,6 +190,7 @@ class Plan:
     placement: tuple[int, ...] = ()
     gather_loss: bool = False
     alternatives: tuple[Alternative, ...] = ()
+    spare_devices: int = 0
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -199,6 +201,7 @@ class Plan:
         if not isinstance(self.schedule, Schedule):
             object.__setattr__(self, "schedule", named(self.schedule))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
+        _check_numbers(self, int, "spare_devices")
         _check_numbers(self, float, "bound_seconds")
         words = self.model, self.fingerprint, self.tier, self.schedule.name
         if not all(isinstance(text, str) for text in words):
@@ -277,6 +280,18 @@ class Plan:
     def micro_batches(self, rows: int) -> int:
         """Micro-batches that a batch of ``rows`` rows is cut into: never more than it has rows."""
         return min(rows, micro_batch_count(rows, self.microbatch))
+
+    def rows_of(self, rank: int) -> int:
+        """Rows of a global batch that a rank computes; 0 for one that is idle, as replicas are that outnumber the rows
+        of every micro-batch."""
+        position, replica = self.locate(rank)
+        replicas, count = self.stages[position].replicas, self.micro_batches(self.global_batch)
+        rows = 0
+        for micro in range(count):
+            first, stop = micro_batch_rows(self.global_batch, count, micro)
+            low, high = replica_rows(stop - first, replicas, replica)
+            rows += high - low
+        return rows
 
     def position(self, stage: int) -> int:
         """The place in the pipeline that holds a stage."""

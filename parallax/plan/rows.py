@@ -23,6 +23,15 @@ def micro_batch_rows(rows: int, micro_batches: int, micro: int) -> Interval:
     return rows * micro // micro_batches, rows * (micro + 1) // micro_batches
 
 
+def fewest_rows(rows: int, micro_batches: int) -> int:
+    """Rows of the smallest of the micro-batches that ``rows`` rows are cut into.
+
+    >>> fewest_rows(7, 3)
+    2
+    """
+    return rows // micro_batches
+
+
 def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
     """The rows of a micro-batch of ``rows`` rows that one replica holds.
 

@@ -33,6 +33,7 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
             f"{plan.schedule}, {plan.micro_batches(plan.global_batch)} micro-batches of {plan.microbatch} row(s); "
             f"predicted: {format_seconds(prediction.step_seconds)} per step, bubble {prediction.bubble:.0%}, "
             f"budget {format_bytes(min(rank.budget_bytes for rank in prediction.ranks))} per device"
+            + _unused(plan)
         ),
         collapse_padding=True,
         pad_edge=False,
@@ -66,6 +67,21 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
             format_bytes(sum(rank.offloaded_bytes for rank in ranks)),
         )
     return table
+
+
+def _unused(plan: Plan) -> str:
+    """What of the devices does not help, each on a line of its own."""
+    used, text = plan.world_size, ""
+    if plan.spare_devices:
+        text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"
+    for stage in range(plan.positions):
+        if idle := [rank for rank in plan.ranks(stage) if not plan.rows_of(rank)]:
+            text += (
+                f"\nstage {stage}: rank {', '.join(map(str, idle))} of {len(plan.ranks(stage))} replicas never has a "
+                f"row of micro-batches of {plan.microbatch}; use trainer.microbatch={plan.stages[stage].replicas} or "
+                "more, or fewer replicas"
+            )
+    return text
 
 
 def _alike(plan: Plan) -> Iterator[tuple[int, int]]:

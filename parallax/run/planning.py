@@ -139,10 +139,12 @@ def plan_model(
     progress(f"searching plans for {len(found.devices)} device(s)")
     profile = stepped_by(profile, optimizer or OptimizerConfig())
     asked |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
-    best, forecast = search(profile, found, plan, **asked)
+    fixed = present is not None or _started(cluster)
+    best, forecast = search(profile, found, plan, spare=not fixed, **asked)
     given = len(found.devices) if present else _given(cluster, plan)
     remarks = (_unused(given, used), "" if present else processes_of(choice))
-    return Planned(best, forecast, profile, found, tuple(filter(None, remarks)))
+    used_devices = found.first(best.world_size)
+    return Planned(best, forecast, profile, used_devices, tuple(filter(None, remarks)))
 
 
 def as_planned(cluster: ClusterConfig, asked: PlanConfig, plan: Plan) -> ClusterConfig:

@@ -125,7 +125,7 @@ class GreedySearch:
         for donor in [p for p in donors if replicas[p] > 1 and p != slowest][:2]:
             moved = list(replicas)
             moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
-            if moved[slowest] <= shape.microbatch:
+            if self.request.has_rows(shape, moved[slowest]):
                 ceiling = candidate.score[1] / self.request.count(shape)
                 found = self._solve(shape, tuple(moved), ceiling, self._any(shape))
                 if found is not None and found.candidate is not None:
@@ -200,7 +200,8 @@ class GreedySearch:
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Replicas of each position; none where that leaves ranks without rows, or the numbers are not worth trying."""
+        """Replicas of each position, as even as they can be; none where one would have no rows, or the numbers are not
+        worth trying. Devices that do not divide are left out where a replica more would have no rows."""
         asked, devices, positions = (
             self.request.config.replicas,
             len(self.request.devices),
@@ -209,10 +210,10 @@ class GreedySearch:
         if isinstance(asked, list | tuple):
             return tuple(int(count) for count in asked)
         least, rest = divmod(devices, positions)
-        if (shape.interleave > 1 and rest) or (
-            asked == AUTO and not self.request.has_rows(shape, least + (rest > 0))
-        ):
+        if shape.interleave > 1 and rest:
             return ()
+        if asked == AUTO and not self.request.has_rows(shape, least + (rest > 0)):
+            return (least,) * positions if rest and self.request.has_rows(shape, least) else ()
         return tuple(least + (position >= positions - rest) for position in range(positions))
 
     def _seconds_of(self, candidate: Candidate, position: int) -> float:
@@ -409,7 +410,7 @@ class GreedySearch:
             work += seconds * replicas[position]
         score = self.request.score(shape, slowest, total, tail, work)
         plans = tuple(stages[stage] for stage in range(len(stages)))
-        return Candidate(score, shape, plans, self.request.order)
+        return Candidate(score, shape, plans, self.request.order[: firsts[-1]])
 
     def _choices(
         self, shape: Shape, place: _PositionPlace, first: int, replicas: int, way: Way

@@ -25,7 +25,7 @@ from parallax.plan.cost.states import ALL_ON_DEVICE, SHARDED, OffloadFractions, 
 from parallax.plan.microbatches import dealt, sizes
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.rows import micro_batch_count
+from parallax.plan.rows import fewest_rows, micro_batch_count
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
@@ -88,7 +88,8 @@ class Request:
     """One question to the search, for one order of the devices.
 
     ``runnable`` asks for a plan that the runtime can execute; without it every schedule and tier may be planned.
-    ``gather_loss`` asks for schedules under which the loss can be computed once, of all rows.
+    ``gather_loss`` asks for schedules under which the loss can be computed once, of all rows. ``idle`` lets replicas
+    go without rows, where ranks have to be used that no plan has rows for.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Request:
         swap: bool = True,
         runnable: bool = True,
         gather_loss: bool = False,
+        idle: bool = False,
         order: tuple[int, ...] | None = None,
     ) -> None:
         check_count("trainer.microbatch", microbatch)
@@ -110,7 +112,7 @@ class Request:
         check_count("trainer.global_batch", global_batch)
         self.profile, self.cluster, self.config = profile, cluster, config
         self.global_batch, self.microbatch, self.gather_loss = global_batch, microbatch, gather_loss
-        self.swap, self.runnable = swap, runnable
+        self.swap, self.runnable, self.idle = swap, runnable, idle
         self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
@@ -155,6 +157,7 @@ class Request:
             "swap": self.swap,
             "runnable": self.runnable,
             "gather_loss": self.gather_loss,
+            "idle": self.idle,
             "order": self.order,
             **changes,
         }
@@ -431,11 +434,8 @@ class Request:
         ]
 
     def has_rows(self, shape: Shape, replicas: int) -> bool:
-        """Whether each replica has a row of every micro-batch, or nothing larger can be had. Where devices do not
-        divide, one replica of some positions may go without: a row more would be a second one for all the others."""
-        fewest, most = self._even_replicas(shape.positions)
-        enough = max(shape.microbatch, most if shape.microbatch >= fewest else 0)
-        return replicas <= enough or shape.microbatch == max(self.microbatches)
+        """Whether each of ``replicas`` has a row of every micro-batch: one without would be idle for the whole step."""
+        return self.idle or replicas <= fewest_rows(self.global_batch, self.count(shape))
 
     @cached_property
     def least_positions(self) -> int:

@@ -33,6 +33,8 @@ CANDIDATES = 20  # of the exact search
 NAMED = 4  # runners-up that the plan names
 CPUS = ("cpu", "cpu-core")  # kinds of devices whose memory inputs are in already
 TIE = 1e-6  # of the step: a gain that is none
+FEW_DEVICES = 4  # up to which plans for fewer are searched, too
+AS_FAST = 1.01  # times the shortest step: fewer devices that take no longer are preferred
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,17 @@ def search(
     swap: bool = True,
     runnable: bool = True,
     gather_loss: bool = False,
+    spare: bool = False,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
-    """The best plan that uses every device of ``cluster``, and the forecast of its step.
+    """The best plan for ``cluster``, and the forecast of its step.
 
-    ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas.
-    ``runnable`` asks for a plan that the runtime can execute, ``gather_loss`` for one whose loss is computed once, of
-    all rows; ``progress`` is told what is looked at. Raises
-    :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
+    No replica is without rows. With ``spare``, devices may stay unused: of few, as many are used, the first ones, as
+    make the step shorter. ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas. ``runnable`` asks for a plan that the
+    runtime can execute, ``gather_loss`` for one whose loss is computed once, of all rows; ``progress`` is told what is
+    looked at. Raises :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
     """
-    request = Request(
+    whole = Request(
         profile,
         cluster,
         config,
@@ -76,25 +79,71 @@ def search(
         runnable=runnable,
         gather_loss=gather_loss,
     )
-    forecasts = Forecasts(request)
-    found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
-    predicted = _predict(found.timed, forecasts, progress)
-    reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
-    if not predicted:
-        raise refusal(request, list(reasons.values()), _fits)
-    pipeline, forecast = _with_inputs_ahead(profile, cluster, predicted[0][0])
-    refused = [
-        Alternative(description=text, step_seconds=0.0, reason=reason)
-        for text, reason in reasons.items()
-    ]
-    plan = _plan(
-        request,
-        pipeline,
-        forecast,
-        found,
-        [*_runners_up(predicted[0], predicted[1:]), *refused][:NAMED],
+    devices = len(cluster.devices)
+    counts = _device_counts(config, devices) if spare else [devices]
+    requests = [whole.changed(cluster=cluster.first(n), order=None) for n in counts]
+    if not any(map(_has_shapes, requests)):
+        requests = [requests[0].changed(idle=True)]
+    answers = [_Answer.of(request, progress) for request in requests]
+    found = [answer for answer in answers if answer.predicted]
+    if not found:
+        raise refusal(requests[0], list(answers[0].reasons.values()), _fits)
+    least = min(answer.step_seconds for answer in found)
+    fewest = min(
+        (answer for answer in found if answer.step_seconds <= least * AS_FAST),
+        key=lambda answer: len(answer.request.devices),
     )
-    return plan, forecast
+    plan, forecast = fewest.plan()
+    return replace(plan, spare_devices=devices - plan.world_size), forecast
+
+
+def _device_counts(config: PlanConfig, devices: int) -> list[int]:
+    """How many of so many devices plans may use, most first: of few, any number that stages and replicas allow."""
+    if config.ranks is not None or devices > FEW_DEVICES:
+        return [devices]
+    step = 1 if config.replicas == AUTO else int(str(config.replicas))
+    least = max(step, 1 if config.stages == AUTO else int(config.stages))
+    return [n for n in range(devices, least - 1, -1) if n % step == 0] or [devices]
+
+
+def _has_shapes(request: Request) -> bool:
+    quick = GreedySearch(request)
+    return any(quick.has_replicas(shape) for shape in request.shapes())
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What was found for one number of devices: pipelines with their forecasts, best first."""
+
+    request: Request
+    found: SearchResult
+    predicted: list[tuple[Pipeline, Forecast]]
+    reasons: dict[str, str]
+
+    @classmethod
+    def of(cls, request: Request, progress: Progress) -> _Answer:
+        """The best pipelines of a request."""
+        forecasts = Forecasts(request)
+        found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
+        predicted = _predict(found.timed, forecasts, progress)
+        reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
+        return cls(request, found, predicted, reasons)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the best pipeline."""
+        return self.predicted[0][1].step_seconds
+
+    def plan(self) -> tuple[Plan, Forecast]:
+        """The best pipeline as a plan."""
+        request, best = self.request, self.predicted[0]
+        pipeline, forecast = _with_inputs_ahead(request.profile, request.cluster, best[0])
+        refused = [
+            Alternative(description=text, step_seconds=0.0, reason=reason)
+            for text, reason in self.reasons.items()
+        ]
+        others = [*_runners_up(best, self.predicted[1:]), *refused][:NAMED]
+        return _plan(request, pipeline, forecast, self.found, others), forecast
 
 
 def find_candidates(
@@ -255,7 +304,7 @@ def _plan(
     others: Sequence[Alternative],
 ) -> Plan:
     profile, devices = request.profile, request.cluster.devices
-    in_order = pipeline.order == tuple(range(len(devices)))
+    in_order = pipeline.order == tuple(range(len(pipeline.order)))
     return Plan(
         model=profile.model,
         fingerprint=profile.fingerprint,
