@@ -328,6 +328,8 @@ class Plan:
         """Plain data, for YAML and JSON."""
         plain = {**asdict(self), "schedule": self.schedule.name}
         data: dict[str, Any] = json.loads(json.dumps(plain))
+        if not self.spare_devices:  # plans without them stay as they were
+            del data["spare_devices"]
         for stage in data["stages"]:
             if not stage["inputs_ahead"]:  # plans without them stay as they were
                 del stage["inputs_ahead"]

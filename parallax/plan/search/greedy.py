@@ -200,8 +200,7 @@ class GreedySearch:
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Replicas of each position, as even as they can be; none where one would have no rows, or the numbers are not
-        worth trying. Devices that do not divide are left out where a replica more would have no rows."""
+        """Replicas of each position; none where that leaves ranks without rows, or the numbers are not worth trying."""
         asked, devices, positions = (
             self.request.config.replicas,
             len(self.request.devices),
@@ -210,10 +209,10 @@ class GreedySearch:
         if isinstance(asked, list | tuple):
             return tuple(int(count) for count in asked)
         least, rest = divmod(devices, positions)
-        if shape.interleave > 1 and rest:
+        if (shape.interleave > 1 and rest) or (
+            asked == AUTO and not self.request.has_rows(shape, least + (rest > 0))
+        ):
             return ()
-        if asked == AUTO and not self.request.has_rows(shape, least + (rest > 0)):
-            return (least,) * positions if rest and self.request.has_rows(shape, least) else ()
         return tuple(least + (position >= positions - rest) for position in range(positions))
 
     def _seconds_of(self, candidate: Candidate, position: int) -> float:
@@ -410,7 +409,7 @@ class GreedySearch:
             work += seconds * replicas[position]
         score = self.request.score(shape, slowest, total, tail, work)
         plans = tuple(stages[stage] for stage in range(len(stages)))
-        return Candidate(score, shape, plans, self.request.order[: firsts[-1]])
+        return Candidate(score, shape, plans, self.request.order)
 
     def _choices(
         self, shape: Shape, place: _PositionPlace, first: int, replicas: int, way: Way

@@ -8,6 +8,7 @@ simulator where it can, and the prediction has the last word on time and on memo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,10 @@ def search(
     """The best plan for ``cluster``, and the forecast of its step.
 
     No replica is without rows. With ``spare``, devices may stay unused: of few, as many are used, the first ones, as
-    make the step shorter. ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best over the replicas. ``runnable`` asks for a plan that the
-    runtime can execute, ``gather_loss`` for one whose loss is computed once, of all rows; ``progress`` is told what is
-    looked at. Raises :class:`InfeasiblePlan`, with the smallest change found that fits, where nothing does.
+    make the step shorter. ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best
+    over the replicas. ``runnable`` asks for a plan that the runtime can execute, ``gather_loss`` for one whose loss is
+    computed once, of all rows; ``progress`` is told what is looked at. Raises :class:`InfeasiblePlan`, with the
+    smallest change found that fits, where nothing does.
     """
     whole = Request(
         profile,
@@ -81,13 +83,14 @@ def search(
     )
     devices = len(cluster.devices)
     counts = _device_counts(config, devices) if spare else [devices]
-    requests = [whole.changed(cluster=cluster.first(n), order=None) for n in counts]
-    if not any(map(_has_shapes, requests)):
-        requests = [requests[0].changed(idle=True)]
-    answers = [_Answer.of(request, progress) for request in requests]
+    requests = (whole.changed(cluster=cluster.first(n), order=None) for n in counts)
+    filled = filter(has_rows_for_all, requests)
+    tried = list(itertools.islice(filled, None if devices <= FEW_DEVICES else 1))
+    tried = tried or [whole.changed(idle=True)]
+    answers = [_Answer.of(request, progress) for request in tried]
     found = [answer for answer in answers if answer.predicted]
     if not found:
-        raise refusal(requests[0], list(answers[0].reasons.values()), _fits)
+        raise refusal(tried[0], list(answers[0].reasons.values()), _fits)
     least = min(answer.step_seconds for answer in found)
     fewest = min(
         (answer for answer in found if answer.step_seconds <= least * AS_FAST),
@@ -98,15 +101,16 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """How many of so many devices plans may use, most first: of few, any number that stages and replicas allow."""
-    if config.ranks is not None or devices > FEW_DEVICES:
+    """How many of so many devices plans may use, most first: any number that stages and replicas allow."""
+    if config.ranks is not None:
         return [devices]
     step = 1 if config.replicas == AUTO else int(str(config.replicas))
     least = max(step, 1 if config.stages == AUTO else int(config.stages))
     return [n for n in range(devices, least - 1, -1) if n % step == 0] or [devices]
 
 
-def _has_shapes(request: Request) -> bool:
+def has_rows_for_all(request: Request) -> bool:
+    """Whether there is a pipeline that has rows for every device."""
     quick = GreedySearch(request)
     return any(quick.has_replicas(shape) for shape in request.shapes())
 
@@ -304,7 +308,7 @@ def _plan(
     others: Sequence[Alternative],
 ) -> Plan:
     profile, devices = request.profile, request.cluster.devices
-    in_order = pipeline.order == tuple(range(len(pipeline.order)))
+    in_order = pipeline.order == tuple(range(len(devices)))
     return Plan(
         model=profile.model,
         fingerprint=profile.fingerprint,

@@ -211,10 +211,7 @@ def every_cut(request: Request, shape: Shape) -> Iterator[list[Cut]]:
     for cuts in itertools.combinations(range(1, blocks), parts - 1):
         bounds = [0, *cuts, blocks]
         for replicas in compositions(devices, parts):
-            # One of them at most, where the devices do not divide.
-            idle = max(replicas) > micro
-            even = devices // parts <= micro < max(replicas) <= -(-devices // parts)
-            if idle and not even and micro < max(request.microbatches):
+            if not request.has_rows(shape, max(replicas)):
                 continue
             flights = [shape.schedule.in_flight(parts, s, count) for s in range(parts)]
             yield [

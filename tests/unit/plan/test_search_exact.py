@@ -16,7 +16,13 @@ from parallax.plan.cost.traffic import TIER_FLOOR
 from parallax.plan.plan import Directive
 from parallax.plan.search.exact_stage import ExactStageFitter, Flight
 from parallax.plan.search.request import Request
-from parallax.plan.search.search import CANDIDATES, SearchResult, find_candidates, search
+from parallax.plan.search.search import (
+    CANDIDATES,
+    SearchResult,
+    find_candidates,
+    has_rows_for_all,
+    search,
+)
 from tests.unit.plan.brute_force import brute_force
 from tests.unit.plan.searched import SIZES, check, random_case
 from tests.unit.plan_fakes import cluster
@@ -84,13 +90,16 @@ def test_the_plan_is_one_of_the_best_and_fits(seed: int) -> None:
     r = random.Random(seed)
     model, machines, batch = random_case(r, *r.choice(SIZES[:10]))
     config = PlanConfig(interleave=1)  # interleaved stages are cut one way only
-    expected = brute_force(Request(model, machines, config, global_batch=batch))
+    request = Request(model, machines, config, global_batch=batch)
+    idle = not has_rows_for_all(request)
+    expected = brute_force(request.changed(idle=idle))
     if math.isinf(expected):
         with pytest.raises(InfeasiblePlan):
             search(model, machines, config, global_batch=batch)
         return
     plan, simulation = search(model, machines, config, global_batch=batch)
     check(plan, machines)
+    assert idle or all(map(plan.rows_of, range(plan.world_size)))
     assert plan.exact
     assert plan.bound_seconds == pytest.approx(
         min(expected, simulation.step_seconds), rel=1e-5, abs=1e-6
