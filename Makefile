@@ -16,7 +16,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train audit test test-faults test-nodes test-sim test-slow test-slurm test-sweeps lint format bench bench-gpu clean gpu-check
+.PHONY: help train audit test test-faults test-nodes test-sim test-slow test-slurm test-sweeps lint format bench bench-gpu clean docs gpu-check
 
 help:  ## list these targets
 	@echo "Parallax: make TARGET [ARGS=\"key=value ...\"] [PYTHON=python3]"
@@ -74,6 +74,9 @@ lint: $(INSTALLED_DEV)  ## ruff, mypy and the import contracts; changes nothing
 format: $(INSTALLED_DEV)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
+
+docs: $(INSTALLED)  ## write docs/configuration.md from the settings' dataclasses
+	@$(BIN)/python docs/configuration.py >docs/.configuration.md && mv docs/.configuration.md docs/configuration.md
 
 bench: $(INSTALLED)  ## measure this machine: pipeline, swap and host optimizer against their peers, and predictions
 	@$(BIN)/python -m benchmarks.pipeline

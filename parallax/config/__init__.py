@@ -65,8 +65,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on. ``name``: its directory is ``runs/<name>``. ``compile``: each block's forward
-    is compiled with torch.compile, which takes a while at the first step."""
+    """Everything that a run depends on. ``name``: its directory is ``runs/<name>``. ``seed``: of initial weights,
+    dropout and the order of rows. ``compile``: each block's forward is compiled with torch.compile, which takes a while
+    at the first step."""
 
     name: str = "auto"
     seed: int = 1

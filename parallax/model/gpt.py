@@ -14,9 +14,13 @@ from parallax.errors import ConfigError, check_positive, check_switch
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes of the decoder. ``tied``: the head uses the embedding's weight.
-    ``verify``: whether the chain is compared with the
-    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    """Sizes of a GPT-style decoder.
+
+    ``layers``: transformer blocks. ``hidden``: width of a token's vector. ``heads``: attention heads, which divide
+    ``hidden``. ``vocabulary``: tokens that there are; 256 for bytes. ``sequence``: tokens in a row. ``dropout``: share
+    of the values that are zeroed in training. ``tied``: the head uses the embedding's weight. ``verify``: whether the
+    chain is compared with the model's own forward before the first step: true, false, or auto, which does so once for
+    each model (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "gpt"

@@ -13,9 +13,12 @@ from parallax.errors import check_positive, check_switch
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Sizes; the window is ``sequence`` bytes, each embedded in ``embedding`` numbers (Bengio et al. 2003).
-    ``verify``: whether the chain is compared with the
-    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    """Sizes of a model that predicts the next byte from a window of bytes (Bengio et al. 2003).
+
+    ``layers``: hidden layers. ``hidden``: their width. ``embedding``: numbers to each byte of the window.
+    ``vocabulary``: tokens that there are; 256 for bytes. ``sequence``: bytes in the window. ``verify``: whether the
+    chain is compared with the model's own forward before the first step: true, false, or auto, which does so once for
+    each model (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "mlp"

@@ -27,11 +27,11 @@ class SwapConfig:
     take less time than the Python around them. ``verify``: sum all bytes and hold transfers up at random, to
     find a missing wait or bad memory; slow.
 
-    The others are those of IBM's Large Model Support, for who wants to set by hand what the limit decides (see
-    :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: offload at most so many per micro-batch; auto:
-    all. ``swapout_threshold``: what is used again before so many others are saved stays. ``swapin_ahead``: how many
-    tensors before its use one comes back; auto: as early as there is room. ``swapin_groupby``: how many come back
-    together.
+    Four settings are those of IBM's Large Model Support, to set by hand what the limit decides (see
+    :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: tensors to offload per micro-batch, at most;
+    auto: all. ``swapout_threshold``: a tensor that is used again before this many others are saved stays.
+    ``swapin_ahead``: how many tensors before its use a tensor is prefetched; auto: as early as there are free bytes.
+    ``swapin_groupby``: how many tensors are prefetched together.
     """
 
     tier: str = AUTO

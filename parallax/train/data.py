@@ -48,9 +48,11 @@ NOT_TEXT_OF_STDLIB = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataConfig:
-    """Bytes of the text files below ``path``; auto is the Python standard library's own sources.
+    """Bytes of text files.
 
-    ``validation``: share of the text held out. ``max_bytes``: no more than this much text is read.
+    ``path``: a folder, or one file; auto is the Python standard library's own sources. ``pattern``: of the names of
+    files below a folder, such as ``*.txt``. ``validation``: share of the text that is held out. ``max_bytes``: no more
+    text than this is read.
     """
 
     name: str = "text"
@@ -76,7 +78,11 @@ class TextDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomDataConfig:
-    """Rows from the user's own ``target=package.module:factory``, called with ``kwargs``."""
+    """Rows from the user's own source.
+
+    ``target``: the factory as ``package.module:function``; it returns a :class:`Source`. ``kwargs``: its arguments,
+    ``data.kwargs.path=/rows`` on a command line.
+    """
 
     name: str = "custom"
     target: str = ""

@@ -26,10 +26,11 @@ from parallax.train.repeats import METRICS, forget_steps
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """What a run writes beside ``metrics.jsonl``: TensorBoard curves, every rank's actions as events.
+    """What a run writes beside ``metrics.jsonl``.
 
-    ``print_every``: where the output is no terminal, one line is printed for this many steps; auto prints the first
-    ten and then about a hundred in a run. ``metrics.jsonl`` has every step.
+    ``tensorboard``: curves for TensorBoard. ``events``: every action of every rank, with its times. ``print_every``:
+    where the output is no terminal, one line is printed for this many steps; auto prints the first ten and then about
+    a hundred in a run. ``metrics.jsonl`` has every step.
     """
 
     tensorboard: bool = True

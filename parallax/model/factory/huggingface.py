@@ -34,16 +34,18 @@ _SAID_ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """A class of transformers by its name (``architecture=LlamaForCausalLM``), or a task
-    (``architecture=AutoModelForSequenceClassification``) for which ``config.model_type`` or the folder says the class,
-    with what differs from its default configuration in ``config``, in nested ones too.
+    """A model of transformers.
 
-    ``pretrained``: a folder with ``config.json`` and safetensors, as ``save_pretrained`` writes it; class, sizes and
-    weights come from there. What it lacks, such as a new head, the model's constructor makes. Nothing is downloaded.
-    ``attention``: ``auto`` is what transformers takes for the class. ``sequence``: tokens in a row of text.
-    ``adapter``: what is trained in place of the model (:mod:`parallax.model.factory.adapters`), in peft's own words.
-    ``verify``: whether the chain is compared with the
-    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    ``architecture``: a class by its name (``LlamaForCausalLM``), or a task (``AutoModelForSequenceClassification``) for
+    which ``config.model_type`` or the folder names the class. ``config``: settings that differ from the class's default
+    configuration, in nested ones too (``model.config.hidden_size=256``). ``pretrained``: a folder with ``config.json``
+    and safetensors, as ``save_pretrained`` writes it; class, sizes and weights come from there. Weights that it lacks,
+    such as those of a new head, the model's constructor makes. Nothing is downloaded. ``attention``: the implementation
+    by transformers' name; auto is transformers' choice for the class. ``sequence``: tokens in a row of text.
+    ``adapter``: adapters that are trained in place of the model, in peft's own words
+    (:mod:`parallax.model.factory.adapters`). ``verify``: whether the chain is compared with the model's own forward
+    before the first step: true, false, or auto, which does so once for each model
+    (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "huggingface"

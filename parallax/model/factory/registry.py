@@ -20,14 +20,16 @@ from parallax.plan.analytic.transformer import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CustomModelConfig:
-    """The user's own model: ``target=package.module:factory`` is called with ``kwargs`` and returns an nn.Module.
+    """The user's own model.
 
-    ``blocks`` names its chain where the one that is found (see :func:`~parallax.model.describe.describe`) is not the
-    one that is wanted: module paths, ``*`` for the members of a ModuleList, in the order that data flows
-    (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them, to begin with.
-    ``adapter``: what is trained in place of the model (:mod:`parallax.model.factory.adapters`), in peft's own words.
-    ``verify``: whether the chain is compared with the
-    model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: its arguments,
+    ``model.kwargs.width=64`` on a command line. ``blocks``: the chain of blocks where the one that is found (see
+    :func:`~parallax.model.describe.describe`) is not the one that is wanted: module paths, ``*`` for the members of a
+    ModuleList, in the order that data flows (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a
+    folder of them, to begin with. ``adapter``: adapters that are trained in place of the model, in peft's own words
+    (:mod:`parallax.model.factory.adapters`). ``verify``: whether the chain is compared with the model's own forward
+    before the first step: true, false, or auto, which does so once for each model
+    (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "custom"

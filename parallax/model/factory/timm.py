@@ -22,14 +22,16 @@ _TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 @dataclass(frozen=True, kw_only=True)
 class TimmConfig:
-    """A model of timm by the name that ``timm.list_models()`` gives it (``architecture=vit_tiny_patch16_224``), made
-    with ``kwargs`` as ``timm.create_model`` takes them.
+    """A model of timm.
 
-    ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and perhaps ``config.json``, as timm's
-    ``save_for_hf`` writes it; weights come from there, and so do architecture and arguments where these are not given.
-    A head for other classes begins as the constructor makes it. Nothing is downloaded. ``adapter``: what is trained in
-    place of the model (:mod:`parallax.model.factory.adapters`), in peft's own words. ``verify``: whether the chain is
-    compared with the model's own forward before the first step (:func:`~parallax.model.verification.verify.verify`).
+    ``architecture``: its name, one of those that ``timm.list_models()`` gives (``vit_tiny_patch16_224``). ``kwargs``:
+    arguments, as ``timm.create_model`` takes them. ``pretrained``: a safetensors file, or a folder with
+    ``model.safetensors`` and perhaps ``config.json``, as timm's ``save_for_hf`` writes it; weights come from there, and
+    so do architecture and arguments where these are not given. A head for other classes begins as the constructor makes
+    it. Nothing is downloaded. ``adapter``: adapters that are trained in place of the model, in peft's own words
+    (:mod:`parallax.model.factory.adapters`). ``verify``: whether the chain is compared with the model's own forward
+    before the first step: true, false, or auto, which does so once for each model
+    (:func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "timm"

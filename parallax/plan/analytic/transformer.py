@@ -40,10 +40,13 @@ TOKEN = 8
 class TransformerConfig:
     """Sizes of a decoder; the defaults are GPT-2 XL's (Radford et al. 2019).
 
-    ``ffn``: width of the MLP; 0 is four times ``hidden``, or, when ``gated``, 8/3 of it rounded up to a multiple of 256
-    (Touvron et al. 2023), because a gated MLP has three matrices instead of two. ``kv_heads``: heads of keys and values
-    (Ainslie et al. 2023); 0 is ``heads``. ``attention``: ``flash`` saves no scores, ``full`` does. ``positions``:
-    ``learned`` vectors or ``rotary`` turns. ``bias``: on matrices and norms. ``tied``: the head uses the embedding.
+    ``layers``: transformer blocks. ``hidden``: width of a token's vector. ``heads``: attention heads, which divide
+    ``hidden``. ``kv_heads``: heads of keys and values (Ainslie et al. 2023); 0 is as many as ``heads``. ``ffn``: width
+    of the MLP; 0 is four times ``hidden``, or, when ``gated``, 8/3 of it rounded up to a multiple of 256 (Touvron et
+    al. 2023), because a gated MLP has three matrices instead of two. ``vocabulary``: tokens that there are.
+    ``sequence``: tokens in a row. ``attention``: flash, which saves no scores, or full, which does. ``gated``: a gated
+    MLP. ``positions``: learned vectors, or rotary ones. ``bias``: on matrices and norms. ``tied``: the head uses the
+    embedding's weight. ``dropout``: share of the values that are zeroed in training.
     """
 
     name: str = "transformer"

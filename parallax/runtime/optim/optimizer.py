@@ -133,7 +133,7 @@ _OF_NAME: Any = "auto"  # the value that DEFAULTS has for the optimizer's name
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer. Weight decay acts on matrices, not on vectors, and not through the gradient (Loshchilov and
+    """The optimizer. ``weight_decay`` acts on matrices, not on vectors, and not through the gradient (Loshchilov and
     Hutter 2019); sgd's does.
 
     ``name``: adamw, sgd (with ``momentum``) or lion; what is auto depends on it. adamw: ``lr`` 0.001, ``betas`` 0.9 and
