@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.plan import Directive
@@ -43,14 +43,17 @@ class PlanConfig:
         check_choice("plan.optimizer", self.optimizer, [AUTO, "device", "host"])
         check_choice("plan.parameters", self.parameters, [AUTO, "device", "host"])
         if self.parameters == "host" and self.optimizer == "device":
+            freed = " plan.shard=none" if self.shard == "optimizer" else ""
             raise ConfigError(
-                "plan.parameters=host: the optimizer steps where parameters live; use plan.optimizer=host"
+                f"plan.parameters=host: the optimizer steps where parameters live; use plan.optimizer=host{freed}, or "
+                "plan.parameters=device"
             )
         check_choice("plan.shard", self.shard, [AUTO, "none", "optimizer"])
         if self.shard == "optimizer" and "host" in (self.optimizer, self.parameters):
+            resident = " plan.parameters=device" if self.parameters == "host" else ""
             raise ConfigError(
                 "plan.shard=optimizer: replicas share what is below the device in any case, and only that on it can be "
-                "sharded; use plan.optimizer=device, or plan.shard=none"
+                f"sharded; use plan.optimizer=device{resident}, or plan.shard=none"
             )
         check_choice("plan.replan", self.replan, ["off", AUTO])
         check_count("plan.stages", self.stages)
@@ -67,7 +70,7 @@ class PlanConfig:
             has = 1 if schedule is None else schedule.interleaves[0]  # of the user's own: one
             raise ConfigError(
                 f"plan.interleave={each}: plan.schedule={self.schedule} has {has} {'stage' if has == 1 else 'stages'} "
-                "per device"
+                "per device; use plan.interleave=auto, or plan.schedule=auto"
             )
 
     @property
@@ -78,6 +81,13 @@ class PlanConfig:
         if AUTO in (self.stages, self.replicas):
             return None
         return int(self.stages) * int(self.replicas)
+
+    @property
+    def freed(self) -> str:
+        """What to type so that the planner chooses everything: a key that was typed has the last word over
+        ``plan=auto``, so each that is not auto is named."""
+        asked = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
+        return " ".join(f"plan.{name}=auto" for name in asked if name != "replan") or "plan=auto"
 
     def load_schedule(self) -> None:
         """Import a schedule of the user's own: what is wrong with it is said before anything else is done."""

@@ -71,9 +71,9 @@ def prepare(
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
-        config.trainer.check_steps()
         work.limit(config.trainer)
         local_cluster(config)
+        config.trainer.check_steps()
         name = config.name if config.name != "auto" else free_name()
         check_name(name)
         config, directory = replace(config, name=name), RUNS / name

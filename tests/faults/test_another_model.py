@@ -27,7 +27,12 @@ def build():
     return nn.Sequential(nn.Embedding(256, 16), *layers, nn.Linear(16, 256))
 """
 OWN = ("model=custom", "model.target=changing_model:build", "model.verify=false")
-SHORT = ("data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.eval_every=0")
+SHORT = (
+    "data.max_bytes=64KiB",
+    "trainer.global_batch=4",
+    "trainer.eval_every=0",
+    "trainer.steps=60",
+)
 
 
 @pytest.fixture

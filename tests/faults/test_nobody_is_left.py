@@ -75,7 +75,7 @@ def test_a_model_that_calls_exit_is_not_made(
 ) -> None:
     (here / "exiting.py").write_text("import sys\ndef build():\n    sys.exit(0)\n")
     monkeypatch.syspath_prepend(str(here))
-    own = ["model=custom", "model.target=exiting:build", "data.max_bytes=64KiB"]
+    own = ["model=custom", "model.target=exiting:build", "data.max_bytes=64KiB", "trainer.steps=3"]
     assert cli.main([command, *own, "cluster.devices=1"]) == 1
     assert "exiting.py" in capfd.readouterr().err
 

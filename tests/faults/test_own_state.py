@@ -49,6 +49,7 @@ OWN = [
     "+model.kwargs={}",
     "data=custom",
     "data.target=own_state:Rows",
+    "trainer.steps=60",
     "trainer.global_batch=4",
     "trainer.eval_every=0",
     "trainer.checkpoint_every=2",

@@ -126,7 +126,7 @@ def test_what_if(said: Callable[..., Any]) -> None:
     assert (one["cost_per_hour"], one["replicas"]) == (3, [1])
     assert one["cost_per_step"] == pytest.approx(3 * one["step_seconds"] / 3600)
     assert not refused["fits"]
-    assert "does not use 1 device(s)" in refused["reason"]
+    assert "needs 2 devices, and there are 1" in refused["reason"]
 
 
 def test_what_cannot_be_combined_is_a_row(said: Callable[..., Any]) -> None:

@@ -36,10 +36,13 @@ EXAMPLE = ["--config-dir", str(ROOT / "examples" / "scaling"), "experiment=scali
     [
         (["-m", "trainer.stepz=1,2"], "(did you mean 'steps'?)"),
         (["-m", "trainer.steps=1,two"], "trainer.steps=two: accepted is a whole number"),
-        (["-m", "model=gpt,mlpp"], "(did you mean 'mlp'?)"),
-        (["-m", "model=gpt,mlp", "model.heads=2"], "model.heads=2: unknown key; model=mlp accepts"),
-        (["-m", "cluster=local,dgx_a100"], "it is a cluster to plan for"),
-        (["-m", "model=gpt,transformer"], "it has sizes but no code"),
+        (["-m", "trainer.steps=3", "model=gpt,mlpp"], "(did you mean 'mlp'?)"),
+        (
+            ["-m", "trainer.steps=3", "model=gpt,mlp", "model.heads=2"],
+            "model.heads=2: unknown key; model=mlp accepts",
+        ),
+        (["-m", "trainer.steps=3", "cluster=local,dgx_a100"], "it is a cluster to plan for"),
+        (["-m", "trainer.steps=3", "model=gpt,transformer"], "it has sizes but no code"),
         (["-m", "seed=1,2", "hydra/launcher=submitit"], "hydra/launcher=submitit: "),
         (["-m", "seed=1", "--config-dir", "nowhere"], "--config-dir nowhere: "),
         (["-m", "--run-dir", "x"], "leave out -m"),
@@ -47,7 +50,7 @@ EXAMPLE = ["--config-dir", str(ROOT / "examples" / "scaling"), "experiment=scali
         (["--resolve"], "go with --cfg job"),
         (["--cfg", "jobs"], "argument --cfg/-c"),
         (["seed=1,2"], "`parallax train -m` runs one for each"),
-        (["name=a/b"], "runs/a is no sweep"),
+        (["name=a/b", "trainer.steps=3"], "runs/a is no sweep"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -60,8 +63,8 @@ def test_bad_input_starts_nothing(
 
 
 def test_which_point_is_wrong_is_said(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "-m", "seed=1,2", "model.heads=5,7"]) == 2
-    assert "(point 2: seed=1 model.heads=7)" in one_line(capfd.readouterr().err)
+    assert cli.main(["train", "-m", "trainer.steps=3", "seed=1,2", "model.heads=5,7"]) == 2
+    assert "seed=1 model.heads=7)" in one_line(capfd.readouterr().err)
 
 
 @pytest.mark.thorough  # CI trains six points, and more, by `make test-sweeps`

@@ -245,11 +245,20 @@ def _remedies(question: Question) -> Iterator[str]:
     for changed, text in _changes(question):
         if question.fixed and changed.devices != question.devices:
             continue  # the ranks are there
-        if text and not _contradiction(changed):
+        if text and not _contradiction(changed) and not _excludes(changed):
             yield text
             found += 1
             if found == 2:
                 return
+
+
+def _excludes(question: Question) -> bool:
+    """Whether settings exclude each other whatever the model and the devices are."""
+    try:
+        _check_settings(question)
+    except ConfigError:
+        return True
+    return False
 
 
 def _changes(question: Question) -> Iterator[tuple[Question, str]]:
@@ -281,11 +290,11 @@ def _changes(question: Question) -> Iterator[tuple[Question, str]]:
     if question.interleaves:
         plain = replace(config, schedule=AUTO, interleave=AUTO)
         yield replace(question, config=plain), "plan.schedule=auto plan.interleave=auto"
+    free = replace(question, config=PlanConfig(), microbatch=AUTO)
+    typed = config.freed + ("" if question.microbatch == AUTO else " trainer.microbatch=auto")
     useful = min(question.devices, question.blocks * question.rows)
-    yield (
-        replace(question, config=PlanConfig(), devices=useful),
-        f"plan=auto cluster.devices={useful}",
-    )
+    yield replace(free, devices=useful), f"{typed} cluster.devices={useful}"
+    yield replace(free, rows=question.devices), f"{typed} trainer.global_batch={question.devices}"
 
 
 def _list(counts: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.request import Request
 
 MIB = 2**20
+MEMORY_TRIES = 16  # each an eighth more than the one before
 UNBOUNDED = 2**60  # bytes of a tier that is no limit
 
 Fits = Callable[[Request], bool]
@@ -56,19 +57,32 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     more = needed - device.memory_bytes
     if more <= 0:  # by the sum that the search goes by; what was cut did not fit in detail
         reason = refused[0] if refused else "no cut that was tried leaves every stage its room"
-        fixes = list(_other_fixes(request, fits)) or ["more cluster.device_memory"]
+        fixes = [
+            *_more_memory(request, device.memory_bytes + 1, fits),
+            *_other_fixes(request, fits),
+        ]
+        fixes = fixes or ["more cluster.device_memory"]
         return InfeasiblePlan(
             f"no plan fits {format_bytes(device.memory_bytes)} per device: {reason}; use {', or '.join(fixes)}"
         )
-    fixes = [
-        f"cluster.device_memory={math.ceil(needed / MIB)}MiB ({more:,} bytes more)",
-        *_other_fixes(request, fits),
-    ]
+    fixes = [*_more_memory(request, needed, fits), *_other_fixes(request, fits)]
     detail = f" ({refused[0]})" if refused else ""
     return InfeasiblePlan(
         f"no plan fits {format_bytes(device.memory_bytes)} per device{detail}: the best needs "
-        f"{format_bytes(needed)} on its fullest; what fits: {', or '.join(fixes)}"
+        f"{format_bytes(needed)} on its fullest; what fits: {', or '.join(fixes) or 'nothing that was tried'}"
     )
+
+
+def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
+    """The memory of each device with which a plan fits, ``needed`` bytes or, where a prediction in full finds more than
+    the sum that the search goes by, somewhat more."""
+    least = min(device.memory_bytes for device in request.devices)
+    for _ in range(MEMORY_TRIES):
+        size = math.ceil(needed / MIB)
+        if fits(request.changed(cluster=_with(request, size * MIB, 0))):
+            yield f"cluster.device_memory={size}MiB ({needed - least:,} bytes more)"
+            return
+        needed = size * MIB * 9 // 8
 
 
 def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
@@ -98,8 +112,11 @@ def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
         middle = (low + high) // 2
         enough = fits(request.changed(cluster=_with(request, memory, middle * MIB)))
         low, high = (low, middle) if enough else (middle, high)
-    beside = "" if memory == least else f" with cluster.device_memory={memory // MIB}MiB"
-    yield f"{high}MiB per device in that tier ({high * MIB - tier:,} bytes more there){beside}"
+    beside = "" if memory == least else f" cluster.device_memory={memory // MIB}MiB"
+    each = max(len(node.devices) for node in request.cluster.nodes)
+    key = request.devices[0].swaps_to.key
+    more = f"{high}MiB per device, {high * MIB - tier:,} bytes more"
+    yield f"cluster.{key}={each * high}MiB{beside} ({more})"
 
 
 def _with(request: Request, memory: int, tier: int) -> Cluster:
@@ -133,9 +150,9 @@ def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
                 break
     if len(request.allowed) < len(Directive):
         if not request.swap and fits(request.changed(swap=True)):
-            yield "swap=auto"
+            yield "swap.tier=auto"
         elif fits(request.changed(config=PlanConfig(), swap=True)):
-            yield "plan=auto swap=auto"
+            yield f"{config.freed} swap.tier=auto"
 
 
 def _least_memory(request: Request) -> int | None:

@@ -118,9 +118,9 @@ def _judged(point: Point, sweep_name: str, asked: Multirun) -> bool:
     words = [*asked.options.words, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
         config = settings(words, RUNS).config
-        config.trainer.check_steps()
         local_cluster(config)
         built_model(config)
+        config.trainer.check_steps()
     except UserError as error:
         which = f" (point {point.number}: {point.words})" if len(asked.points or ()) > 1 else ""
         raise ConfigError(f"{error}{which}") from None

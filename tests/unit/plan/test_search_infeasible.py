@@ -62,9 +62,9 @@ def test_the_fix_for_an_infeasible_plan_is_the_smallest_that_works(
     stages = re.search(r"plan.stages=(\d+)", message)
     if stages:
         attempt(needed - 1, replace(wanted, stages=int(stages[1])))
-    if "plan=auto swap=auto" in message:
+    if re.search(r"plan\.\w+=auto swap\.tier=auto", message):
         attempt(needed - 1, PlanConfig(), swap=True)
-    elif "swap=auto" in message:
+    elif "swap.tier=auto" in message:
         attempt(needed - 1, swap=True)
 
 
@@ -79,19 +79,20 @@ def test_a_tier_without_room_is_named_with_the_smallest_that_has(memory: int) ->
     with pytest.raises(InfeasiblePlan) as error:
         attempt(TIER_FLOOR)
     found = re.fullmatch(
-        r"1.0 MiB per device in tier disk cannot hold what must be offloaded; what fits: (\d+)MiB per device in that "
-        r"tier \(([\d,]+) bytes more there\)(?: with cluster.device_memory=(\d+)MiB)?(?:, or plan=auto swap=auto)?",
+        r"1.0 MiB per device in tier disk cannot hold what must be offloaded; what fits: cluster.disk=(\d+)MiB"
+        r"(?: cluster.device_memory=(\d+)MiB)? \((?:\d+)MiB per device, ([\d,]+) bytes more\)"
+        r"(?:, or plan.activations=auto swap.tier=auto)?",
         str(error.value),
     )
     assert found, error.value
-    tier, more, beside = int(found[1]) * 2**20, int(found[2].replace(",", "")), found[3]
+    tier, more, beside = int(found[1]) * 2**20, int(found[3].replace(",", "")), found[2]
     assert tier == TIER_FLOOR + more
     assert (beside is None) == (memory == 10**15)
     enough = int(beside) * 2**20 if beside else memory
     check(attempt(tier, enough), cluster(1, enough, tier=tier))
     with pytest.raises(InfeasiblePlan):
         attempt(tier - 2**20, enough)
-    if "plan=auto" in str(error.value):
+    if "swap.tier=auto" in str(error.value):
         search(layers(3), cluster(1, memory, tier=TIER_FLOOR), PlanConfig(), global_batch=4)
 
 
