@@ -41,7 +41,9 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
     if verdict.gathered:
         raise ConfigError(
             f"rows of a batch meet in the model, and {cut}: {how}; use {whole}, or let the model return a value for "
-            "each row, and the loss compare them, with trainer.gather_loss=true; model.verify=false trains it so"
+            "each row, and the loss compare them, with trainer.gather_loss=true; where it has a loss of its own, of "
+            "labels among its inputs, let the rows' targets be these instead, and the inputs have none; "
+            "model.verify=false trains it so"
         )
     raise ConfigError(
         f"the loss depends on how a batch is cut, and {cut}: {how}; use {_gathering(config)}, which computes it once, "

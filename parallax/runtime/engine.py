@@ -111,7 +111,7 @@ class Engine:
         self._can_cut = not (plan.gather_loss or (several and configs.replicas.needs_whole_steps))
         self._executor = self._open_executor(loss, configs, swap, copies)
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
-        self._loss = loss
+        self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
         most = plan.prediction.ranks[mesh.rank].peak_bytes
         self._unbound = bound_memory(mesh.device, most, before)
@@ -141,12 +141,13 @@ class Engine:
         copies: CopyEngine,
     ) -> Executor:
         chain, mesh, gathers = self._chain, self.mesh, self.plan.gather_loss
-        evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
+        self._evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
+        losses = GatheredLoss(self._evaluation, chain, mesh) if gathers else None
         return Executor(
             chain,
             self._stage,
             mesh,
-            GatheredLoss(evaluation, chain, mesh) if gathers else LossOfParts(evaluation),
+            losses or LossOfParts(self._evaluation),
             configs.precision,
             self._sync,
             self._channels,
@@ -335,14 +336,15 @@ class Engine:
         return self.evaluate_weighted(batch)[0]
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """The same, and what it is a mean over: the number of rows, or of counted targets."""
+        """The same, and what it is a mean over: rows, or counted targets, in a measure that compares batches."""
         row_count(batch, self._step)
         rows, weight = self._update.rows.numbers(batch), self._weight(batch)
         with self._stage.evaluating():
             self._run(batch, training=False, update=lambda share: None, weight=weight)
-        loss, *sums = agreed_sum(self.mesh, self._executor.loss_share.item(), *rows)
+        mine = self._executor.loss_share.item(), self._evaluation.mass
+        loss, mass, *sums = agreed_sum(self.mesh, *mine, *rows)
         self._update.rows.check(sums, f"a batch that is evaluated at step {self._step}")
-        return loss, weight
+        return loss, weight if self._counts else mass
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the

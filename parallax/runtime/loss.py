@@ -7,9 +7,11 @@ micro-batches and replicas are gathered first (:class:`GatheredLoss`), and it is
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,16 +20,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallax.common.seeds import block_seed
-from parallax.errors import DataError, ParallaxError
+from parallax.errors import ConfigError, DataError, HangError, ParallaxError
 from parallax.mesh import Mesh
 from parallax.model.block import apart, to_device
+from parallax.model.counting import Counting, EvenMean
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.nodes.objects import all_objects
+from parallax.plan.rows import micro_batch_rows
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.entry import GraphEntry
 from parallax.runtime.stage import seed_block
+
+logger = logging.getLogger("parallax")
 
 Loss = Callable[[Any, Any], Tensor]
 Roots = Sequence[Tensor | GradientEdge | None]
@@ -47,6 +53,10 @@ class LossStep(Protocol):
     @property
     def denominator(self) -> float:
         """What losses are divided by."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Into which the batch is cut."""
 
     @property
     def training(self) -> bool:
@@ -81,14 +91,18 @@ class StepLoss(Protocol):
 
 
 class Evaluation:
-    """Calls the loss, and adds up this rank's ``share`` of the step's."""
+    """Calls the loss, and adds up this rank's ``share`` of the step's, and the ``mass`` that this is a mean over: rows,
+    or counted targets."""
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
     ) -> None:
         self._loss, self._chain, self._precision, self._device = loss, chain, precision, device
-        self._counts = hasattr(loss, "count")
+        self._counts, self._counting = hasattr(loss, "count"), Counting(loss)
         self._share = torch.zeros((), dtype=torch.float64, device=device)
+        self._even = EvenMean(loss)
+        self._whole: float | None = None
+        self.mass = 0.0
 
     @property
     def share(self) -> Tensor:
@@ -98,26 +112,93 @@ class Evaluation:
     def begin(self) -> None:
         """Start from nothing."""
         self._share.zero_()
+        self._whole, self.mass = None, 0.0
 
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
         """The loss of rows ``low`` to ``high``, added to the share where it is ``counted``, and the gradient that its
         backward begins with."""
-        targets = apart(to_device(step.batch.targets(low, high), self._device))
+        given = step.batch.targets(low, high)
+        targets = apart(to_device(given, self._device))
+        results = self._chain.results(outputs)
         with self._precision.autocast(self._device.type):
-            value = self._loss(self._chain.results(outputs), targets)
+            value = self._counting.value(results, targets, lambda: step.batch.inputs(low, high))
         if value.numel() != 1:
             raise ParallaxError(
                 f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}"
             )
         if value.dtype.itemsize < 4:
             value = value.float()
-        weight = (1.0 if self._counts else high - low) / step.denominator
+        if step.training and not self._counts and high - low < len(step.batch):
+            self._check_mean(step, results, given, low, high)
+        mass, whole = self._masses(step, results, low, high)
+        if not mass:  # a mean of no targets is NaN
+            value = _nothing_of(outputs, value)
+        weight = mass / (whole or 1.0)
         if counted:
             self._share.add_(value.detach().reshape(()), alpha=weight)
+            self.mass += high - low if self._counts else mass
         # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
+
+    def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
+        """Raise :class:`ConfigError` where nothing is known of the loss, and targets are masked for which it is not the
+        mean over its rows."""
+        if self._counting.counts:
+            return
+        rows, first = high - low, low
+        if rows == 1:
+            first = min(low, len(step.batch) - 2)
+            targets = step.batch.targets(first, first + 2)
+        how = self._even.difference(results, rows, to_device(targets, self._device))
+        if how:
+            raise ConfigError(
+                f"the loss depends on how a batch is cut, as targets are masked: in rows {first} to {high} of step "
+                f"{step.index} it is {how}; give the loss count(targets), the number of targets that count, and let it "
+                "return the sum over these, or use torch.nn.functional.cross_entropy with ignore_index, or "
+                "trainer.gather_loss=true"
+            )
+
+    def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
+        """Of rows ``low`` to ``high`` and of all."""
+        if self._counts:
+            return 1.0, step.denominator
+        rows = len(step.batch)
+        if self._counting.counts:
+            try:
+                mass = self._counting.mass(results, high - low, step.batch, low, high)
+                if self._whole is None:
+                    self._whole = self._mass_of_all(step, results, high - low)
+                return mass, self._whole
+            except HangError:
+                raise
+            except (
+                Exception
+            ) as error:  # a loss of the user's that does other things with other rows
+                logger.debug("targets are not counted: %s", error)
+                self._counting.forget()
+        return float(high - low), float(rows)
+
+    def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
+        """Of the batch; of its micro-batches where these have other shapes."""
+        rows, mass = len(step.batch), partial(self._counting.mass, results, few, step.batch)
+        try:
+            return mass(0, rows)
+        except HangError:
+            raise
+        except Exception as error:
+            logger.debug("targets are counted by micro-batches: %s", error)
+        bounds = (micro_batch_rows(rows, step.micro_batches, m) for m in range(step.micro_batches))
+        return sum(mass(*each) for each in bounds)
+
+
+def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
+    """A loss of 0 that depends on the outputs."""
+    parts = [each.flatten()[:0].sum() for each in outputs if each.requires_grad]
+    return sum(
+        (each.to(value.dtype) for each in parts), torch.zeros_like(value, requires_grad=False)
+    )
 
 
 class LossOfParts:

@@ -17,7 +17,7 @@ from parallax.model.describe import Chain
 from parallax.model.verification.rows import Verdict
 from parallax.model.verification.runs import Loss
 
-EDITION = 2  # of what is checked: what another one found is checked again
+EDITION = 3  # of what is checked: what another one found is checked again
 _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 

@@ -1,10 +1,11 @@
 """Whether a batch may be cut into micro-batches: its loss and gradients against those made from its parts.
 
-A step's loss is the mean over all rows, or over all counted targets where the loss offers ``count``; parts are weighed
-by what they have of them. That gives another number where rows meet: in a contrastive loss, in statistics over the
-batch, in a mean over targets of which some are ignored. Where the outputs of all parts are gathered for one loss, only
-rows that meet in the model make a difference. Dropouts are switched off meanwhile and BatchNorms, whose rows are the
-user's choice, use their running statistics; what a forward writes into buffers is undone between parts.
+A step's loss is the mean over all rows, or over all counted targets where the loss offers ``count`` or is a
+cross-entropy (:mod:`parallax.model.counting`); parts are weighed by what they have of them. That gives another number
+where rows meet: in a contrastive loss, in statistics over the batch, in a mean of one's own over some targets. Where
+the outputs of all parts are gathered for one loss, only rows that meet in the model make a difference. Dropouts are
+switched off meanwhile and BatchNorms, whose rows are the user's choice, use their running statistics; what a forward
+writes into buffers is undone between parts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from parallax.errors import HangError
 from parallax.model.block import flatten, rebuild, tensors_in, transform
+from parallax.model.counting import Counting
 from parallax.model.ragged import longest_rows
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import WithoutDraws
@@ -74,7 +77,7 @@ class _Parts:
     ) -> None:
         self._blocks, self._loss, self._batch, self._bounds = blocks, loss, batch, bounds
         self._part = _LOOSER * tolerance(blocks.chain.dtype)
-        self._count = getattr(loss, "count", None)
+        self._count, self._counting = getattr(loss, "count", None), Counting(loss)
 
     def find(self) -> Verdict:
         """See :func:`find_coupling`."""
@@ -167,10 +170,26 @@ class _Parts:
 
     def _weighed(self, results: Any, low: int, high: int, rows: int) -> Tensor:
         """A part's share of the step's loss."""
-        value = loss_of(self._loss, results, self._batch.targets(low, high))
+
+        def loss(results: Any, targets: Any) -> Tensor:
+            return self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
+
+        value = loss_of(loss, results, self._batch.targets(low, high))
         if self._count is not None:
             return value / max(1.0, float(self._count(self._batch.targets(0, rows))))
-        return value * ((high - low) / rows)
+        mass, whole = self._masses(results, low, high, rows)
+        return value * (mass / whole) if mass else torch.zeros_like(value, requires_grad=False)
+
+    def _masses(self, results: Any, low: int, high: int, rows: int) -> tuple[float, float]:
+        mass = partial(self._counting.mass, results, high - low, self._batch)
+        try:
+            return mass(low, high), mass(0, rows)
+        except HangError:
+            raise
+        except Exception as error:  # as in training
+            logger.debug("targets are not counted: %s", error)
+            self._counting.forget()
+            return mass(low, high), mass(0, rows)
 
     def _sizes(self, bounds: Sequence[int]) -> str:
         first, second = (high - low for low, high in itertools.pairwise(bounds))

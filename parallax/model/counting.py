@@ -1,0 +1,298 @@
+"""What a loss is a mean over, so that the losses of micro-batches add up to that of the batch.
+
+The usual cross-entropy is a mean over *counted* targets: those that are ``ignore_index`` (-100) count nothing, and of
+others the weight of their class may. A micro-batch with few counted targets must weigh less, or a batch that is cut has
+another loss than one that is not. A user's loss calls ``torch.nn.functional.cross_entropy`` somewhere, and models of
+transformers with ``labels`` among their inputs call it in their forward; neither says how many targets it counts.
+
+So the first call of a loss is observed. Where its result is that of one cross-entropy, the targets of other rows are
+counted by calling the loss again, on outputs without values, up to its cross-entropy. Where it is an output of the
+model, it is compared with the cross-entropy of the model's scores and the integers among its inputs, row by row.
+
+Only ratios matter: a part's mass is its rows times the counted targets for each target that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parallax.errors import HangError
+from parallax.model.block import tensors_in, transform
+
+_ARGUMENTS = "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"
+"""Of both functions that are means over counted targets."""
+_MOST_ELEMENTS = 2**26  # of the outputs of two rows that are compared
+_SAME, _SAME_HALF = 1e-4, 1e-2  # relative difference of a loss that is computed in two ways
+
+AnyLoss = Callable[[Any, Any], Tensor]
+
+
+class BatchRows(Protocol):
+    """Rows of a batch, by their places in it."""
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """Model inputs of rows [start, stop)."""
+
+    def targets(self, start: int, stop: int) -> Any:
+        """Loss targets of rows [start, stop)."""
+
+
+class _Rule(Protocol):
+    """How the counted targets of any rows are found."""
+
+    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+        """Of rows ``low`` to ``high``. ``results``: what the model returned for ``few`` others."""
+
+
+class Counting:
+    """A loss, and which share of a batch's its parts have."""
+
+    def __init__(self, loss: AnyLoss) -> None:
+        self._loss = loss
+        self._rule: _Rule | None = None
+        self._observed = hasattr(loss, "count")  # it says itself what it counts
+
+    def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
+        """The loss of what a model returned for ``inputs()``; the first one is observed."""
+        if self._observed:
+            return self._loss(results, targets)
+        with _Observer() as seen:
+            value = self._loss(results, targets)
+        self._observed = True
+        if seen.means(value):
+            self._rule = _OfLoss(self._loss)
+        elif any(value is each for each in tensors_in(results)):
+            self._rule, self._observed = _label_rule(value, results, inputs())
+        return value
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is known what the loss is a mean over, other than rows."""
+        return self._rule is not None
+
+    def forget(self) -> None:
+        """It is a mean over rows, as far as is known."""
+        self._rule = None
+
+    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+        """Of rows ``low`` to ``high``, whose share of the loss of all rows is this by the mass of all. ``results``:
+        what the model returned for ``few`` rows. Without a rule it is the number of rows."""
+        if self._rule is None:
+            return float(high - low)
+        return self._rule.mass(results, few, batch, low, high)
+
+
+class EvenMean:
+    """Whether a loss of which nothing is known is the mean of its rows' losses where targets are masked. It is looked
+    at once: in the first part that has rows with other numbers of masked targets, which are negative integers."""
+
+    def __init__(self, loss: AnyLoss) -> None:
+        self._loss, self._seen = loss, False
+
+    def difference(self, results: Any, few: int, targets: Any) -> str:
+        """How the loss of two rows differs from the mean of both, in words; empty where it does not. ``results`` are of
+        ``few`` rows, ``targets`` of these, or of others."""
+        rows = None if self._seen else _masked_unevenly(targets)
+        elements = sum(each.numel() for each in tensors_in(results))
+        if rows is None or 2 * elements > _MOST_ELEMENTS * few:
+            return ""
+        self._seen = True
+        try:
+            before = torch.default_generator.get_state()
+            with torch.no_grad():
+                both, *each = [
+                    float(self._loss(_rows_of(results, few, chosen), _rows_of(targets, 0, chosen)))
+                    for chosen in (rows, rows[:1], rows[1:])
+                ]
+            if not torch.default_generator.get_state().equal(before):
+                return ""  # what it drew makes a difference, too
+        except HangError:
+            raise
+        except Exception:  # of fewer rows than it can do with, for one
+            return ""
+        mean, half = sum(each) / 2, any(t.dtype.itemsize < 4 for t in tensors_in(results))
+        if abs(both - mean) <= (_SAME_HALF if half else _SAME) * abs(both):
+            return ""
+        return f"{both:.6g} of rows {rows[0]} and {rows[1]} at once, and {mean:.6g} as the mean of both"
+
+
+def _masked_unevenly(targets: Any) -> list[int] | None:
+    """The rows of which the fewest and the most targets are negative; None where all are alike."""
+    for each in tensors_in(targets):
+        if each.is_floating_point() or each.is_complex() or each.dim() < 1 or len(each) < 2:
+            continue
+        masked = (each < 0).reshape(len(each), -1).sum(1)
+        if bool(masked.min() != masked.max()):
+            return [int(masked.argmin()), int(masked.argmax())]
+    return None
+
+
+def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
+    """Rows of a nest of tensors; of ``few``, where they are not enough, those that there are again."""
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Tensor) or not part.dim() or (few and len(part) != few):
+            return part
+        return part.detach()[[row % len(part) for row in chosen]]
+
+    return transform(value, change)
+
+
+class _Counted(Exception):
+    """Ends a loss at its cross-entropy, whose targets were ``counted``."""
+
+    def __init__(self, counted: float) -> None:
+        super().__init__()
+        self.counted = counted
+
+
+class _Observer(TorchFunctionMode):
+    """Notes the cross-entropies that are called. Where it ``only_counts`` the first one is not computed."""
+
+    def __init__(self, *, only_counts: bool = False) -> None:
+        super().__init__()
+        self._only_counts = only_counts
+        self._results: list[Any] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func is not F.cross_entropy and func is not F.nll_loss:
+            return func(*args, **given)
+        named = {**dict(zip(_ARGUMENTS, args)), **given}
+        if self._only_counts:
+            raise _Counted(_counted(named))
+        found = func(*args, **given)
+        plain = named.get("size_average") is None and named.get("reduce") is None
+        self._results.append(found if plain and named.get("reduction", "mean") == "mean" else None)
+        return found
+
+    def means(self, value: Any) -> bool:
+        """Whether a loss of ``value`` is the only cross-entropy that was called, and a mean."""
+        if len(self._results) != 1 or not isinstance(value, Tensor):
+            return False
+        found = self._results[0]
+        if found is None or value is found:
+            return found is not None
+        return value.numel() == 1 and bool((value.detach() == found.detach()).all())
+
+
+def _counted(named: Mapping[str, Any]) -> float:
+    """What a cross-entropy with these arguments divides by."""
+    target, weight = named["target"], named.get("weight")
+    if target.is_floating_point():  # probabilities of classes
+        return target.numel() / named["input"].shape[1 if named["input"].dim() > 1 else 0]
+    kept = target != named.get("ignore_index", -100)
+    if weight is None:
+        return float(kept.sum())
+    of_class = weight.detach().to(target.device, torch.float64)
+    return float((of_class[target.masked_fill(~kept, 0)] * kept).sum())
+
+
+@dataclass(frozen=True)
+class _OfLoss:
+    """Calls the ``loss`` as far as its cross-entropy."""
+
+    loss: AnyLoss
+
+    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+        """See :class:`_Rule`. Outputs have no values, and no bytes where the loss can do with such."""
+        rows, targets = high - low, batch.targets(low, high)
+        size = sum(each.numel() for each in tensors_in(targets)) or rows
+        for blank in (_meta, _zeros):
+            try:
+                with torch.no_grad(), _Observer(only_counts=True):
+                    self.loss(_blank(results, few, rows, blank), targets)
+            except _Counted as found:
+                return rows * found.counted / size
+            except HangError:
+                raise
+            except Exception:  # what has no values cannot be indexed by values, for one
+                if blank is _zeros:
+                    raise
+        raise RuntimeError("the loss has called no cross-entropy, and did before")
+
+
+@dataclass(frozen=True)
+class _OfLabels:
+    """Counts the labels among a model's inputs, but negative ones. ``place``: which of their tensors; ``shifted``: each
+    score is of the next label, so there is none of the first."""
+
+    place: int
+    shifted: bool
+
+    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+        """See :class:`_Rule`."""
+        del results, few
+        labels = list(tensors_in(batch.inputs(low, high)))[self.place]
+        kept = (labels[..., 1:] if self.shifted else labels) >= 0
+        return (high - low) * float(kept.sum()) / labels.numel()
+
+
+def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_OfLabels | None, bool]:
+    """The rule by which ``value`` is a mean over labels among the ``inputs``, None where there is none; and whether
+    that is sure: of labels of which none counts nothing can be told."""
+    best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
+    scores = [each for each in tensors_in(results) if each.is_floating_point()]
+    for place, labels in enumerate(tensors_in(inputs)):
+        if labels.is_floating_point() or not labels.dim():
+            continue
+        for shifted in (True, False) if labels.dim() == 2 else (False,):
+            candidate = _OfLabels(place, shifted)
+            for each in (one for one in scores if one.shape[:-1] == labels.shape):
+                mean = _mean(each, labels, shifted)
+                if mean is None and bool(value.isnan()):
+                    return candidate, False
+                far = abs(float(value.detach()) / mean - 1) if mean else best
+                if far < best:
+                    best, rule = far, candidate
+    return rule, True
+
+
+def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
+    """The mean cross-entropy of ``labels``; None where there are none. Row by row: all at once would take as many bytes
+    as the scores again."""
+    total, counted = 0.0, 0
+    with torch.no_grad():
+        for row, classes in zip(scores.detach(), labels.to(scores.device)):
+            if shifted:
+                row, classes = row[:-1], classes[1:]
+            if bool((classes >= row.shape[-1]).any()):
+                return float("inf")  # they are no classes of these
+            wanted = classes.reshape(-1).clamp(min=-1)
+            each = row.reshape(-1, row.shape[-1]).float()
+            total += float(F.cross_entropy(each, wanted.long(), ignore_index=-1, reduction="sum"))
+            counted += int((wanted >= 0).sum())
+    return total / counted if counted else None
+
+
+def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
+    """What a model would return for so many ``rows``, but for the values."""
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        has_rows = part.dim() > 0 and len(part) == few
+        return make(part, [rows, *part.shape[1:]] if has_rows else list(part.shape))
+
+    return transform(results, change)
+
+
+def _meta(part: Tensor, shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=part.dtype, device="meta")
+
+
+def _zeros(part: Tensor, shape: list[int]) -> Tensor:
+    return torch.zeros((), dtype=part.dtype).expand(shape)
