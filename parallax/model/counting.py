@@ -56,6 +56,9 @@ class Counting:
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss = loss
+        # A compiled one is observed as it was before: it would be compiled anew.
+        compiled = getattr(loss, "_torchdynamo_orig_callable", None)
+        self._plain: AnyLoss = compiled or getattr(loss, "_orig_mod", loss)
         self._rule: _Rule | None = None
         self._observed = hasattr(loss, "count")  # it says itself what it counts
 
@@ -63,9 +66,19 @@ class Counting:
         """The loss of what a model returned for ``inputs()``; the first one is observed."""
         if self._observed:
             return self._loss(results, targets)
-        with _Observer() as seen:
-            value = self._loss(results, targets)
         self._observed = True
+        if self._plain is not self._loss:
+            with torch.no_grad(), _Observer() as seen:
+                plain = self._plain(results, targets)
+            self._rule = _OfLoss(self._plain) if seen.means(plain) else None
+            return self._loss(results, targets)
+        try:
+            with _Observer() as seen:
+                value = self._loss(results, targets)
+        except HangError:
+            raise
+        except Exception:  # the loss's own, or a compiler's that takes no observer
+            return self._loss(results, targets)
         if seen.means(value):
             self._rule = _OfLoss(self._loss)
         elif any(value is each for each in tensors_in(results)):
