@@ -57,8 +57,8 @@ class Counting:
     def __init__(self, loss: AnyLoss) -> None:
         self._loss = loss
         # A compiled one is observed as it was before: it would be compiled anew.
-        compiled = getattr(loss, "_torchdynamo_orig_callable", None)
-        self._plain: AnyLoss = compiled or getattr(loss, "_orig_mod", loss)
+        plain = getattr(loss, "_torchdynamo_orig_callable", getattr(loss, "_orig_mod", loss))
+        self._plain: AnyLoss = plain if callable(plain) else loss
         self._rule: _Rule | None = None
         self._observed = hasattr(loss, "count")  # it says itself what it counts
 
