@@ -142,7 +142,8 @@ def plan_model(
     fixed = present is not None or _started(cluster)
     best, forecast = search(profile, found, plan, spare=not fixed, **asked)
     given = len(found.devices) if present else _given(cluster, plan)
-    remarks = (_unused(given, used), "" if present else processes_of(choice))
+    processes = dataclasses.replace(choice, count=best.world_size)
+    remarks = (_unused(given, used), "" if present else processes_of(processes))
     used_devices = found.first(best.world_size)
     return Planned(best, forecast, profile, used_devices, tuple(filter(None, remarks)))
 

@@ -200,7 +200,8 @@ class CatalogClusterConfig:
         if asked <= kind.context_bytes:
             raise ConfigError(
                 f"cluster.device_memory={self.device_memory}: context and libraries alone take "
-                f"{format_bytes(kind.context_bytes)} of {kind.name}, which has {format_bytes(kind.memory_bytes)}"
+                f"{format_bytes(kind.context_bytes)} of {kind.name}, which has {format_bytes(kind.memory_bytes)}; use "
+                "cluster.device_memory=auto"
             )
         return asked
 

@@ -1,11 +1,17 @@
 """How long to train is the user's to say: a run without is refused in one line, before anything is measured."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from parallax import cli
 from parallax.errors import ConfigError
+from parallax.machine import local
+from parallax.machine.local import ClusterConfig
+from parallax.plan.config import PlanConfig
+from parallax.run.planning import as_planned
 from parallax.train.loop import TrainerConfig
 
 SAID = "parallax: trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example"
@@ -47,6 +53,31 @@ def test_planning_needs_no_number_of_steps(
 def test_a_number_of_steps_is_not_below_zero() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.steps=-1: accepted are numbers"):
         TrainerConfig(steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked", "ranks", "expected"),
+    [
+        ({}, {}, 8, (8, "auto")),
+        ({}, {}, 2, (2, 1)),
+        ({"devices": 4}, {}, 2, (2, 2)),
+        ({"threads": 3}, {}, 2, (2, 3)),
+        ({}, {"stages": 1, "replicas": 2}, 2, (2, "auto")),
+    ],
+)
+def test_ranks_have_the_threads_that_they_were_measured_with(
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: dict[str, Any],
+    asked: dict[str, Any],
+    ranks: int,
+    expected: tuple[int, int | str],
+) -> None:
+    """Where the planner leaves devices out, the others do not get their threads: the plan did not count on them."""
+    monkeypatch.setattr(local, "usable_cores", lambda: 8.0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plan: Any = SimpleNamespace(world_size=ranks, global_batch=16, stages=[SimpleNamespace(stop=4)])
+    found = as_planned(ClusterConfig(kind="cpu", **cluster), PlanConfig(**asked), plan)
+    assert (found.devices, found.threads) == expected
 
 
 def test_a_plan_by_hand_may_use_fewer_devices_than_are_given(

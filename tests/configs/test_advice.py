@@ -1,0 +1,44 @@
+"""Commands that are refused, and the same with what the refusal says to type: each then plans."""
+
+from pathlib import Path
+
+import pytest
+
+from parallax import cli
+from tests.unit.plan.test_advice import advised
+
+MODEL = ["model=transformer", "model.layers=4", "model.hidden=128", "model.heads=2"]
+REFUSED = [
+    ["cluster=dgx_a100", "cluster.devices=3", "plan.replicas=[2,2]"],
+    ["cluster=dgx_a100", "cluster.devices=2", "plan.stages=3"],
+    ["cluster=dgx_a100", "cluster.devices=2", "plan.replicas=3"],
+    ["cluster=dgx_a100", "cluster.devices=8", "plan.stages=2", "plan.replicas=5"],
+    ["cluster=dgx_a100", "cluster.devices=4", "plan.stages=40"],
+    ["cluster=dgx_a100", "trainer.microbatch=40"],
+    ["cluster=dgx_a100", "trainer.gather_loss=true"],
+    ["cluster=dgx_a100", "plan.schedule=1f1b", "plan.interleave=2"],
+    ["cluster=dgx_a100", "plan.optimizer=device", "plan.parameters=host"],
+    ["cluster=dgx_a100", "plan.optimizer=host", "plan.shard=optimizer"],
+    ["cluster=dgx_a100", "plan.activations=offload", "swap=off"],
+    ["cluster=dgx_a100", "plan.optimizer=host", "swap=off"],
+    ["cluster=dgx_a100", "cluster.devices=3", "plan.schedule=interleaved", "plan.stages=2"],
+    ["cluster=cpu", "cluster.devices=2", "cluster.device_memory=4MiB"],
+    ["cluster=cpu", "cluster.devices=2", "cluster.device_memory=260MiB", "plan=single", "swap=off"],
+    ["cluster=cpu", "cluster.devices=2", "cluster.disk=2MiB", "plan.activations=offload"],
+]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_what_a_refusal_says_to_type_works(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", *MODEL, *words]) == 2
+    (message,) = capfd.readouterr().err.splitlines()
+    ways = advised(message)
+    assert ways, message
+    for way in ways:
+        assert cli.main(["plan", *MODEL, *words, *way]) == 0, (message, way, capfd.readouterr().err)
