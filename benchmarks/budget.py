@@ -37,8 +37,8 @@ from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 
 NO_BUDGET = "no budget"
-SHARES = (1.0, 1.1, 1.25, 4.0)  # of what the plan needs
-BATCH = 16
+SHARES = (1.0, 1.25, 4.0)  # of what the plan needs
+BATCH = 16  # rows
 MODEL = GPTConfig()
 
 

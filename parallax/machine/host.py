@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 # Of tensors between two looks at the process's memory, each of some microseconds.
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
@@ -159,6 +159,14 @@ def return_freed_memory() -> bool:
     """
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024))
+    return False
+
+
+def use_one_arena() -> bool:
+    """Make glibc serve threads that start from now on from the main thread's arena; whether it could. malloc_trim gives
+    back the end of that arena alone: of another one up to 64 MiB of freed memory would stay. Process-wide."""
+    with contextlib.suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
     return False
 
 

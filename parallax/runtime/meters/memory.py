@@ -8,7 +8,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from parallax.machine.host import SMALLEST_TRIM, MemoryBound, ResidentMeter, data_bytes
+from parallax.machine.host import (
+    SMALLEST_TRIM,
+    MemoryBound,
+    ResidentMeter,
+    data_bytes,
+    use_one_arena,
+)
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
@@ -33,6 +39,7 @@ def device_memory(
         torch.empty(0, device=device)
         torch.accelerator.reset_peak_memory_stats(device)
         return lambda: int(torch.accelerator.max_memory_allocated(device))
+    use_one_arena()
     # For these torch loads its compiler.
     recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from parallax.errors import SwapError
 from parallax.machine.device import CopyEngine
+from parallax.machine.host import relieve_memory
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.optimizer.buckets import Bucket, InHostMemory, InStore, joined, settings_of
 from parallax.swap.optimizer.chunked_step import check_per_parameter
@@ -314,6 +315,7 @@ class HostOptimizer:
             if self._spreading is None or bucket.owner is None:
                 bucket.weights.end()
             self._home.give(bucket)
+            relieve_memory()  # of the states that were here
         self.update_seconds += time.perf_counter() - start
 
     def _spread(self, bucket: Bucket, stepped: Future[None] | None) -> None:
