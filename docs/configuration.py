@@ -64,6 +64,9 @@ def page() -> Iterator[str]:
     for group, kinds in groups.items():
         if kinds:
             yield from _group(group, kinds)
+    yield "## experiment"
+    yield "Several settings at once; what is typed beside them counts."
+    yield _options("experiment")
 
 
 def _group(group: str, kinds: list[type]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import compare, report
 from benchmarks.gpu.bars import bars
 from benchmarks.gpu.parts.activations import beside_plain
-from benchmarks.gpu.parts.demo import demo
+from benchmarks.gpu.parts.demo import demo, words
 from benchmarks.gpu.parts.part import Findings, Given
 from benchmarks.gpu.parts.planned import allocator_cap
 from benchmarks.gpu.parts.planned import rows_of as rows_of_plans
@@ -39,6 +39,7 @@ from benchmarks.gpu.setup import BARS, CONTEXT_BYTES, dry_setup, setup_for
 from benchmarks.gpu.ways import Spec
 from benchmarks.teams import Answer, Run
 from benchmarks.workers import Deadline, WayFailed
+from parallax.config import compose
 from tests.leaks import lasting
 from tests.unit.benchmarks.test_benchmarks import RATIO, ROOT, run
 from tests.unit.plan.test_communicators import forecast, machines
@@ -308,6 +309,16 @@ def test_the_demo_is_held_against_its_plan(tmp_path: Path) -> None:
     assert bar.met
     with pytest.raises(WayFailed, match="no end within"):
         next(demo(replace(given, deadline=Deadline(0.0))))
+
+
+def test_the_demo_on_a_gpu_is_the_one_of_make_train() -> None:
+    on_gpu, plain = (
+        compose([each for each in words(kind) if each.startswith(("experiment", "trainer"))])
+        for kind in ("cuda", "cpu")
+    )
+    assert compose(words("cuda")).cluster.kind == "cuda"
+    assert (on_gpu.plan.stages, on_gpu.trainer.steps) == (2, 20)
+    assert plain.trainer.steps == 2
 
 
 def test_make_hands_parts_on() -> None:
