@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +15,50 @@ from typing import BinaryIO
 
 import psutil
 
+logger = logging.getLogger("parallax")
+
 _FOLDER = "parallax-run-"
 _UNFINISHED = "unfinished-"
 
 
 def cache_directory() -> Path:
-    """Where what can be made again is kept: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallax"
+    """Where what can be made again is kept: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``; a folder of this
+    user's in the temporary one where the home directory cannot be written. That is said once, and this process and
+    those that it starts keep other libraries' caches there too."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "parallax"
+    try:
+        home = Path.home() / ".cache" / "parallax"
+        home.mkdir(parents=True, exist_ok=True)
+        if os.access(home, os.W_OK | os.X_OK):
+            return home
+        reason = f"{home} cannot be written"
+    except OSError as error:
+        reason = f"{error.filename or '~/.cache'}: {error.strerror}"
+    except RuntimeError:  # no HOME, and no entry of this user
+        reason = "HOME is not set"
+    os.environ["XDG_CACHE_HOME"] = instead = str(_own_temporary())
+    os.environ.setdefault("MPLCONFIGDIR", str(Path(instead) / "matplotlib"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(instead) / "triton"))
+    logger.warning(
+        "%s: caches are kept in %s; HOME or XDG_CACHE_HOME can name another folder", reason, instead
+    )
+    return Path(instead) / "parallax"
+
+
+def _own_temporary() -> Path:
+    """A folder that nobody else can write to, the same for all processes of this user."""
+    folder = Path(tempfile.gettempdir()) / f"parallax-cache-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not found.st_mode & 0o022
+        ):
+            return folder
+    return Path(tempfile.mkdtemp(prefix=f"parallax-cache-{os.getuid()}-"))
 
 
 @contextlib.contextmanager
