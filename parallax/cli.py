@@ -66,8 +66,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         heed_from_the_start()
     try:
         with ending_at_once(), _no_collection(own_process=arguments is None):
-            from parallax.common.terminal import SafeFormatter, print_exception
+            from parallax.common.terminal import SafeFormatter, print_anything, print_exception
 
+            print_anything()
             parsed = _parse(typed)
             parsed.own_process = arguments is None
     except UserError as error:

@@ -4,7 +4,9 @@ gives as a :class:`~rich.text.Text`."""
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -51,6 +53,14 @@ class SafeConsole(Console):
                 yield segment
             else:
                 yield segment._replace(text="\n".join(map(printable, text.split("\n"))))
+
+
+def print_anything() -> None:
+    """Let the output and error streams take any text: what their encoding has no sign for (ASCII, Latin-1) becomes
+    ``?``. Tables have lines of ASCII there (rich looks at the encoding)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
