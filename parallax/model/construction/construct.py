@@ -86,7 +86,7 @@ def _record(factory: ModelFactory, seed: int) -> Construction:
     questions = Questions(recorder)
     with forgotten(recorder.log):
         with recorder.recording(), questions:
-            model = factory()
+            model = uncompiled(factory())
         _check(model)
         questions.check()
         recorder.log.check_constants()
@@ -97,6 +97,34 @@ def _record(factory: ModelFactory, seed: int) -> Construction:
     fill_kept(recorder.log, Replay(recorder.log, seed), own)
     unwritten = _unwritten(model, recorder.log)
     return Construction(model, unwritten, lambda: _Replayed(recorder.log, seed))
+
+
+def uncompiled(model: Any) -> Any:
+    """``model`` with the modules that torch.compile wraps in place of its wrappers, under their own names: tensors of a
+    wrapper are called ``_orig_mod.…``, and blocks of a compiled whole cannot be told apart."""
+    if not isinstance(model, nn.Module):
+        return model
+    found = False
+    while _is_compiled(model):
+        model, found = model._orig_mod, True
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            while _is_compiled(child):
+                child, found = child._orig_mod, True
+                module._modules[name] = child
+        if getattr(module, "_compiled_call_impl", None) is not None:  # of module.compile()
+            module._compiled_call_impl, found = None, True
+    if found:
+        logger.debug(
+            "torch.compile in the model's factory is undone: compile=true compiles each block"
+        )
+    return model
+
+
+def _is_compiled(module: Any) -> bool:
+    return type(module).__name__ == "OptimizedModule" and isinstance(
+        module._modules.get("_orig_mod"), nn.Module
+    )
 
 
 def _check(model: Any) -> None:
@@ -196,7 +224,7 @@ class _Replayed:
 
 def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> Construction:
     with seeded(seed):
-        model = factory()
+        model = uncompiled(factory())
     _check(model)
     logger.warning(
         "the constructor of %s cannot be recorded (%s): every process builds all of it on the host",
@@ -215,7 +243,7 @@ class _Built:
 
     def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
         with seeded(seed):
-            self._model = factory()
+            self._model = uncompiled(factory())
         self._skeleton = skeleton
         self._cast: torch.dtype | None = None
         self._given: set[int] = set()
