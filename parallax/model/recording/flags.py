@@ -21,7 +21,7 @@ def without_caches(model: nn.Module) -> None:
         if getattr(config, "use_cache", False) is True:
             copies[id(config)] = copy.copy(config)
             copies[id(config)].use_cache = False
-            logger.info("%s: use_cache is off in training", type(module).__name__)
+            logger.debug("%s: use_cache is off in training", type(module).__name__)
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if id(value) in copies:
