@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from parallax.common.trust import KEYS
 from parallax.config.multirun import wants_sweep
 from parallax.config.printed import CFG, settings_text
 from parallax.errors import ConfigError, printable
+from parallax.machine.variables import check_interfaces, left_over
 from parallax.report.scaling import WIDTH
 from parallax.run.prepare import PreparedRun, prepare
 from parallax.run.processes.launch import launch
@@ -74,6 +76,9 @@ def run(parsed: argparse.Namespace) -> int:
     trusts = _trusts(parsed)
     if under_torchrun():
         return run_rank(parsed.overrides, parsed.run_dir, trusts)
+    check_interfaces()
+    if words := left_over():
+        print(f"parallax: {words}", file=sys.stderr)
     with ExitStack() as held:
         if parsed.run_dir is None:
             with heeding(interrupt):

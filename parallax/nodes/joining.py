@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from parallax.errors import AbsentError, ConfigError, printable
 from parallax.machine.host import interface_of, own_address
+from parallax.machine.variables import or_unset
 from parallax.nodes.meeting import OpenMeeting, ask
 from parallax.nodes.objects import sign_with
 from parallax.nodes.secret import agree, ranks_in_words, run_secret
@@ -93,7 +94,7 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
     absent = (
         f"rank 0 of {size} has not come to {place} within {limit:g} s: see what hinders its process from starting, or "
-        "its host, or whether another program has that port"
+        f"its host, or whether another program has that port{or_unset()}"
     )
 
     def end() -> None:
@@ -182,7 +183,7 @@ def wait_for_all(
             if seconds > join_seconds and absent:
                 raise AbsentError(
                     f"{ranks_in_words(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
-                    f"{join_seconds:g} s: see what hinders its process from starting, or its host"
+                    f"{join_seconds:g} s: see what hinders its process from starting, or its host{or_unset()}"
                 )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
                 who = f"{len(absent)} of {size} ranks: {ranks_in_words(absent)}"

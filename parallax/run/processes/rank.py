@@ -16,8 +16,9 @@ import torch.distributed as dist
 from parallax.common.signals import ending_after, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
-from parallax.errors import ConfigError, printable
+from parallax.errors import ConfigError, PlanError, printable
 from parallax.machine.accelerators import keep_to, select_device
+from parallax.machine.variables import check_interfaces, check_rank, or_unset
 from parallax.model.describe import Chain
 from parallax.nodes.fitness import from_hosts
 from parallax.nodes.joining import start_processes, stop_processes
@@ -93,6 +94,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
                     from_hosts(lambda: check_devices(run.config), nodes)
                     share_devices(local_cluster(run.config), nodes, select=True)
                 watch.limit(*_limits(run), run.directory)
+                _check_world(run)
                 compare(run)
                 check_start_together(run, nodes)
         code = _train(run, nodes, watch)
@@ -105,6 +107,17 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
     depart(0 if EXIT_REPORT in os.environ else code)  # our launcher knows
 
 
+def _check_world(run: PreparedRun) -> None:
+    """Raise :class:`PlanError` where there are more or fewer ranks than the plan has."""
+    started, planned = dist.get_world_size(), run.plan.world_size
+    if started != planned:
+        raise PlanError(
+            f"{started} rank(s) were started, and the plan in {run.directory} is for {planned}: start {planned} "
+            f"(torchrun --nproc-per-node={planned} on one host), or plan for {started} with name={run.config.name} "
+            f"cluster.devices={started} and without --run-dir"
+        )
+
+
 def _meet() -> None:
     """Join the other ranks; where that fails, it is for an address or a port that the user can change."""
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
@@ -112,6 +125,9 @@ def _meet() -> None:
             raise ConfigError(
                 f"{key}={printable(os.environ[key])}: accepted is a whole number, as torchrun sets it"
             )
+    check_interfaces()
+    if "PARALLAX_RENDEZVOUS" not in os.environ:
+        check_rank()
     try:
         with ending_after(_MEETING_SECONDS, _give_up):
             start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
@@ -120,7 +136,7 @@ def _meet() -> None:
         reason = printable((str(error).splitlines() or [type(error).__name__])[0])
         raise ConfigError(
             f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
-            "address that all of them reach"
+            f"address that all of them reach{or_unset()}"
         ) from error
 
 

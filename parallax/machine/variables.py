@@ -1,0 +1,65 @@
+"""Environment variables of torch that are left over from something else: named before they mislead a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import psutil
+
+from parallax.errors import ConfigError, printable
+
+_RANK = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+# What launchers other than torchrun tell their processes.
+_LAUNCHERS = "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"
+
+
+def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`ConfigError` where gloo is told to use a network interface that this host does not have."""
+    named = environment.get("GLOO_SOCKET_IFNAME", "")
+    present = sorted(psutil.net_if_addrs())
+    if missing := [name for name in named.split(",") if name and name.strip() not in present]:
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={printable(named)}: this host has no network interface {printable(missing[0])}; "
+            f"unset GLOO_SOCKET_IFNAME, or name one of {', '.join(map(printable, present))}"
+        )
+
+
+def check_rank(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`ConfigError` where the variables of a rank that meets others over the network are not whole, or
+    contradict each other."""
+    if missing := [key for key in _RANK if not environment.get(key)]:
+        told = [key for key in (*_RANK, "TORCHELASTIC_RUN_ID") if environment.get(key)]
+        raise ConfigError(
+            f"{', '.join(told)} {'are' if len(told) > 1 else 'is'} set and {', '.join(missing)} not: start the ranks "
+            f"with torchrun, or type `unset {' '.join(told)}` to train without it"
+        )
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    if rank.isdecimal() and size.isdecimal() and int(rank) >= int(size):
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={size}: accepted are ranks from 0 to WORLD_SIZE - 1; start the ranks with "
+            f"torchrun, or type `unset {' '.join(_RANK)}` to train without it"
+        )
+
+
+def left_over(environment: Mapping[str, str] = os.environ) -> str:
+    """What is to be said of a rank's variables in a process that is none; empty where there are none."""
+    found = _by_hand(environment)
+    if not found:
+        return ""
+    shown = " ".join(f"{key}={printable(environment[key])}" for key in found)
+    return f"{shown}: set by no torchrun, and ignored; type `unset {' '.join(found)}`"
+
+
+def or_unset(environment: Mapping[str, str] = os.environ) -> str:
+    """What ends a message about ranks that do not come, where no launcher has set the variables of this one."""
+    found = _by_hand(environment)
+    if not found:
+        return ""
+    return f"; no torchrun has set {', '.join(found)}: where they are left over, type `unset {' '.join(found)}`"
+
+
+def _by_hand(environment: Mapping[str, str]) -> list[str]:
+    if any(key in environment for key in _LAUNCHERS):
+        return []
+    return [key for key in _RANK if environment.get(key)]
