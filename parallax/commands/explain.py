@@ -23,7 +23,9 @@ from parallax.commands.options import (
 from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.errors import ConfigError, printable
 from parallax.plan.explained import explain
+from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
 from parallax.report import memory_table, occupancy_png, swap_tables
 from parallax.report.occupancy import Occupancy
 from parallax.report.swap import swapped_ranks, worst_of_stages
@@ -51,6 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
     if words := words_of(parsed):  # nothing below needs the schedule itself
         plan = know_schedule(plan, plan_file(parsed.plan), words)
+    lines = explain(plan, _profile_of(plan_file(parsed.plan)))
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)
     rows, tables = _swap_rows(ranks, directory)
@@ -64,13 +67,13 @@ def run(parsed: argparse.Namespace) -> int:
         print_json(
             {
                 "hash": plan.hash(),
-                "lines": explain(plan),
+                "lines": lines,
                 "stages": [asdict(stage) for stage in plan.prediction.stages],
                 "swap": rows,
             }
         )
         return 0
-    for line in explain(plan):
+    for line in lines:
         console.print(line, highlight=False, markup=False)
     if plan.prediction.stages:
         console.print(memory_table(plan))
@@ -79,6 +82,12 @@ def run(parsed: argparse.Namespace) -> int:
     elif plan_file(parsed.plan) != parsed.plan:
         console.print(f"swap: {reason}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _profile_of(path: Path) -> ModelProfile | None:
+    """The profile that the plan at ``path`` was made from; None where it was not kept beside it."""
+    beside = inputs_path(path)
+    return Inputs.load(beside).profile if beside.is_file() else None
 
 
 def _swap_rows(ranks: list[Any], directory: Path) -> tuple[list[Any], RenderableType | None]:

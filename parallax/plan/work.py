@@ -14,12 +14,20 @@ from parallax.plan.profile import NOTHING, Affine
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One pass of one block over one micro-batch: ``flops`` of matrix products and ``bytes`` of memory traffic of
-    everything else, both affine in the rows, and ``kernels`` launched, whatever the rows."""
+    """The work of one pass of one block over one micro-batch; all but ``kernels`` is affine in the rows.
+
+    ``flops``            operations of matrix products
+    ``attention_flops``  the part of them that attention computes: scores, and scores times values
+    ``operands``         numbers of activations that the other matrix products read and write
+    ``bytes``            memory traffic of all other operators
+    ``kernels``          kernels launched, whatever the rows
+    """
 
     flops: Affine = NOTHING
     bytes: Affine = NOTHING
     kernels: float = 0.0
+    attention_flops: Affine = NOTHING
+    operands: Affine = NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import pytest
 
 from parallax import cli
 from parallax.plan.explained import explain
+from parallax.plan.inputs import Inputs
 from parallax.plan.plan import Plan
 from tests.faults.commands import (
     DGX,
@@ -56,7 +57,8 @@ def test_plan_simulate_explain_and_diff_without_measuring(
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
     explained = said("explain", "plan.yaml")
-    assert explained["lines"] == explain(plan)
+    assert explained["lines"] == explain(plan, Inputs.load(Path("plan.inputs.json")).profile)
+    assert any("Megatron-LM" in line and "error" in line for line in explained["lines"])
     assert len(explained["stages"]) == 2
 
     said("plan", *DGX, "plan.stages=1", "--output", "other.yaml")

@@ -22,7 +22,7 @@ from parallax.commands.plan.what_if import what_if
 from parallax.common.trust import remember
 from parallax.config import compose
 from parallax.errors import ConfigError
-from parallax.plan.explained import explain_choice
+from parallax.plan.explained import explain_choice, explain_figures
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, placement_table, plan_table, tell_noise
@@ -107,7 +107,8 @@ def _show(console: Console, planned: Planned) -> None:
         console.print(placement_table(plan, planned.cluster))
     if plan.prediction.stages:
         console.print(memory_table(plan))
-    for line in (*planned.remarks, *explain_choice(plan)):
+    remarks = [*planned.remarks, *explain_figures(planned.profile)]
+    for line in (*remarks, *explain_choice(plan)):
         console.print(line, highlight=False, markup=False)
     if hourly := price_per_hour(planned.cluster):
         step = hourly * plan.prediction.step_seconds / HOUR

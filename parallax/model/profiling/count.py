@@ -236,7 +236,13 @@ class _Counter:
         return {
             "gathered_bytes": sum(tensor.nbytes for tensor in leaves),
             "gathered_work": peak + sum(tensor.nbytes for tensor in tensors_in(aims)),
-            "gathered": Work(Affine(found.flops), Affine(found.bytes), found.kernels),
+            "gathered": Work(
+                Affine(found.flops),
+                Affine(found.bytes),
+                found.kernels,
+                Affine(found.attention_flops),
+                Affine(found.operands),
+            ),
         }
 
     def _forward(
@@ -357,6 +363,8 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
             flops=line(lambda c: of(c).flops),
             bytes=line(lambda c: of(c).bytes),
             kernels=max(of(low).kernels, of(high).kernels),
+            attention_flops=line(lambda c: of(c).attention_flops),
+            operands=replace(line(lambda c: of(c).operands), fixed=0.0),  # without the weights
         )
 
     return BlockWork(

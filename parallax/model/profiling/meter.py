@@ -18,20 +18,23 @@ from parallax.model.saved import address
 
 @dataclass(frozen=True)
 class PassWork:
-    """What one pass dispatched: operations of matrix products, bytes moved by everything else, kernels."""
+    """What one pass dispatched: operations of matrix products, bytes moved by everything else, kernels; the operations
+    of attention among the first, and the numbers that the other matrix products read and write."""
 
     flops: float = 0.0
     bytes: float = 0.0
     kernels: float = 0.0
+    attention_flops: float = 0.0
+    operands: float = 0.0
 
     def less(self, other: PassWork) -> PassWork:
         """What is left of it without another pass."""
         return PassWork(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
 
     @property
-    def parts(self) -> tuple[float, float, float]:
-        """The three figures."""
-        return self.flops, self.bytes, self.kernels
+    def parts(self) -> tuple[float, ...]:
+        """All figures."""
+        return self.flops, self.bytes, self.kernels, self.attention_flops, self.operands
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
@@ -57,6 +60,10 @@ _ATTENTION: dict[str, Callable[..., float]] = {
     f"{_FLASH}_backward": _attention_backward,
 }
 """Formulas that torch's counter lacks: those of the kernels that fake tensors choose."""
+
+
+_ATTENDING = ("attention", "bmm")
+"""Parts of the names of operators that compute attention: fused kernels, and products of batches of matrices."""
 
 
 class WorkMeter(OperatorMode):
@@ -88,7 +95,11 @@ class WorkMeter(OperatorMode):
         fresh = [tensor for tensor in written if self._remember(tensor.untyped_storage())]
         formula = _ATTENTION.get(func.name()) or flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self._add(PassWork(float(formula(*args, **kwargs, out_val=out)), 0.0, 1.0))
+            flops = float(formula(*args, **kwargs, out_val=out))
+            attends = any(word in func.name() for word in _ATTENDING)
+            operands = sum(tensor.numel() for tensor in [*read, *written])
+            more = {"attention_flops": flops} if attends else {"operands": float(operands)}
+            self._add(PassWork(flops, 0.0, 1.0, **more))
         elif fresh or func._schema.is_mutable:  # views and questions about shapes run no kernel
             self._add(PassWork(0.0, float(_traffic_bytes([*read, *written])), 1.0))
         return out

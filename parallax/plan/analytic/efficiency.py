@@ -1,14 +1,23 @@
 """From what a model asks to the seconds a kind of device takes, with few numbers that measurements correct.
 
-A device reaches a share of its peaks: ``matmul`` of its operations per second in matrix products and ``bandwidth`` of
-its memory's bytes per second in everything else. Small kernels reach less. A kernel that starts and ends in
-``kernel_seconds`` reaches e(w) = w / (w + w₀) of what large ones do, w being its work and w₀ what the device does in
-those seconds; since w / e(w) = w + w₀, its time is affine in w (Hockney's half-performance length, 1988). And however
-small kernels are, the host needs ``launch_seconds`` to issue each of them, which is the floor of a block's time.
-So a block's seconds are exactly an :class:`~parallax.plan.profile.Affine` of its rows::
+A device reaches a share of its peaks: ``matmul`` of its operations per second in large matrix products, ``attention``
+of them in attention, and ``bandwidth`` of its memory's bytes per second in everything else.
+
+Products of narrow matrices reach less: they are computed in tiles, of which the last in each direction is partly empty,
+and each tile fills and drains a pipeline. A product of ``inner`` numbers per token into ``outer`` reaches the share
+matmul / (1 + tile · (1/inner + 1/outer)). Since its operations are 2 · tokens · inner · outer, that is the time of
+2 · tile more operations for each of the tokens · (inner + outer) activations that enter and leave it, its ``operands``,
+so the time of several products is a sum over them.
+
+Small kernels reach less too. A kernel that starts and ends in ``kernel_seconds`` reaches e(w) = w / (w + w₀) of what
+large ones do, w being its work and w₀ what the device does in those seconds; since w / e(w) = w + w₀, its time is
+affine in w (Hockney's half-performance length, 1988). And however small kernels are, the host needs ``launch_seconds``
+to issue each of them, which is the floor of a block's time. So a block's seconds are exactly an
+:class:`~parallax.plan.profile.Affine` of its rows::
 
     seconds(rows) = max(kernels · launch_seconds,
-                        kernels · kernel_seconds + flops(rows) / (matmul · peak) + bytes(rows) / (bandwidth · peak))
+                        kernels · kernel_seconds + (flops(rows) + 2 · tile · operands(rows)) / (matmul · peak)
+                        + attention flops(rows) / (attention · peak) + bytes(rows) / (bandwidth · peak))
 
 :func:`calibrate` fits these numbers to any measurements that they predict.
 """
@@ -40,11 +49,18 @@ def _seconds(default: float) -> float:
     return field(default=default, metadata={"spread": 1.0, "most": math.inf, "share": False})
 
 
+def _size(default: float) -> float:
+    """A size in numbers of a matrix."""
+    return field(default=default, metadata={"spread": 0.3, "most": math.inf, "share": False})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """What software reaches of a device.
 
     ``matmul``            share of peak operations per second in large matrix products
+    ``tile``              width in numbers at which a square matrix product reaches a third of ``matmul``
+    ``attention``         share of peak operations per second in the products of attention
     ``logits``            share of ``matmul`` in the model's last block, where the vocabulary is a matrix's width, which
                           suits tensor cores only when it is padded
     ``bandwidth``         share of peak memory bytes per second in everything else that a block does
@@ -60,6 +76,8 @@ class Efficiency:
     """
 
     matmul: float = _share(0.7, spread=0.1, most=0.9)
+    tile: float = _size(400.0)
+    attention: float = _share(0.5, spread=0.3)
     logits: float = _share(0.8, spread=0.7)
     bandwidth: float = _share(0.8, spread=0.7, most=0.95)
     kernel_seconds: float = _seconds(4e-6)
@@ -78,7 +96,8 @@ class Efficiency:
             if known.metadata["share"] and not 0 < value <= 1:
                 raise ConfigError(f"{text}: accepted are shares above 0, up to 1")
             if not 0 <= value < math.inf:
-                raise ConfigError(f"{text}: accepted are finite seconds from 0")
+                unit = "numbers" if known.name == "tile" else "seconds"
+                raise ConfigError(f"{text}: accepted are finite {unit} from 0")
 
     def to_json(self) -> str:
         """The numbers as JSON text."""
@@ -105,28 +124,51 @@ class Efficiency:
 FIELDS = tuple(known.name for known in fields(Efficiency))
 _KNOWN = {known.name: known.metadata for known in fields(Efficiency)}
 
+# Fitted to the steps of a decoder with flash attention, as `parallax plan` prices it, that Megatron-LM measured on
+# A100s (Bang et al. 2024, vTrain): 64 single-node runs at hidden 1,024 and 2,048, and multi-node runs with full
+# recomputation at 3,072 and 6,144. The runs keep the scores of attention, which `tile` absorbs where it is fitted to
+# them.
+_A100 = Efficiency(
+    matmul=0.87,
+    tile=1400.0,
+    attention=0.35,
+    logits=0.6,
+    bandwidth=0.80,
+    kernel_seconds=2e-6,
+    launch_seconds=90e-6,
+)
+# Fitted to torchtitan's 5,762 tokens per second and device in eager PyTorch for Llama 3.1 8B at sequence 8,192 on eight
+# H100s of 500 W (benchmarks/llama3_h100_202412_torchtitan.md, table 1); torch.compile reaches 6,667 there. Attention:
+# FlashAttention-2 reaches about 300 of 989 TFLOP/s on an H100 (Shah et al. 2024, FlashAttention-3, figure 5).
+_H100 = Efficiency(
+    matmul=0.64,
+    tile=1400.0,
+    attention=0.30,
+    logits=0.6,
+    bandwidth=0.50,
+    kernel_seconds=3e-6,
+)
+
 DEFAULTS: dict[str, Efficiency] = {
     # 90 of 125 TFLOP/s in large fp16 products; 780 of 900 GB/s in streaming kernels (Jia et al. 2018, Volta by
     # microbenchmarks).
-    "v100": Efficiency(matmul=0.70, bandwidth=0.80),
-    # 220 of 312 TFLOP/s over a layer's products. Megatron's 44–52 % of peak for whole models (Narayanan et al. 2021,
-    # table 1) are what these shares give together with full attention, recomputation and the optimizer's step.
-    "a100-40": Efficiency(matmul=0.70, bandwidth=0.80),
-    "a100-80": Efficiency(matmul=0.70, bandwidth=0.80),
-    # 600–700 of 989 TFLOP/s: the power limit lowers the clock under full tensor load (Shah et al. 2024,
-    # FlashAttention-3, figure 5, cuBLAS).
-    "h100": Efficiency(matmul=0.62, bandwidth=0.80, kernel_seconds=3e-6),
-    "h200": Efficiency(matmul=0.62, bandwidth=0.80, kernel_seconds=3e-6),
+    "v100": Efficiency(matmul=0.70, tile=0.0, attention=0.70, bandwidth=0.80),
+    "a100-40": _A100,
+    "a100-80": _A100,
+    "h100": _H100,
+    "h200": _H100,
     # 72 W hold the clock at about half of its maximum under tensor load.
-    "l4": Efficiency(matmul=0.50, bandwidth=0.80),
+    "l4": Efficiency(matmul=0.50, tile=0.0, attention=0.50, bandwidth=0.80),
     # 450 W hold the clock near its maximum; a 72 MB cache helps what streams.
-    "rtx4090": Efficiency(matmul=0.80, bandwidth=0.85),
-    # Derived: the share of h100, whose power limit grew as its peak did.
-    "b200": Efficiency(matmul=0.62, bandwidth=0.80, kernel_seconds=3e-6),
+    "rtx4090": Efficiency(matmul=0.80, tile=0.0, attention=0.80, bandwidth=0.85),
+    # Derived: the shares of h100, whose power limit grew as its peak did.
+    "b200": _H100,
     # 105 of 160 GFLOP/s in fp32 products, 12 of 20 GB/s in copies; operators run as they are issued, so what they
     # cost is counted once, in kernel_seconds.
     "cpu-core": Efficiency(
         matmul=0.65,
+        tile=0.0,
+        attention=0.65,
         logits=1.0,
         bandwidth=0.60,
         kernel_seconds=10e-6,
@@ -137,6 +179,26 @@ DEFAULTS: dict[str, Efficiency] = {
 """What to expect of a kind of device before anything was measured on it."""
 
 
+_A100_SAYS = (
+    "fitted to published Megatron-LM steps (fp16, fused kernels, without torch.compile; flash attention assumed): "
+    "error 7% on average and at most 17% on one node, at most 10% on several"
+)
+_H100_SAYS = (
+    "fitted to torchtitan's published steps in eager PyTorch with flash attention, without torch.compile, which is 16% "
+    "faster there: error at most 20%"
+)
+_SAYS = {"a100-40": _A100_SAYS, "a100-80": _A100_SAYS, "h100": _H100_SAYS}
+
+
+def describe_figures(kind: str) -> str:
+    """The software that the default figures of a kind assume, and their error, in a sentence."""
+    usual = (
+        "typical of eager PyTorch, without torch.compile, and fitted to no published step of this device: they may be "
+        "off by a third"
+    )
+    return f"seconds are computed from the catalog's figures of {kind}, {_SAYS.get(kind, usual)}."
+
+
 def default_efficiency(kind: DeviceKind) -> Efficiency:
     """What a kind usually reaches; kinds that are not in :data:`DEFAULTS` get the class's defaults."""
     return DEFAULTS.get(kind.name, Efficiency())
@@ -145,8 +207,12 @@ def default_efficiency(kind: DeviceKind) -> Efficiency:
 def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = None) -> ModelProfile:
     """The profile of a model on a kind of device, for which nothing needs to be run."""
     reached = efficiency or default_efficiency(kind)
+    peak = kind.peak(work.dtype)
     rate = _Rate(
-        kind.peak(work.dtype) * reached.matmul, kind.bytes_per_second * reached.bandwidth, reached
+        flops=peak * reached.matmul,
+        attention=peak * reached.attention,
+        bytes=kind.bytes_per_second * reached.bandwidth,
+        reached=reached,
     )
     last = replace(rate, flops=rate.flops * reached.logits)
     return ModelProfile(
@@ -171,6 +237,7 @@ class _Rate:
     """Operations and bytes per second that are reached, and what a kernel costs besides."""
 
     flops: float
+    attention: float
     bytes: float
     reached: Efficiency
 
@@ -179,12 +246,19 @@ class _Rate:
         kernels = sum(work.kernels for work in works)
         return Affine(
             fixed=kernels * self.reached.kernel_seconds
-            + sum(work.flops.fixed / self.flops + work.bytes.fixed / self.bytes for work in works),
-            per_row=sum(
-                work.flops.per_row / self.flops + work.bytes.per_row / self.bytes for work in works
-            ),
+            + sum(self._busy(work, "fixed") for work in works),
+            per_row=sum(self._busy(work, "per_row") for work in works),
             floor=kernels * self.reached.launch_seconds,
         )
+
+    def _busy(self, work: Work, part: str) -> float:
+        """Seconds of the ``part`` (fixed or per_row) of one work in which the device computes or moves bytes."""
+        flops, attention, operands, moved = (
+            getattr(figure, part)
+            for figure in (work.flops, work.attention_flops, work.operands, work.bytes)
+        )
+        products = flops - attention + 2.0 * self.reached.tile * operands
+        return float(products / self.flops + attention / self.attention + moved / self.bytes)
 
 
 def _cost(block: BlockWork, rate: _Rate) -> BlockCost:

@@ -126,11 +126,14 @@ class TransformerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
     """One operation on one row. FLOPs, bytes of traffic and kernels are those of forward, input gradient and weight
-    gradient. ``weights`` are the parameters that enter a matrix product, ``others`` the rest. ``saved`` bytes may move,
+    gradient; ``attends`` says that the FLOPs are attention's, and ``operands`` are the activations that enter and leave
+    a matrix product. ``weights`` are the parameters that enter one, ``others`` the rest. ``saved`` bytes may move,
     ``stays`` are small; ``scratch`` is there only while it runs, gradients of what it saved aside; ``deferred`` is what
     the gradient of its weights is made of."""
 
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    attends: bool = False
+    operands: float = 0.0
     traffic: tuple[float, float, float] = (0.0, 0.0, 0.0)
     kernels: tuple[int, int, int] = (1, 1, 0)
     weights: int = 0
@@ -161,6 +164,7 @@ class _Shape:
         biased = bias and self.c.bias
         return _Op(
             flops=(flops, flops, flops),
+            operands=float(self.tokens * (inner + outer)),
             traffic=(0.0, 0.0, self.numbers(outer) if biased else 0.0),
             kernels=(1, 1, 2 if biased else 1),
             weights=inner * outer,
@@ -199,6 +203,7 @@ class _Shape:
         if c.attention == "flash":
             return _Op(
                 flops=(flops / 2, 2.5 * flops / 2, 0.0),
+                attends=True,
                 traffic=(inputs + out, 2 * (inputs + out), 0.0),
                 kernels=(1, 3, 0),
                 saved=inputs,
@@ -211,6 +216,7 @@ class _Shape:
         dropped = scores + self.tokens * self.tokens * c.heads if c.dropout else 0.0
         return _Op(
             flops=(flops, 2 * flops, 0.0),
+            attends=True,
             traffic=(2 * scores + 2 * dropped, 3 * scores + 2 * dropped, 0.0),
             kernels=(3 + bool(c.dropout), 5 + bool(c.dropout), 0),
             saved=inputs + scores + dropped,
@@ -301,11 +307,14 @@ class _Shape:
         casts = float(how.cast * weights)
         casting = float((how.weight + how.cast) * weights) if how.cast else 0.0
         fixed_traffic = (casting, 0.0, casting + 3.0 * how.gradient * parameters)
+        operands = Affine(per_row=sum(op.operands for op in ops))
         forward, backward, weight = (
             Work(
                 flops=Affine(per_row=sum(op.flops[i] for op in ops)),
                 bytes=Affine(fixed=fixed, per_row=sum(op.traffic[i] for op in ops)),
                 kernels=float(sum(op.kernels[i] for op in ops)),
+                attention_flops=Affine(per_row=sum(op.flops[i] for op in ops if op.attends)),
+                operands=operands,
             )
             for i, fixed in enumerate(fixed_traffic)
         )

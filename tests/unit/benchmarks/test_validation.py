@@ -12,7 +12,7 @@ import pytest
 from benchmarks.validation import vtrain
 from benchmarks.validation.__main__ import UNCHECKED, main, recognise
 from parallax.errors import DataError
-from parallax.plan.analytic.efficiency import Efficiency, default_efficiency
+from parallax.plan.analytic.efficiency import Efficiency
 
 PUBLISHED = (
     Path(__file__).resolve().parents[4]
@@ -21,11 +21,13 @@ PUBLISHED = (
     / "vtrain_single_tp1_calibration.csv"
 )
 
+SEVERAL_NODES = PUBLISHED.parent / "vtrain_multi_tp1_sample.csv"
+
 HEADER = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
     "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
 )
-TRUTH = replace(default_efficiency(vtrain.DEVICE), matmul=0.6, bandwidth=0.6, launch_seconds=60e-6)
+TRUTH = replace(vtrain.START, matmul=0.6, bandwidth=0.6, launch_seconds=60e-6)
 
 RUNS = [
     vtrain.Run(
@@ -67,7 +69,7 @@ def test_lines_are_read(tmp_path: Path) -> None:
 def test_what_was_predicted_is_found_again(tmp_path: Path) -> None:
     calibration = write(tmp_path / "a.csv", RUNS[:15])
     table = vtrain.check(calibration, write(tmp_path / "b.csv", RUNS))
-    assert len(table.rows) == 5, "lines that were fitted to are not judged"
+    assert table.summary["lines"] == 5, "lines that were fitted to are not judged"
     assert table.summary["time_mean_error"] < 0.02
     assert table.summary["regret_mean"] == 0.0
     assert table.summary["regret_tasks"] == 1.0
@@ -76,7 +78,7 @@ def test_what_was_predicted_is_found_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_alone_a_file_judges_itself_by_folds(tmp_path: Path) -> None:
     table = vtrain.check(write(tmp_path / "a.csv", RUNS))
-    assert len(table.rows) == len(RUNS)
+    assert table.summary["lines"] == len(RUNS)
     assert table.summary["time_mean_error"] < 0.05
     assert table.summary["time_mean_error_known_models"] < 0.02
 
@@ -146,8 +148,55 @@ def test_nothing_left_to_judge_is_said(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", RUNS[:4])
     with pytest.raises(DataError, match=r"is in .* too"):
         vtrain.check(path, path)
-    with pytest.raises(DataError, match="two models"):
-        vtrain.check(path)
+
+
+def test_one_model_is_predicted_without_calibration(tmp_path: Path) -> None:
+    summary = vtrain.check(write(tmp_path / "a.csv", RUNS[:4])).summary
+    assert summary["time_mean_error"] == summary["default_time_mean_error"]
+    assert summary["lines"] == 4
+
+
+def test_layers_are_recomputed_and_reduced_over_the_network_on_several_nodes() -> None:
+    one = replace(RUNS[0], rows=4, data=8, pipeline=1, global_batch=64)
+    two = replace(one, data=16, global_batch=128)
+    assert (one.recomputes, two.recomputes) == (False, True)
+    grown = vtrain.predict(two, TRUTH) / vtrain.predict(one, TRUTH)
+    assert 1.2 < grown < 1.6, "the same micro-batches, a third of a forward more, and slower links"
+    stages = replace(two, data=8, pipeline=2)
+    for run in (two, stages):
+        assert vtrain.simulate(run, TRUTH) == pytest.approx(vtrain.predict(run, TRUTH), rel=0.06)
+
+
+def test_lines_of_several_nodes_are_judged_with_and_without_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = [replace(run, data=16, global_batch=128) for run in RUNS[::2]]
+    known, judged = write(tmp_path / "a.csv", RUNS), write(tmp_path / "b.csv", wide)
+    assert main(["--calibrate", str(known), "--evaluate", str(judged), "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    figures = json.loads(lines[-1])["vtrain"]
+    assert figures["time_mean_error"] < 0.03 < figures["default_time_mean_error"]
+    assert sum("not calibrated" in line for line in lines) == figures["lines"]
+
+
+@pytest.mark.skipif(not SEVERAL_NODES.exists(), reason="the published table is not here")
+def test_published_steps_on_several_nodes() -> None:
+    """By the catalog's figures, and fitted to the runs on one node, whose models are narrower."""
+    runs = vtrain.read_runs(SEVERAL_NODES)
+    for by in (vtrain.predict, vtrain.simulate):
+        errors = [abs(by(run, None) / run.seconds - 1) for run in runs]
+        assert max(errors) < 0.1, by.__name__
+    efficiency = vtrain.fit(vtrain.read_runs(PUBLISHED))
+    assert max(abs(vtrain.predict(run, efficiency) / run.seconds - 1) for run in runs) < 0.12
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published table is not here")
+def test_published_steps_by_the_figures_of_the_catalog() -> None:
+    errors = [
+        abs(vtrain.predict(run, None) / run.seconds - 1) for run in vtrain.read_runs(PUBLISHED)
+    ]
+    assert sum(errors) / len(errors) < 0.08
+    assert max(errors) < 0.18
 
 
 @pytest.mark.parametrize("text", ["a,b,c\n1,2,3\n", "", "\x00\x01\n"])
@@ -201,7 +250,7 @@ def test_json_has_every_figure_nested_and_flat(
     figures = json.loads(lines[-1])
     assert figures["vtrain"]["time_mean_error"] == figures["vtrain.time_mean_error"] < 0.02
     assert figures["vtrain"]["regret_mean"] == figures["vtrain.regret_mean"] == 0.0
-    assert sum(line.endswith("%") for line in lines) == 5
+    assert sum(line.endswith("%") for line in lines) == 10, "with and without calibration"
 
 
 @pytest.mark.slow

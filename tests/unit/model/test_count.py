@@ -116,6 +116,11 @@ def test_operations_of_a_layer() -> None:
     assert layer.forward.flops == Affine(0.0, products + scores)
     assert layer.weight_gradient.flops == Affine(0.0, products)
     assert layer.input_gradient.flops == Affine(0.0, products + 2.5 * scores)
+    assert layer.forward.attention_flops == Affine(0.0, scores)
+    assert layer.input_gradient.attention_flops == Affine(0.0, 2.5 * scores)
+    # Queries, keys and values; their projection; the two matrices of the MLP.
+    operands = (4 + 2 + 5 + 5) * SMALL.hidden * SMALL.sequence
+    assert layer.forward.operands == Affine(0.0, operands)
     # Norm, matrix, attention, matrix, addition; norm, matrix, GELU, matrix, addition.
     assert layer.forward.kernels == 10
     assert layer.forward.bytes.per_row > 0

@@ -18,9 +18,11 @@ from parallax.plan.analytic.efficiency import (
     Observation,
     calibrate,
     default_efficiency,
+    describe_figures,
     price,
 )
 from parallax.plan.analytic.hardware import DEVICE_KINDS, device_kind
+from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.profile import Affine
 from parallax.plan.work import BlockWork, ModelWork, Work
 
@@ -91,6 +93,66 @@ def test_seconds_by_hand() -> None:
     assert last.forward_seconds.per_row == pytest.approx(8e-3), (
         "the vocabulary's products reach half of the others"
     )
+
+
+def test_narrow_products_reach_less_of_the_peak() -> None:
+    """A square product reaches matmul / (1 + 2 · tile / width)."""
+    efficiency = Efficiency(matmul=0.5, tile=512.0, kernel_seconds=0.0, launch_seconds=0.0)
+    tokens = 8192
+    for width, share in ((1024, 0.25), (3072, 0.375), (7168, 0.4375)):
+        product = Work(
+            flops=Affine(per_row=2.0 * tokens * width * width),
+            operands=Affine(per_row=2.0 * tokens * width),
+        )
+        cost = price(
+            model(replace(block("a", 0.0, 0.0), forward=product), block("b", 0.0, 0.0)),
+            A100,
+            efficiency,
+        ).blocks[0]
+        reached = product.flops.at(2) / cost.forward_seconds.at(2) / 312e12
+        assert reached == pytest.approx(share), width
+
+
+def test_attention_has_a_share_of_its_own() -> None:
+    work = Work(flops=Affine(per_row=3e12), attention_flops=Affine(per_row=1e12))
+    cost = price(
+        model(replace(block("a", 0.0, 0.0), forward=work), block("b", 0.0, 0.0)),
+        A100,
+        Efficiency(matmul=0.8, attention=0.4, kernel_seconds=0.0, launch_seconds=0.0),
+    ).blocks[0]
+    assert cost.forward_seconds.at(1) == pytest.approx((2 / 0.8 + 1 / 0.4) / 312)
+
+
+@pytest.mark.parametrize("name", DEVICE_KINDS)
+def test_default_figures_name_their_software_and_their_error(name: str) -> None:
+    said = describe_figures(name)
+    assert f"figures of {name}, " in said
+    assert "torch.compile" in said
+    assert "%" in said or "third" in said
+
+
+def test_a_decoder_on_h100s_is_priced_at_the_published_rate() -> None:
+    """torchtitan: Llama 3.1 8B, sequence 8,192, two rows for each of eight H100s, eager 5,762 tokens per second and
+    device. Selective checkpointing computes every other matrix product again, about half of each layer's forward."""
+    llama = TransformerConfig(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        vocabulary=128256,
+        sequence=8192,
+        gated=True,
+        positions="rotary",
+        bias=False,
+        tied=False,
+    )
+    blocks = price(llama.work("bf16"), device_kind("h100")).blocks
+    passes = sum(b.forward_seconds.at(2) + b.backward_seconds.at(2) for b in blocks)
+    again = sum(b.forward_seconds.at(2) for b in blocks[1:-1]) / 2
+    rate = 2 * llama.sequence / (passes + again)
+    assert rate == pytest.approx(5762, rel=0.1)
+    assert rate == pytest.approx(6667, rel=0.2)
 
 
 def test_small_kernels_take_their_launch() -> None:
@@ -176,6 +238,7 @@ def test_json_round_trip() -> None:
         ('{"step_seconds": -1}', "finite seconds from 0"),
         ('{"step_seconds": Infinity}', "finite seconds from 0"),
         ('{"step_seconds": NaN}', "finite seconds from 0"),
+        ('{"tile": -1}', "finite numbers from 0"),
     ],
 )
 def test_bad_json_is_refused(text: str, said: str) -> None:
@@ -221,7 +284,15 @@ def test_what_is_not_observed_stays() -> None:
     ]
     fitted = calibrate(Efficiency(), compute)
     assert fitted.matmul == pytest.approx(0.5, rel=0.03)
-    unseen = ("logits", "update", "network", "exchange_seconds", "step_seconds")
+    unseen = (
+        "tile",
+        "attention",
+        "logits",
+        "update",
+        "network",
+        "exchange_seconds",
+        "step_seconds",
+    )
     assert all(
         getattr(fitted, name) == pytest.approx(getattr(Efficiency(), name)) for name in unseen
     )

@@ -145,6 +145,9 @@ def test_flash_attention_computes_half_of_the_scores_and_again_backward() -> Non
         scores * 0.75
     )
     assert full.weight_gradient.flops == flash.weight_gradient.flops
+    assert full.forward.attention_flops.at(1) == scores
+    assert flash.input_gradient.attention_flops.at(1) == pytest.approx(1.25 * scores)
+    assert full.forward.operands.at(1) == (4 + 2 + 5 + 5) * 256 * 512
 
 
 def test_recipes_take_what_is_known_of_them() -> None:
