@@ -141,7 +141,7 @@ _A100 = Efficiency(
 # H100s of 500 W (benchmarks/llama3_h100_202412_torchtitan.md, table 1); torch.compile reaches 6,667 there. Attention:
 # FlashAttention-2 reaches about 300 of 989 TFLOP/s on an H100 (Shah et al. 2024, FlashAttention-3, figure 5).
 _H100 = Efficiency(
-    matmul=0.64,
+    matmul=0.57,
     tile=1400.0,
     attention=0.30,
     logits=0.6,

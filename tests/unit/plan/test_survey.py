@@ -118,7 +118,7 @@ def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
 
 @pytest.mark.slow
 def test_a_search_says_how_far_it_is() -> None:
-    question, told = Question.of("7b a100x8 bf16 tight"), list[str]()
+    question, told = Question.of("7b a100x8 bf16"), list[str]()
     search(
         question.profile,
         question.cluster,
