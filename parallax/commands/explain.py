@@ -22,6 +22,7 @@ from parallax.commands.options import (
 )
 from parallax.common.documents import DOCUMENT_BYTES, read_json
 from parallax.errors import ConfigError, printable
+from parallax.plan.analytic.efficiency import explain_figures
 from parallax.plan.explained import explain
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
@@ -53,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
     if words := words_of(parsed):  # nothing below needs the schedule itself
         plan = know_schedule(plan, plan_file(parsed.plan), words)
-    lines = explain(plan, _profile_of(plan_file(parsed.plan)))
+    lines = explain(plan, explain_figures(_profile_of(plan_file(parsed.plan))))
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)
     rows, tables = _swap_rows(ranks, directory)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from parallax.common.units import format_bytes
-from parallax.plan.analytic.efficiency import describe_figures
 from parallax.plan.plan import Directive, Plan
-from parallax.plan.profile import ModelProfile
 
 
-def explain(plan: Plan, profile: ModelProfile | None = None) -> list[str]:
-    """Why ``plan`` looks as it does, in sentences with its numbers; with the ``profile`` that it was made from, also
-    how far its seconds may be off."""
+def explain(plan: Plan, remarks: Sequence[str] = ()) -> list[str]:
+    """Why ``plan`` looks as it does, in sentences with its numbers; ``remarks`` on those come before the choice."""
     positions = [_explain_position(plan, position) for position in range(plan.positions)]
-    return [
-        _explain_shape(plan),
-        *positions,
-        *explain_figures(profile),
-        *explain_choice(plan),
-    ]
-
-
-def explain_figures(profile: ModelProfile | None) -> list[str]:
-    """The software and the error of the catalog's figures, where the profile was computed from them."""
-    if profile is None or profile.source != "analytic":
-        return []
-    return [describe_figures(profile.device)]
+    return [_explain_shape(plan), *positions, *remarks, *explain_choice(plan)]
 
 
 def _explain_shape(plan: Plan) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from parallax import cli
+from parallax.plan.analytic.efficiency import describe_figures
 from parallax.plan.explained import explain
-from parallax.plan.inputs import Inputs
 from parallax.plan.plan import Plan
 from tests.faults.commands import (
     DGX,
@@ -57,7 +57,7 @@ def test_plan_simulate_explain_and_diff_without_measuring(
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
     explained = said("explain", "plan.yaml")
-    assert explained["lines"] == explain(plan, Inputs.load(Path("plan.inputs.json")).profile)
+    assert explained["lines"] == explain(plan, [describe_figures("a100-80")])
     assert any("Megatron-LM" in line and "error" in line for line in explained["lines"])
     assert len(explained["stages"]) == 2
 

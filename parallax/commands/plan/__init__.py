@@ -22,7 +22,8 @@ from parallax.commands.plan.what_if import what_if
 from parallax.common.trust import remember
 from parallax.config import compose
 from parallax.errors import ConfigError
-from parallax.plan.explained import explain_choice, explain_figures
+from parallax.plan.analytic.efficiency import explain_figures
+from parallax.plan.explained import explain_choice
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, placement_table, plan_table, tell_noise

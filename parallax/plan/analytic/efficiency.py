@@ -199,6 +199,13 @@ def describe_figures(kind: str) -> str:
     return f"seconds are computed from the catalog's figures of {kind}, {_SAYS.get(kind, usual)}."
 
 
+def explain_figures(profile: ModelProfile | None) -> list[str]:
+    """The software and the error of the catalog's figures, where the profile was computed from them."""
+    if profile is None or profile.source != "analytic":
+        return []
+    return [describe_figures(profile.device)]
+
+
 def default_efficiency(kind: DeviceKind) -> Efficiency:
     """What a kind usually reaches; kinds that are not in :data:`DEFAULTS` get the class's defaults."""
     return DEFAULTS.get(kind.name, Efficiency())
