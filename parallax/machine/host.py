@@ -204,8 +204,10 @@ class MemoryBound:
     nothing is left over when the last one is closed.
     """
 
-    def __init__(self, growth_bytes: int) -> None:
-        """Allow this many bytes beyond what is there now; below zero where what is there counts against them."""
+    def __init__(self, growth_bytes: int, *, ahead: float = 0.0) -> None:
+        """Allow this many bytes beyond what is there now; below zero where what is there counts against them. Where
+        a block begins, a share ``ahead`` of them is kept free of freed memory."""
+        self.ahead = ahead
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
@@ -262,6 +264,11 @@ class _FreedMemory:
         """To where the bounds that are open put it."""
         self._look_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
+    @staticmethod
+    def ahead_bytes() -> int:
+        """Bytes to keep free where a block begins."""
+        return sum(int(bound.ahead * max(0, bound.growth_bytes)) for bound in _bounds)
+
     def due(self, handled: int | None) -> bool:
         """Whether it is worth looking."""
         if handled is None:
@@ -298,14 +305,19 @@ def memory_is_bounded() -> bool:
     return bool(_bounds)
 
 
-def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
+def bound_is_tight() -> bool:
+    """Whether an open bound has something to keep free."""
+    return any(bound.ahead for bound in _bounds)
+
+
+def relieve_memory(handled: int | None = None, *, coming: int = 0, begins: bool = False) -> None:
     """Give freed memory back if a :class:`MemoryBound` is open and its line is near. For places that are passed
     often while memory grows: where autograd saves a tensor, where one comes back, where a block has run.
     ``handled``: bytes of the tensors that passed here since the last call, where the caller knows: the process's memory
     is then looked at for each MiB of them, and the less often the farther the line is. ``coming``: bytes that other
-    threads are about to take."""
+    threads are about to take. ``begins``: a block begins, which the bounds' ``ahead`` is for."""
     if _bounds and _freed.due(handled):
-        _freed.relieve(coming)
+        _freed.relieve(coming + begins * _freed.ahead_bytes())
 
 
 def trim_freed_memory() -> bool:

@@ -113,8 +113,7 @@ class Engine:
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
-        most = plan.prediction.ranks[mesh.rank].peak_bytes
-        self._unbound = bound_memory(mesh.device, most, before)
+        self._unbound = bound_memory(mesh.device, plan.prediction.ranks[mesh.rank], before)
 
     def part_runs(self) -> PartRuns:
         """Computes parts of a batch again. Not kept: it holds the engine, and so what is on the device."""

@@ -17,12 +17,14 @@ from parallax.machine.host import (
 )
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import Directive, RankPrediction, StagePlan
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.reducer import touch_reducer
 
 # Of a rank's predicted peak: what a block allocates and frees while it runs, and its channels' shared memory.
 _UNSEEN = 1 / 64
+# Of what is left beside the weights: a block's forward may take it before anything looks at the memory again.
+_BLOCK = 1 / 2
 
 
 def device_memory(
@@ -48,14 +50,19 @@ def device_memory(
     return ResidentMeter().peak_bytes
 
 
-def bound_memory(device: torch.device, most_bytes: int, before_bytes: int) -> Callable[[], None]:
-    """Give freed memory of a CPU's rank back where the process would otherwise take more than ``most_bytes``, its
-    plan's predicted peak, beyond ``before_bytes`` (:class:`~parallax.machine.host.MemoryBound`). The returned function
+def bound_memory(
+    device: torch.device, prediction: RankPrediction, before_bytes: int
+) -> Callable[[], None]:
+    """Give freed memory of a CPU's rank back where the process would otherwise take more than its predicted
+    peak beyond ``before_bytes`` (:class:`~parallax.machine.host.MemoryBound`). The returned function
     ends that. A plan without predictions bounds nothing, and an accelerator's allocator has a limit of its own."""
+    most_bytes = prediction.peak_bytes
     if device.type != "cpu" or most_bytes <= 0:
         return lambda: None
     line_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
-    return MemoryBound(before_bytes + line_bytes - data_bytes()).close
+    tight = most_bytes >= prediction.budget_bytes  # malloc cannot keep all that it would
+    ahead = _BLOCK if tight else 0.0
+    return MemoryBound(before_bytes + line_bytes - data_bytes(), ahead=ahead).close
 
 
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:

@@ -38,7 +38,7 @@ def test_memory_is_looked_at_before_the_forward_and_the_backward_of_each_block(
     directive: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
-    monkeypatch.setattr(stage_module, "relieve_memory", lambda: looks.append(None))
+    monkeypatch.setattr(stage_module, "relieve_memory", lambda **_: looks.append(None))
     engine = Engine.build(
         CHAIN, promising(2**40, directive=directive), loss=GPT.loss, scratch=scratch
     )
