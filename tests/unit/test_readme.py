@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def test_a_wrong_setting_on_a_page_is_found(tmp_path: Path) -> None:
     page.write_text("Type\n\n```\nparallax train trainer.steps=1 # exit code 2\n```\n")
     with pytest.raises(AssertionError, match="not refused"):
         test_every_command_parses_and_its_settings_exist(page, pytest.MonkeyPatch())
+
+
+@each_page
+def test_python_that_is_shown_compiles(page: Path) -> None:
+    for _, language, body in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            compile(textwrap.dedent(body), page.name, "exec")
 
 
 @each_page
