@@ -111,7 +111,7 @@ RAISED = (
     r"ValueError: boom\\n\\x1b\[31m"
 )
 SEEN = "last seen in forward of micro-batch 0, step 2"
-AGAIN = "run again to continue from the last checkpoint"
+AGAIN = "run again to (continue from the last checkpoint|start from the beginning: there is no .*)"
 KILLED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) was killed by {{signal}}( \(.*\?\))?, {SEEN}; {AGAIN}"
 ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SEEN}"
 

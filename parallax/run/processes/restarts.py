@@ -20,7 +20,7 @@ from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.repeats import METRICS, last_step
 
-_AGAIN = "run again to continue from the last checkpoint"
+_ANEW = "start from the beginning: there is no checkpoint yet"
 _BY_THE_SYSTEM = (
     2  # restarts at the same step of a rank that was killed; of anything else one is enough
 )
@@ -128,17 +128,22 @@ class Restarts:
         self._times = self._times + 1 if same else 0
         self._before, self._step = failure, step
         if asked or not failure.may_pass or not self.limit:
-            return _AGAIN if failure.exit_code < 0 else ""
+            return self._again() if failure.exit_code < 0 else ""
         if self._times >= (_BY_THE_SYSTEM if failure.exit_code == -signal.SIGKILL else 1):
-            return f"the same came {self._times + 1} times at the same step, so nothing is started again; {_AGAIN}"
+            same_again = f"the same came {self._times + 1} times at the same step"
+            return f"{same_again}, so nothing is started again; {self._again()}"
         if not self._left:
-            return f"no restart is left (trainer.max_restarts={self.limit}); {_AGAIN}"
+            return f"no restart is left (trainer.max_restarts={self.limit}); {self._again()}"
         return None
 
     def next(self) -> str:
         """Count one more; from where it goes on, and how many are left then."""
         self._left -= 1
         return f"starting again from {self._where()} ({self._left} of {self.limit} restarts left)"
+
+    def _again(self) -> str:
+        saved = list_checkpoints(self._checkpoints) or has_copies(self._directory)
+        return f"run again to {'continue from the last checkpoint' if saved else _ANEW}"
 
     def _where(self) -> str:
         """What is known of that here: of copies the ranks alone know whether they are whole."""

@@ -85,6 +85,12 @@ def test_progress_is_what_counts(tmp_path: Path) -> None:
     assert answers[:2] == [None, None]
     assert answers[2] == (
         "the same came 3 times at the same step, so nothing is started again; "
+        "run again to start from the beginning: there is no checkpoint yet"
+    )
+    saved = tmp_path / "checkpoints/step-00000003"
+    saved.mkdir(parents=True)
+    (saved / "checkpoint.json").touch()
+    assert str(ours.refused(Failure.of(KILLED, None), asked=False)).endswith(
         "run again to continue from the last checkpoint"
     )
 
