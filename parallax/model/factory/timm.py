@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallax.common.documents import SMALL_BYTES, read_text
@@ -137,5 +138,13 @@ def _timm() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"model=timm: it needs timm and torchvision ({error}); install them with pip install 'parallax-train[timm]'"
+        ) from error
+    except RuntimeError as error:
+        if "torchvision" not in str(error):
+            raise
+        build = torch.__version__.partition("+")[2] or "cpu"
+        raise ConfigError(
+            f"model=timm: torchvision is of another build than torch {torch.__version__} ({error}); pip install "
+            f"--force-reinstall --no-deps torchvision --index-url https://download.pytorch.org/whl/{build}"
         ) from error
     return timm
