@@ -87,7 +87,8 @@ def swap(
     ``tier_bytes``: what the tier may hold. ``minimum_bytes``: smaller tensors stay (auto: 64 KiB, or 1 MiB of an
     accelerator). ``piece_bytes``: states that are brought in at one time. ``threads`` and ``verify`` are those of
     :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``, ``swapout_threshold``, ``swapin_ahead`` (also
-    ``lb``) and ``swapin_groupby`` those of :class:`~parallax.swap.activations.policy.Policy`.
+    ``lb``) and ``swapin_groupby`` those of :class:`~parallax.swap.activations.policy.Policy`. With ``n_tensors`` so
+    many are offloaded as soon as they are saved, also where all fit.
 
     Raises :class:`ConfigError` for what is not accepted, :class:`BudgetExceeded` where what cannot move exceeds the
     limit: on entry, or where one operator needs more than the room."""
@@ -117,7 +118,7 @@ def _policy(
     swapin_groupby: int,
 ) -> Policy:
     return Policy(
-        eager=arguments.flag("eager", eager),
+        eager=arguments.flag("eager", eager) or bool(n_tensors),
         n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
         swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
         swapin_ahead=swapin_ahead,

@@ -206,6 +206,18 @@ def test_nothing_moves_while_all_fits(scratch: Path) -> None:
     assert "kept while there was room" in swapping.report()
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_n_tensors_alone_offloads_so_many(scratch: Path, count: int) -> None:
+    model = build()
+    with parallax.swap(
+        model, "1GiB", directory=scratch, minimum_bytes=1024, n_tensors=count
+    ) as swapping:
+        x, y = next(batches(1, 64))
+        F.cross_entropy(model(x), y).backward()
+        moved, _ = swapping.statistics.decisions.get("moved", (0, 0))
+        assert moved == count
+
+
 def test_states_make_way_for_larger_batches_and_come_back_for_the_step(
     tight: Callable[..., Swapping],
 ) -> None:
