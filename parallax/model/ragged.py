@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ def rows_of(values: Any, start: int, stop: int) -> Any:
             return _packed_rows(part, start, stop)
         if isinstance(part, Tensor):
             return _nested_rows(part, start, stop, offsets) if part.is_nested else part[start:stop]
-        return part
+        return part[start:stop] if isinstance(part, np.ndarray) else part
 
     return transform(values, cut, _GIVEN)
 

@@ -52,7 +52,7 @@ from parallax.run.planning import (
     stepped_by,
 )
 from parallax.run.verified import check_rows, verify_run
-from parallax.runtime.batch import Rows
+from parallax.runtime.batch import Rows, as_tensors
 from parallax.runtime.health.row_check import RowCheck
 from parallax.train.data import Source, TextDataConfig, TextSource, build_source
 
@@ -82,7 +82,8 @@ def _inputs(config: RunConfig, rows: int) -> Any:
     if isinstance(config.data, TextDataConfig):
         return torch.empty(rows, sequence_length(config), dtype=torch.int64, device="meta")
     batch = first_batch(config, open_source(config))
-    return batch.inputs(0, min(rows, len(batch)))
+    rows = min(rows, len(batch))
+    return as_tensors("inputs", batch.inputs(0, rows), rows, config.precision.parameter_dtype)
 
 
 def doing(config: RunConfig, what: str) -> str:
@@ -239,7 +240,7 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
         return batch
     wanted = config.trainer.global_batch
     name = f"data.target={printable(config.data.target)}: the batch of validation(0, {wanted})"
-    checked = RowCheck().of(batch, name)
+    checked = RowCheck(config.precision.parameter_dtype).of(batch, name)
     checked.check_last()
     return checked
 

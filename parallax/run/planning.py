@@ -47,6 +47,7 @@ from parallax.run.nodes import (
     swap_folder,
 )
 from parallax.runtime.batch import Rows
+from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
 from parallax.swap.trial import Trials
@@ -120,6 +121,7 @@ def plan_model(
     :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
+    batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
     asked: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
     used = check_model(
         chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **asked

@@ -6,15 +6,21 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from parallax.errors import DataError, EmptyBatchError
-from parallax.model.block import is_ragged, tensors_in, transform
+from parallax.model.block import is_nest, is_ragged, leaves, parts_of, transform
 from parallax.model.ragged import check_jagged, count_rows, longest_in, rows_of
 
-Values = Tensor | PackedSequence | Sequence[Any] | Mapping[str, Any]
-"""A tensor, or a nest of tensors; rows of several lengths are a PackedSequence, or a nested tensor of jagged layout."""
+Values = Tensor | PackedSequence | NDArray[Any] | Sequence[Any] | Mapping[str, Any]
+"""A tensor, or a nest of tensors; NumPy arrays and lists of numbers become tensors when they are read. Rows of several
+lengths are a PackedSequence, or a nested tensor of jagged layout."""
+
+_CLASSES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32))
 
 
 class Rows(Protocol):
@@ -97,11 +103,20 @@ class TensorRows:
     lengths as a PackedSequence or a nested tensor."""
 
     def __init__(self, inputs: Values, targets: Values) -> None:
-        alone = isinstance(inputs, Tensor | PackedSequence)
+        known = {shape[:1] for shape in _shapes((inputs, targets))} - {()}
+        rows = next(iter(known))[0] if len(known) == 1 else None
+        inputs, targets = as_arrays(inputs, rows), as_arrays(targets, rows)
+        alone = isinstance(inputs, Tensor | PackedSequence | np.ndarray)
         self._inputs: Any = (inputs,) if alone else inputs
         self._targets = targets
         shapes = _shapes((self._inputs, targets))
         sizes = {shape[:1] for shape in shapes}
+        if not shapes:
+            raise DataError(
+                "a batch needs the same number of rows, above zero, in inputs and targets, and "
+                f"{type(inputs).__name__} and {type(targets).__name__} hold none; accepted are tensors, NumPy arrays "
+                "and lists of numbers, in tuples, lists and dictionaries"
+            )
         if len(sizes) != 1 or sizes <= {(), (0,)}:
             raise (EmptyBatchError if sizes == {(0,)} else DataError)(
                 "a batch needs the same number of rows, above zero, in inputs and targets; got tensors of shapes "
@@ -116,7 +131,8 @@ class TensorRows:
     @cached_property
     def memory_bytes(self) -> int:
         """Bytes of all inputs and targets, which are in memory."""
-        return sum(each.nbytes for each in tensors_in((self._inputs, self._targets)))
+        parts = (part for _, part in leaves((self._inputs, self._targets)))
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor | np.ndarray))
 
     @cached_property
     def longest(self) -> tuple[int, ...]:
@@ -141,8 +157,75 @@ def _shapes(values: Any) -> list[tuple[Any, ...]]:
             if isinstance(part, Tensor):
                 check_jagged(part)
             found.append((count_rows(part), *longest_in(part)))
-        elif isinstance(part, Tensor):
+        elif isinstance(part, Tensor | np.ndarray):
             found.append(tuple(part.shape))
 
     transform(values, note, (Tensor, PackedSequence))
     return found
+
+
+def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
+    """Inputs or targets (``what``) of ``rows`` rows, with tensors in place of NumPy arrays and of lists of numbers that
+    are as long. NumPy's float64, which it makes where nobody says otherwise, becomes ``dtype``, the model's; class
+    indices become int64, the only integers that torch's losses take. Raises :class:`DataError` for an array of what
+    torch has no type for."""
+
+    def change(part: Any) -> Any:
+        if isinstance(part, np.ndarray):
+            part = _from_array(what, part, dtype)
+        if what == "targets" and isinstance(part, Tensor) and part.dtype in _CLASSES:
+            return part.to(torch.int64)
+        return part
+
+    return transform(as_arrays(values, rows), change, (Tensor, PackedSequence))
+
+
+def as_arrays(values: Any, rows: int | None = None) -> Any:
+    """A nest with NumPy arrays in place of lists of numbers, of those with ``rows`` rows where that is said."""
+    if not isinstance(values, Tensor) and _has_list(values):
+        return transform(
+            values, lambda part: _from_list(part, rows), (Tensor, PackedSequence, list)
+        )
+    return values
+
+
+def _has_list(values: Any) -> bool:
+    if is_nest(values) and not isinstance(values, PackedSequence):
+        return isinstance(values, list) or any(_has_list(part) for _, part in parts_of(values))
+    return False
+
+
+def _from_list(part: Any, rows: int | None) -> Any:
+    if not isinstance(part, list):
+        return part
+    if not part or rows not in (None, len(part)) or not _is_of_numbers(part):
+        return [as_arrays(each, rows) for each in part]
+    try:
+        return np.asarray(part)
+    except ValueError:
+        raise DataError(
+            f"a list of {len(part)} rows holds rows of several lengths: pad them, or give a nested tensor "
+            "(torch.nested.nested_tensor(rows, layout=torch.jagged))"
+        ) from None
+
+
+def _is_of_numbers(part: Any) -> bool:
+    if isinstance(part, list):
+        return all(map(_is_of_numbers, part))
+    return isinstance(part, int | float | np.number | np.bool_)
+
+
+def _from_array(what: str, array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    if array.dtype in (np.uint16, np.uint32):
+        array = array.astype(np.int64)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    try:
+        # Torch takes neither arrays that are not to be written to nor such as run backwards.
+        found = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    except TypeError:
+        raise DataError(
+            f"{what} are a NumPy array of type {array.dtype}, for which torch has no type: give numbers, for example "
+            "array.astype('float32') or 'int64'"
+        ) from None
+    return found.to(dtype) if found.dtype is torch.float64 else found

@@ -31,7 +31,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
-from parallax.runtime.batch import EndedRows, Rows, row_count
+from parallax.runtime.batch import EndedRows, Rows, as_tensors, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import (
@@ -433,7 +433,10 @@ class Engine:
                 return self._executor.run(step)
         except Exception as error:
             error.add_note(f"stage {self.mesh.stage} of {len(self.plan.stages)}, step {self._step}")
-            raise
+            explained = self._executor.row_check.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             self._executor.abandon()
 
@@ -458,7 +461,8 @@ class Engine:
             return float(len(batch))
         mine = 0.0
         if self.mesh.is_last and self.mesh.replica == 0 and not isinstance(batch, EndedRows):
-            mine = float(count(batch.targets(0, len(batch))))
+            targets = batch.targets(0, len(batch))
+            mine = float(count(as_tensors("targets", targets, len(batch), self._chain.dtype)))
         return agreed_sum(self.mesh, mine)[0]
 
 

@@ -140,7 +140,7 @@ class Executor:
         self._gradients: dict[Key, Gradients] = {}
         self._outgoing_gradients: dict[Key, Gradients] = {}
         self._flights: dict[Key, _Flight] = {}
-        self._row_check = RowCheck()
+        self.row_check = RowCheck(chain.dtype)
 
     def run(self, step: StepContext) -> list[Span]:
         """Execute the program of ``step``; the spans that are known by then of training steps, this one's and what was
@@ -150,7 +150,7 @@ class Executor:
         post, ahead = self._crossings.post, self._crossings.posts
         self.cut = False
         name = "the batch of" if step.training else "a batch that is evaluated at"
-        batch = self._row_check.of(step.batch, f"{name} step {index}")
+        batch = self.row_check.of(step.batch, f"{name} step {index}")
         step = replace(step, batch=batch)
         self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)

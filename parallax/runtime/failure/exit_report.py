@@ -34,6 +34,14 @@ _BROKEN = re.compile(
     r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up"
 )
 
+# What torch raises as a RuntimeError for tensors of a wrong type or shape.
+_TORCH_MISTAKES = re.compile(
+    r"same (dtype|type)|dtype but|expected scalar type|expected .* (dtype|type)|[Ff]ound dtype|shapes cannot be "
+    r"multiplied|sizes? of tensor|tensor size|size mismatch|match the size|not implemented for '|for input of size|"
+    r"expected input|Expected .*(dimension|size|shape|tensor)|out of bounds|does not require grad|in-?place operation|"
+    r"Trying to backward through the graph a second time"
+)
+
 _MISTAKES = (
     ArithmeticError,
     AssertionError,
@@ -137,6 +145,8 @@ def may_pass(error: BaseException) -> bool:
     to exit."""
     if isinstance(error, ParallaxError):
         return error.may_pass
+    if type(error) is RuntimeError and _TORCH_MISTAKES.search(str(error)):
+        return False
     return isinstance(error, Exception) and not isinstance(error, _MISTAKES)
 
 

@@ -7,37 +7,67 @@ asked for; that is found out once, with rows that are asked for one by one, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallax.errors import DataError, HangError, printable
-from parallax.model.block import Field, is_ragged, parts_of
+from parallax.model.block import Field, is_ragged, leaves, parts_of
 from parallax.model.ragged import count_rows
-from parallax.runtime.batch import Rows, RowsOf
+from parallax.runtime.batch import Rows, RowsOf, as_tensors
+
+_TYPES = re.compile("dtype|scalar type|data type")
 
 Place = tuple[Any, ...]
 """The keys that lead to a part of inputs or targets; the first is which of both."""
 
 
 class RowCheck:
-    """The check of one source's batches. It remembers which tensors have no rows."""
+    """The check of one source's batches for a model of type ``dtype``. It remembers which tensors have no rows, and the
+    last type of those that float."""
 
-    def __init__(self) -> None:
-        self._rowless: set[Place] = set()
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._known = _Known(dtype)
 
     def of(self, batch: Rows, name: str) -> CheckedRows:
-        """The same rows, checked; ``name`` is what an error calls the batch."""
-        return CheckedRows(batch, name, self._rowless)
+        """The same rows as tensors, checked; ``name`` is what an error calls the batch."""
+        return CheckedRows(batch, name, self._known)
+
+    def explained(self, error: Exception) -> Exception:
+        """``error``, or, where torch says that types differ and rows are of another type than the model, a
+        :class:`DataError` that says which."""
+        others = {
+            _in_words(place): kind
+            for place, kind in self._known.floats.items()
+            if kind is not self._known.dtype
+        }
+        if not others or not isinstance(error, RuntimeError) or not _TYPES.search(str(error)):
+            return error
+        name, kind = next(iter(others.items()))
+        first = (str(error).splitlines() or [""])[0]
+        return DataError(
+            f"{name} are {kind} and the model is {self._known.dtype} ({first}): give rows of the model's type, for "
+            f"example with .to({self._known.dtype})"
+        )
+
+
+@dataclass(frozen=True)
+class _Known:
+    dtype: torch.dtype
+    rowless: set[Place] = field(default_factory=set)
+    floats: dict[Place, torch.dtype] = field(default_factory=dict)
 
 
 class CheckedRows(RowsOf):
     """Rows whose inputs and targets raise :class:`DataError` where they are of another number."""
 
-    def __init__(self, batch: Rows, name: str, rowless: set[Place]) -> None:
+    def __init__(self, batch: Rows, name: str, known: _Known) -> None:
         super().__init__(batch)
-        self._name, self._rowless = name, rowless
+        self._name, self._all, self._rowless = name, known, known.rowless
 
     def inputs(self, start: int, stop: int) -> Any:
         """See :class:`~parallax.runtime.batch.Rows`."""
@@ -53,7 +83,7 @@ class CheckedRows(RowsOf):
             ask(len(self) - 1, len(self))
 
     def _checked(self, what: str, start: int, stop: int) -> Any:
-        values = getattr(self._batch, what)(start, stop)
+        values = self._read(what, start, stop)
         for place, count in _counts(values, (what,)):
             if count == stop - start or place in self._rowless:
                 continue
@@ -67,7 +97,17 @@ class CheckedRows(RowsOf):
                 f"{self._name} has {len(self)} row(s), and its {_in_words(place)} {held}: give each row its inputs and "
                 "its targets; what has no rows is returned whole, whichever rows are asked for"
             )
+        self._note_types(what, values)
         return values
+
+    def _read(self, what: str, start: int, stop: int) -> Any:
+        found = getattr(self._batch, what)(start, stop)
+        return as_tensors(what, found, stop - start, self._all.dtype)
+
+    def _note_types(self, what: str, values: Any) -> None:
+        for path, part in leaves(values):
+            if isinstance(part, Tensor) and part.is_floating_point():
+                self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
         """How many rows the part at ``place`` has: one for each of the first ones, and none for those after its end.
@@ -95,7 +135,7 @@ class CheckedRows(RowsOf):
         return found
 
     def _counts_of(self, what: str, start: int, stop: int) -> dict[Place, int]:
-        return dict(_counts(getattr(self._batch, what)(start, stop), (what,)))
+        return dict(_counts(self._read(what, start, stop), (what,)))
 
 
 def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
