@@ -313,7 +313,9 @@ class Stage(nn.Module):
             )
         buffers, again = self._changing[place], found.complete
         with found.sizes.repeated(), buffers.repeated(found) if again else buffers.first(found):
-            return self._run_copies(copy, place, where, *inputs)
+            outputs = self._run_copies(copy, place, where, *inputs)
+        buffers.end()
+        return outputs
 
     def _run_copies(
         self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes, when it is repeated.
+"""Buffers that a forward changes, when it is repeated, and operators that write into tensors that they saved.
 
 Moving averages of a codebook, a counter, the vectors of a power iteration: a block that is recomputed would change them
 twice, and compute with other values than the first time. So a repeated forward runs on copies of what the first one
@@ -9,6 +9,11 @@ Copies cost memory, and tables never change. So the first forward of all finds o
 each operator and copies what it is about to overwrite, and what was put into a buffer's place shows afterwards. From
 the second forward on only these are copied, before it begins. Version counters find what changes for the first time
 later: it is changed once, but one repeated forward sees the new value, which is said.
+
+The same mode finds operators that write into an argument beside what they return, as ``rrelu_with_noise`` does. Such
+an operator saves the argument before it fills it, and a repeated forward stops at the last tensor that it saves. So a
+block with such an operator saves one tensor more at its end (:meth:`ChangingBuffers.end`); otherwise backward would
+read memory that nobody wrote.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +59,7 @@ class ChangingBuffers:
         compiled: bool,
     ) -> None:
         self._compiled = compiled
+        self._fills_saved = compiled  # whether an operator may write into what it has saved
         self._unknown: list[_Place] | None = []
         self._changing: list[_Place] = []
         self._others: list[_Place] = []
@@ -109,6 +116,11 @@ class ChangingBuffers:
             for place, tensor in left:
                 place.owner[place.name] = tensor
 
+    def end(self) -> None:
+        """The block's operators have run, in a forward that may be repeated or that repeats it."""
+        if self._fills_saved:
+            torch.zeros((), requires_grad=True).exp()
+
     @contextlib.contextmanager
     def _watching(self, places: Sequence[_Place], found: Found) -> Iterator[None]:
         tensors = [place.tensor for place in places]
@@ -122,6 +134,7 @@ class ChangingBuffers:
             with mode:
                 yield
             copies, written = mode.copies, set(mode.copies)
+            self._fills_saved = mode.fills_arguments
         values: dict[int, Tensor] = {}
         for place, tensor, alias in zip(places, tensors, aliases):
             moved = place.tensor is not tensor or _address(tensor) != _address(alias)
@@ -156,12 +169,14 @@ class Found:
 
 
 class _CopyOnWrite(OperatorMode):
-    """Copies a tensor before an operator first writes to its memory; ``copies``, by its address."""
+    """Copies a tensor before an operator first writes to its memory; ``copies``, by its address. ``fills_arguments``:
+    whether an operator wrote into an argument that it does not return."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._watched = {_address(tensor): tensor for tensor in tensors if tensor.numel()}
         self.copies: dict[int, Tensor] = {}
+        self.fills_arguments = False
 
     def __torch_dispatch__(
         self,
@@ -171,6 +186,7 @@ class _CopyOnWrite(OperatorMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
+        self.fills_arguments |= _fills_arguments(func)
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[number] if number < len(args) else given.get(argument.name)
@@ -184,6 +200,19 @@ class _CopyOnWrite(OperatorMode):
         address = _address(tensor)
         if address in self._watched and address not in self.copies:
             self.copies[address] = self._watched[address].clone()
+
+
+@cache
+def _fills_arguments(operator: Any) -> bool:
+    """Whether it writes into an argument that it does not return."""
+    schema = operator._schema
+    returned = [value.alias_info.before_set for value in schema.returns if value.alias_info]
+    return any(
+        each.alias_info is not None
+        and each.alias_info.is_write
+        and each.alias_info.before_set not in returned
+        for each in schema.arguments
+    )
 
 
 def _address(tensor: Tensor) -> int:
