@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, printable
 from parallax.swap.config import usual_smallest
-from parallax.swap.optimizer.chunked_step import plain
+from parallax.swap.optimizer.chunked_step import with_inner
 
 AUTO = "auto"
 _SHOWN = 80  # characters of a value
@@ -41,7 +41,7 @@ def check_model(model: Any) -> None:
 
 
 def optimizers(given: Any) -> list[Optimizer]:
-    """The torch optimizers inside what was given as ``optimizer=``."""
+    """The torch optimizers of what was given as ``optimizer=``, each followed by those that it wraps."""
     several = isinstance(given, Iterable) and not isinstance(
         given, Optimizer | Tensor | nn.Module | Mapping | str
     )
@@ -52,12 +52,12 @@ def optimizers(given: Any) -> list[Optimizer]:
                 f"optimizer={_shown(each)}: accepted are an instance of torch.optim.Optimizer or several in a list; "
                 "leave it out where no states are to move"
             )
-    inner = [plain(each) for each in found]
-    if len({id(each) for each in inner}) < len(inner):
+    if len({id(each) for each in found}) < len(found):
         raise ConfigError(
-            f"optimizer=: the same {type(inner[0]).__name__} is given twice; give each once"
+            f"optimizer=: the same {type(found[0]).__name__} is given twice; give each once"
         )
-    return inner
+    inner = [each for one in found for each in with_inner(one)]
+    return list({id(each): each for each in inner}.values())
 
 
 def size(key: str, value: Any) -> int:

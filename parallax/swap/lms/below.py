@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -16,7 +17,7 @@ from parallax.errors import SwapError
 from parallax.swap.lms.wrapped import parts, take_apart, wraps
 from parallax.swap.stores.store import Store
 
-_SMALLEST = 4096  # bytes: what a place in a store is rounded up to
+SMALLEST = 4096  # bytes: what a place in a store is rounded up to
 
 
 def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
@@ -40,6 +41,60 @@ def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
         for part in parts(state[key])
         if _large(part)
     )
+
+
+def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
+    """Bytes of what is movable, and of each other tensor that is not the parameter's own memory."""
+    keys = movable(parameter, state) if isinstance(state, dict) else []
+    moved = [part for key in keys for part in parts(state[key])]
+    left = {k: v for k, v in state.items() if k not in keys} if keys else state
+    own = [parameter, *(state[key] for key in keys)]
+    if parameter.grad is not None:
+        own.append(parameter.grad)
+    large = [part.nbytes for part in moved if _large(part)]
+    small = [part.nbytes for part in moved if not _large(part)]
+    return sum(large), small + _sizes_in(left, _addresses(own))
+
+
+def others_bytes(optimizer: optim.Optimizer) -> list[int]:
+    """Bytes of each tensor that an optimizer of somebody else's has neither as a parameter nor as its state."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return []
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, state in optimizer.state.items():
+        if isinstance(key, Tensor) and not isinstance(state, StatesBelow):
+            own += _tensors_in(state)
+    held = [v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")]
+    held += [v for k, v in optimizer.state.items() if not isinstance(k, Tensor)]
+    return _sizes_in(held, _addresses(own))
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    found = [part for tensor in tensors for part in parts(tensor)]
+    return {part.untyped_storage().data_ptr() for part in found if _dense(part)}
+
+
+def _sizes_in(value: Any, own: set[int]) -> list[int]:
+    """Bytes of each memory that tensors in ``value`` have and that is not among ``own``."""
+    found: dict[int, int] = {}
+    for tensor in _tensors_in(value):
+        for part in parts(tensor):
+            if _dense(part):
+                storage = part.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return [size for address, size in found.items() if address not in own]
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in lists and dictionaries of such."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple | deque):
+        for each in value:
+            yield from _tensors_in(each)
 
 
 # Tensors like the parameter that its first step makes, by the settings of its group. A subclass may make others.
@@ -363,7 +418,7 @@ def _whole(tensor: Tensor) -> bool:
 
 
 def _large(part: Tensor) -> bool:
-    return part.nbytes >= _SMALLEST
+    return part.nbytes >= SMALLEST
 
 
 def _known(parameter: Tensor) -> bool:

@@ -287,9 +287,9 @@ class Swapping:
     def room_of(self, index: int) -> int:
         """What the other optimizers' states leave of the room."""
         assert self._share is not None
-        return self._share.room - sum(
-            s.device_bytes for i, s in enumerate(self._states) if i != index
-        )
+        fixed = sum(states.fixed_bytes for states in self._states)
+        others = sum(s.device_bytes for i, s in enumerate(self._states) if i != index)
+        return self._share.room - fixed - others
 
     def activations_now(self) -> int:
         """Bytes of activations on the device."""
@@ -341,6 +341,13 @@ class _Room:
         most = scope.activations_most() if scope is not None else None
         return 0 if scope is None or most is None else scope.room_of(self._index) - most
 
+    def ask(self, size: int) -> None:
+        """The states of the scope's other optimizers leave until ``size`` bytes are free, or as far as they can."""
+        scope = self._scope()
+        for index, other in enumerate(scope.states if scope is not None else ()):
+            if index != self._index and (short := size - self.now()) > 0 and other.device_bytes:
+                other.give_room(short)
+
 
 def _saving(
     manager: SwapManager, selector: Selector, share: Share, states: Sequence[OptimizerStates]
@@ -353,7 +360,7 @@ def _saving(
     def excess(size: int) -> int:
         held = 0
         for each in states:
-            held += each.device_bytes
+            held += each.device_bytes + each.fixed_bytes
         # Nearly always all fits, as the manager counted last: it need not look for what has ended since.
         if not held or manager.resident_at_most + held + size <= share.room:
             return 0

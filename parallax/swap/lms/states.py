@@ -3,7 +3,8 @@
 States are needed only while ``step`` runs, and of those only the states of the parameters that are stepped just then.
 So a step is taken piece by piece: each time the optimizer's own step runs on a stand-in that shares everything with
 the optimizer but its list of parameters. The optimizer itself is never changed, so its hooks, schedulers and scalers
-see one step, and the same kernels run on the same numbers as without.
+see one step, and the same kernels run on the same numbers as without. An optimizer whose step is another in pieces
+(:mod:`parallax.swap.lms.divisible`) is stepped whole, with all its states on the device.
 
 ::
 
@@ -35,7 +36,16 @@ from torch.utils.hooks import RemovableHandle
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ParallaxError, SwapError
-from parallax.swap.lms.below import StatesBelow, movable, moved_bytes, yet_to_be_made
+from parallax.swap.lms.below import (
+    SMALLEST,
+    StatesBelow,
+    movable,
+    moved_bytes,
+    others_bytes,
+    sizes_of,
+    yet_to_be_made,
+)
+from parallax.swap.lms.divisible import closure_of, is_divisible
 from parallax.swap.lms.wrapped import local_bytes
 from parallax.swap.optimizer.chunked_step import (
     Arguments,
@@ -62,13 +72,16 @@ class Room(Protocol):
     def between_steps(self) -> int:
         """Bytes, beside the activations of a step like those before."""
 
+    def ask(self, size: int) -> None:
+        """Other optimizers' states leave, if they can, until there are ``size`` bytes."""
+
 
 class OptimizerStates:
     """Moves the states of ``optimizer`` between the device and ``store`` until closed.
 
-    Exact for every optimizer that updates each parameter by itself: all of ``torch.optim`` but LBFGS. Raises
-    :class:`ConfigError` for others as far as they can be told, here or in ``step``; ``step`` also raises
-    :class:`BudgetExceeded` before anything is stepped, and :class:`SwapError`.
+    In pieces for every optimizer that updates each parameter by itself: all of ``torch.optim`` but LBFGS. Raises
+    :class:`ConfigError` for LBFGS and others that are known to need all their states, here or in ``step``; ``step``
+    also raises :class:`BudgetExceeded` before anything is stepped, and :class:`SwapError`.
     """
 
     def __init__(
@@ -89,9 +102,12 @@ class OptimizerStates:
         self._shared: set[Tensor] = set()
         self.device_bytes = self.bytes_out = self.bytes_in = 0
         self.stall_seconds = 0.0
-        self._closed_bytes = 0
+        self.fixed_bytes = 0  # of what no store takes, and is not as small as a counter
+        self._unmoved_bytes = 0
+        self._closed_bytes: int | None = None
         self._current: ChunkedStep | None = None
         self._half_done = False
+        self.whole = False  # whether its last step could not be taken in pieces
         self._spare = 0
         self._register, self._last = (
             optimizer.register_step_pre_hook,
@@ -112,11 +128,18 @@ class OptimizerStates:
 
     def report(self) -> str:
         """One line: what moved, what it cost."""
-        states = self._closed_bytes or self.device_bytes + self.below_bytes
+        if self._closed_bytes is None:
+            self.count()  # what an optimizer makes outside of ``step``, too
+        states = self._all_bytes if self._closed_bytes is None else self._closed_bytes
+        whole = "; stepped whole, since its step is another in pieces" if self.whole else ""
         return (
             f"{type(self._optimizer).__name__}: {format_bytes(states)} of states, {format_bytes(self.bytes_out)} out, "
-            f"{format_bytes(self.bytes_in)} in; waited {format_seconds(self.stall_seconds)}"
+            f"{format_bytes(self.bytes_in)} in; waited {format_seconds(self.stall_seconds)}{whole}"
         )
+
+    @property
+    def _all_bytes(self) -> int:
+        return self.device_bytes + self.below_bytes + self._unmoved_bytes
 
     @uninterrupted()
     def count(self) -> None:
@@ -132,7 +155,12 @@ class OptimizerStates:
         held = {
             p: s for p, s in state.items() if isinstance(p, Tensor) and p not in self._below and s
         }
-        self._here = {p: moved_bytes(p, s) for p, s in held.items()}
+        sizes = {p: sizes_of(p, s) for p, s in held.items()}
+        self._here = {p: size for p, (size, _) in sizes.items()}
+        others = [size for _, beside in sizes.values() for size in beside]
+        others += others_bytes(self._optimizer)
+        self._unmoved_bytes = sum(others)
+        self.fixed_bytes = sum(size for size in others if size >= SMALLEST)
         self.device_bytes = sum(self._here.values()) + sum(
             b.size for b in self._below.values() if b.on_device
         )
@@ -161,7 +189,7 @@ class OptimizerStates:
             except SwapError as error:
                 failures.append(error)
         # A graph that is still alive may ask for room: nothing here may leave any more.
-        self._closed_bytes, self.device_bytes = self.device_bytes, 0
+        self._closed_bytes, self.device_bytes, self.fixed_bytes = self._all_bytes, 0, 0
         self._here.clear()
         if failures:
             raise failures[0]
@@ -184,14 +212,19 @@ class OptimizerStates:
         if self._half_done:
             raise SwapError(f"the step before failed: {self._half_done_words()}")
         check_per_parameter(optimizer)  # its groups may be others by now
-        args, kwargs = evaluated(args, kwargs)
         self._current = None
+        if closure_of((args, kwargs)) is not None and not self._divisible(args, kwargs):
+            return self._bring_all(args, kwargs)
+        args, kwargs = evaluated(args, kwargs)
         self.count()
         self._spare = self._room.between_steps()
         pieces = self._pieces()
-        self._check_room(pieces)
         expected = sum(self._size(*each) for piece in pieces for each in piece)
-        if not pieces or (not self._below and (len(pieces) < 2 or expected <= self._spare)):
+        cuts = bool(self._below) or (len(pieces) > 1 and expected > self._spare)
+        if cuts and not self._divisible(args, kwargs):
+            return self._bring_all(args, kwargs)
+        self._check_room(pieces)
+        if not pieces or not cuts:
             return args, kwargs
         self._current = ChunkedStep(optimizer, pieces)
         try:
@@ -200,6 +233,20 @@ class OptimizerStates:
             if not self._half_done:
                 raise
             raise SwapError(f"{error}; {self._half_done_words()}") from error
+
+    def _divisible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        self.whole = not is_divisible(self._optimizer, (args, kwargs))
+        return not self.whole
+
+    def _bring_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The optimizer steps itself, all its states on the device; its closure runs when it calls it."""
+        self.count()
+        self._spare = self._room.between_steps()
+        groups = enumerate(self._optimizer.param_groups)
+        everything = [(index, p) for index, group in groups for p in group["params"]]
+        self._check_room([everything])
+        self._bring(everything)
+        return args, kwargs
 
     @uninterrupted()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
@@ -264,14 +311,18 @@ class OptimizerStates:
     def _check_room(self, pieces: list[Piece]) -> None:
         """There is room for each piece, all others being below. A mere guess refuses nothing: where an optimizer of
         somebody else's makes more than fits, the room is exceeded in its first step and the second refused."""
-        room = self._room.now()
         need = max(
             (sum(self._known_size(*each) or 0 for each in piece) for piece in pieces), default=0
         )
+        self._room.ask(need)
+        room = self._room.now()
         if need > max(0, room):
+            reason = (
+                " (they do not visit it in pieces: its step is another then)" if self.whole else ""
+            )
             raise BudgetExceeded(
                 f"a step of {type(self._optimizer).__name__} needs {format_bytes(need)} of states on the device at one "
-                f"time, where {format_bytes(max(0, room))} are left for them by parameters, gradients, saved "
+                f"time{reason}, where {format_bytes(max(0, room))} are left for them by parameters, gradients, saved "
                 f"activations and other optimizers; nothing was stepped: raise limit by {format_bytes(need - room)}"
             )
 
@@ -353,12 +404,16 @@ class OptimizerStates:
         *,
         strict: bool = True,
     ) -> None:
+        asked = False
         while self.device_bytes + size > self._room.now():
             other = next((p for p, held in self._here.items() if held and p not in needed), None)
             if self._leaving:
                 self._land()
             elif other is not None:
                 self._leave(other)
+            elif strict and not asked:
+                asked = True
+                self._room.ask(self.device_bytes + size)
             elif strict:
                 raise BudgetExceeded(
                     f"{what[0]} of {type(self._optimizer).__name__} needs {format_bytes(size)} on the device beside "

@@ -77,10 +77,25 @@ class ChunkedStep:
             group[key] = value
 
 
-def plain(optimizer: Optimizer) -> Optimizer:
-    """The torch optimizer inside the wrapper of a framework."""
-    inner = getattr(optimizer, "optimizer", None)
-    return plain(inner) if isinstance(inner, Optimizer) else optimizer
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that hold states: ``optimizer``, and those whose ``step`` its own calls. The wrapper of a
+    framework holds none: its states are those of the optimizer inside."""
+    inner = inner_optimizers(optimizer)
+    several = [each for one in inner for each in with_inner(one)]
+    own = "_optimizer_step_pre_hooks" in vars(optimizer) and "state" in vars(optimizer)
+    shared = any(vars(each).get("state") is vars(optimizer).get("state") for each in inner)
+    mine = [optimizer] if not inner or (own and not shared) else []
+    return list({id(each): each for each in (*mine, *several)}.values())
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that ``optimizer`` holds, alone or in a list or dictionary, in its attributes."""
+    found: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        several: Any = value.values() if isinstance(value, dict) else value
+        held = several if isinstance(value, dict | list | tuple) else [value]
+        found += [each for each in held if isinstance(each, Optimizer) and each is not optimizer]
+    return list({id(each): each for each in found}.values())
 
 
 def check_per_parameter(optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import ConfigError, SwapError
+from parallax.errors import ConfigError
 from parallax.swap.lms.scope import Swapping
 from tests.unit.swap.test_scope import (
     LAYERS,
@@ -126,19 +126,19 @@ def test_counters_of_the_optimizer_count_steps_not_pieces(tight: Callable[..., S
     assert made[0].steps == made[1].steps == STEPS
 
 
-def test_who_looks_at_all_parameters_is_refused(tight: Callable[..., Swapping]) -> None:
+def test_lbfgs_is_refused(tight: Callable[..., Swapping]) -> None:
     model = build()
     with (
         pytest.raises(ConfigError, match="LBFGS"),
         tight(model, torch.optim.LBFGS(model.parameters())),
     ):
         pass
-    together = Together(model.parameters(), momentum=0.9)
-    with (
-        pytest.raises(SwapError, match=r"Together updates parameters together.*'lr'"),
-        tight(model, together),
-    ):
-        plain_loop(model, together)
+
+
+def test_who_looks_at_all_parameters_is_stepped_whole(tight: Callable[..., Swapping]) -> None:
+    swapping = compare(tight, optimize=lambda m: Together(m.parameters(), momentum=0.9))
+    assert "Together: 389.0 KiB of states" in swapping.report()
+    assert "stepped whole" in swapping.report()
 
 
 class Lamb(torch.optim.Optimizer):
