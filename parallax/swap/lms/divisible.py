@@ -241,8 +241,8 @@ def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
         return _copied(state, memo)
     found = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            corner = value.detach()[tuple(slice(n) for n in _small_shape(parameter))]
+        if isinstance(value, Tensor):  # of the parameter's shape, or of its rows or columns
+            corner = value.detach()[tuple(slice(n) for n in _small_shape(value))]
             found[key] = corner.to(parameter.device, copy=True)
         else:
             found[key] = _copied(value, memo)
