@@ -211,11 +211,11 @@ def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor], list[Ten
         twin.param_groups.append({**others, "params": tried})
         trained += tried
     twin.state = defaultdict(dict)
-    for key, state in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            twin.state[_copied(key, memo)] = _copied(state, memo)
-        elif any(small.get(id(key)) is p for p in trained):
-            twin.state[small[id(key)]] = _small_state(key, state, memo)
+    for owner, state in optimizer.state.items():
+        if not isinstance(owner, Tensor):
+            twin.state[_copied(owner, memo)] = _copied(state, memo)
+        elif any(small.get(id(owner)) is p for p in trained):
+            twin.state[small[id(owner)]] = _small_state(owner, state, memo)
     return twin, [*small.values()], trained
 
 
