@@ -24,6 +24,9 @@ def defaults(kind: type) -> dict[str, Any]:
     return {name: value for name, value in made if value is not dataclasses.MISSING}
 
 
+MOST_NAMED = 6  # mistakes in one line
+
+
 class Mistakes:
     """Errors of one command line or file, collected so that all of them are said at once."""
 
@@ -46,8 +49,10 @@ class Mistakes:
             return
         unknown = [error for error in self.found if isinstance(error, UnknownKeyError)]
         others = [str(error) for error in self.found if not isinstance(error, UnknownKeyError)]
-        shorts, accepted = (e.short for e in unknown), (e.accepted for e in unknown)
-        error = ConfigError("; ".join(dict.fromkeys([*shorts, *others, *accepted])))
+        named = list(dict.fromkeys([*(e.short for e in unknown), *others]))
+        more = [f"and {len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+        accepted = dict.fromkeys(e.accepted for e in unknown)
+        error = ConfigError("; ".join([*named[:MOST_NAMED], *more, *accepted]))
         error.parts = tuple(self.found)
         raise error
 

@@ -158,7 +158,7 @@ def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
     return transform(value, change)
 
 
-class _Counted(Exception):
+class _TargetsCounted(Exception):
     """Ends a loss at its cross-entropy, whose targets were ``counted``."""
 
     def __init__(self, counted: float) -> None:
@@ -186,7 +186,7 @@ class _Observer(TorchFunctionMode):
             return func(*args, **given)
         named = {**dict(zip(_ARGUMENTS, args)), **given}
         if self._only_counts:
-            raise _Counted(_counted(named))
+            raise _TargetsCounted(_counted(named))
         found = func(*args, **given)
         plain = named.get("size_average") is None and named.get("reduce") is None
         self._results.append(found if plain and named.get("reduction", "mean") == "mean" else None)
@@ -228,7 +228,7 @@ class _OfLoss:
             try:
                 with torch.no_grad(), _Observer(only_counts=True):
                     self.loss(_blank(results, few, rows, blank), targets)
-            except _Counted as found:
+            except _TargetsCounted as found:
                 return rows * found.counted / size
             except HangError:
                 raise
