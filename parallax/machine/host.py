@@ -22,7 +22,8 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_MOST_MMAP_THRESHOLD = 32 * 2**20  # where malloc's own adaptation ends
 # Of tensors between two looks at the process's memory, each of some microseconds.
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
@@ -153,13 +154,19 @@ def return_freed_memory() -> bool:
 
     By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
     the bytes of its tensors. The price is a page fault for each page of each tensor (a quarter to a half of the step in
-    a small model), so it is paid only to measure the bytes that tensors need; to stay below a limit,
-    :class:`MemoryBound` costs much less. Process-wide, and for good: malloc's settings cannot
-    be read, so there is nothing to go back to.
+    a small model), so it is paid only near a budget; to stay below a limit, :class:`MemoryBound` costs much less.
+    Process-wide, until :func:`keep_freed_memory`.
     """
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024))
     return False
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed blocks for reuse again, as it does by itself once it has served large ones."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
 
 
 def use_one_arena() -> bool:
@@ -204,10 +211,8 @@ class MemoryBound:
     nothing is left over when the last one is closed.
     """
 
-    def __init__(self, growth_bytes: int, *, ahead: float = 0.0) -> None:
-        """Allow this many bytes beyond what is there now; below zero where what is there counts against them. Where
-        a block begins, a share ``ahead`` of them is kept free of freed memory."""
-        self.ahead = ahead
+    def __init__(self, growth_bytes: int) -> None:
+        """Allow this many bytes beyond what is there now; below zero where what is there counts against them."""
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
@@ -264,11 +269,6 @@ class _FreedMemory:
         """To where the bounds that are open put it."""
         self._look_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
-    @staticmethod
-    def ahead_bytes() -> int:
-        """Bytes to keep free where a block begins."""
-        return sum(int(bound.ahead * max(0, bound.growth_bytes)) for bound in _bounds)
-
     def due(self, handled: int | None) -> bool:
         """Whether it is worth looking."""
         if handled is None:
@@ -305,19 +305,14 @@ def memory_is_bounded() -> bool:
     return bool(_bounds)
 
 
-def bound_is_tight() -> bool:
-    """Whether an open bound has something to keep free."""
-    return any(bound.ahead for bound in _bounds)
-
-
-def relieve_memory(handled: int | None = None, *, coming: int = 0, begins: bool = False) -> None:
+def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
     """Give freed memory back if a :class:`MemoryBound` is open and its line is near. For places that are passed
     often while memory grows: where autograd saves a tensor, where one comes back, where a block has run.
     ``handled``: bytes of the tensors that passed here since the last call, where the caller knows: the process's memory
     is then looked at for each MiB of them, and the less often the farther the line is. ``coming``: bytes that other
-    threads are about to take. ``begins``: a block begins, which the bounds' ``ahead`` is for."""
+    threads are about to take."""
     if _bounds and _freed.due(handled):
-        _freed.relieve(coming + begins * _freed.ahead_bytes())
+        _freed.relieve(coming)
 
 
 def trim_freed_memory() -> bool:

@@ -99,15 +99,21 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The proof for one rank: predicted peak and budget, in bytes of device memory, and where the seconds go."""
+    """The proof for one rank: predicted peak and budget, in bytes of device memory, and where the seconds go.
+    ``returns_freed``: its allocator gives freed memory back at once, because the peak is near the budget."""
 
     peak_bytes: int
     budget_bytes: int
     tier_peak_bytes: int
     offloaded_bytes: int
     stall_seconds: float
+    returns_freed: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.returns_freed, bool):
+            raise PlanError(
+                f"plan: returns_freed={printable(str(self.returns_freed))}: accepted are true and false"
+            )
         _check_numbers(
             self, int, "peak_bytes", "budget_bytes", "tier_peak_bytes", "offloaded_bytes"
         )
@@ -330,6 +336,9 @@ class Plan:
         data: dict[str, Any] = json.loads(json.dumps(plain))
         if not self.spare_devices:  # plans without them stay as they were
             del data["spare_devices"]
+        for rank in data["prediction"]["ranks"]:
+            if not rank["returns_freed"]:
+                del rank["returns_freed"]
         for stage in data["stages"]:
             if not stage["inputs_ahead"]:  # plans without them stay as they were
                 del stage["inputs_ahead"]

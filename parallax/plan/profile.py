@@ -165,7 +165,8 @@ class ModelProfile:
     that are not trained. ``optimizer_bytes`` is what the optimizer keeps for each byte of parameters that it trains
     (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take (0.0 where the parameters are in full
     precision themselves). ``optimizer_seconds`` is for one byte. The loss is that of ``gathered_rows`` rows, once in a
-    step (0: it is part of the last block). ``source`` says whether the figures were measured or derived from shapes,
+    step (0: it is part of the last block). Computing takes ``freeing_slowdown`` times as long where an allocator gives
+    freed memory back to the system at once. ``source`` says whether the figures were measured or derived from shapes,
     ``disturbance`` how many times as long as on a free machine the work took while they were measured.
     """
 
@@ -181,6 +182,7 @@ class ModelProfile:
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0
     gathered_rows: int = 0
+    freeing_slowdown: float = 1.0
     source: str = "measured"
     disturbance: float = 1.0
 
@@ -202,7 +204,13 @@ class ModelProfile:
                     f"profile of {self.model}, block {block.name}: {block.frozen_bytes} bytes of parameters are not "
                     f"trained, and it has {block.parameter_bytes}"
                 )
-        ratios = ("optimizer_bytes", "optimizer_seconds", "gradient_bytes", "master_bytes")
+        ratios = (
+            "optimizer_bytes",
+            "optimizer_seconds",
+            "gradient_bytes",
+            "master_bytes",
+            "freeing_slowdown",
+        )
         for name in (*ratios, "gathered_rows", "disturbance"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(

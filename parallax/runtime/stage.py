@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from parallax.common.seeds import block_seed
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_of
-from parallax.machine.host import bound_is_tight, memory_is_bounded, relieve_memory
+from parallax.machine.host import memory_is_bounded, relieve_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import ChangingBuffers, Found
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
@@ -270,7 +269,6 @@ class Stage(nn.Module):
         for place in self._parts[stage]:
             directive = self._directives[place]
             self._arrive(self._by_place[place].parameters())
-            given = [tensor.grad_fn for tensor in inputs] if training else []
             if training:
                 self.norms.begin(place, where.whole)
             if directive is Directive.RECOMPUTE and training:
@@ -292,7 +290,7 @@ class Stage(nn.Module):
             else:
                 inputs = self._run_block(place, where, halves, *inputs)
             if training:
-                _relieve_in_backward(inputs, given)
+                _relieve_in_backward(inputs)
         return inputs
 
     def _run_again(
@@ -342,7 +340,7 @@ class Stage(nn.Module):
         self, place: int, where: MicroBatchContext, halves: WeightGradStore | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
-        relieve_memory(begins=True)
+        relieve_memory()
         seed_block(self._device, self._seed_of(place, where))
         splitting = halves.splitting() if halves is not None and not self._compiled else AS_IT_IS
         with self._precision.autocast(self._device.type), splitting:
@@ -356,22 +354,11 @@ class Stage(nn.Module):
             return outputs
 
 
-def _relieve_in_backward(outputs: tuple[Tensor, ...], given: Sequence[Node | None]) -> None:
-    """Let the backward of the block that has made ``outputs`` begin with :func:`relieve_memory`, as its forward did;
-    where the bound is tight each of its operators, back to the nodes ``given`` to the block. Leaves stay for the next
-    step, and so would their hooks."""
-    if not memory_is_bounded():
-        return
-    left, seen = [tensor.grad_fn for tensor in outputs], {None, *given}
-    while left:
-        node = left.pop()
-        if node is None or node in seen or not node.next_functions:
-            continue
-        seen.add(node)
+def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
+    """Let the backward of the block that has made ``outputs`` begin with :func:`relieve_memory`, as its forward did."""
+    node = next((tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None), None)
+    if node is not None and memory_is_bounded():
         node.register_prehook(_relieve)
-        if not bound_is_tight():
-            return
-        left += [following for following, _ in node.next_functions]
 
 
 def _relieve(gradients: tuple[Tensor, ...]) -> None:

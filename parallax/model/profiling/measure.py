@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError, printable
 from parallax.machine.device import private_random_state
+from parallax.machine.host import keep_freed_memory, return_freed_memory
 from parallax.model.block import apart, has_gradient, tensors_in, to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
@@ -110,7 +111,9 @@ def measure(
             low, high = (found * 2)[-2:]
             with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
                 whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
+        slowdown = bench.freeing_slowdown(sample, found[min(2, len(found) - 1)])
     profile = _profile_of(chain, name, device, precision, found, whole)
+    profile = replace(profile, freeing_slowdown=round(slowdown, 3))
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
     if known is not None and known.disturbance < profile.disturbance:
         return known  # measured anew, on a machine that was busier still
@@ -354,6 +357,27 @@ class _Bench:
             work=max(first, left + second) + sum(tensor.nbytes for tensor in tensors_in(aims)),
             seconds=sum(seconds),
         )
+
+    def freeing_slowdown(self, sample: Sample, blocks: Sequence[_Measured]) -> float:
+        """How many times as long the longest of ``blocks`` takes where freed memory goes back at once."""
+        if self._device.type != "cpu":
+            return 1.0
+        seconds_of = [block.forward_seconds + block.backward_seconds for block in blocks]
+        index = seconds_of.index(max(seconds_of))
+        inputs, targets = sample(blocks[index].rows)
+        entering = blocks[index - 1].outputs if index else apart(to_device(inputs, self._device))
+        last = index == len(blocks) - 1 and self._with_loss
+        aims = apart(to_device(targets, self._device)) if last else None
+        _, passes = self._passes(index, entering, aims)
+        seconds: dict[bool, float] = {}
+        try:
+            for returns in (False, True, True, False):
+                (return_freed_memory if returns else keep_freed_memory)()
+                taken = sum(self._time(passes.enter, passes.forward, passes.backward)[1:])
+                seconds[returns] = min(taken, seconds.get(returns, taken))
+        finally:
+            keep_freed_memory()
+        return max(1.0, seconds[True] / seconds[False])
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
         """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""

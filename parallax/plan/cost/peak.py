@@ -15,6 +15,8 @@ from parallax.plan.cost.passes import Bytes, Passes
 from parallax.plan.cost.stage import ONCE, StageLoad
 from parallax.plan.schedule.action import COMPUTE, Action
 
+AMPLE = 0.8  # of a budget: up to it freed memory may be kept, which fragments more than can be said beforehand
+
 
 def peak_memory(
     listed: Sequence[Action],
@@ -45,12 +47,13 @@ def peak_memory(
     return terms
 
 
-def with_kept(terms: dict[str, int], device: Device) -> dict[str, int]:
-    """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps while the budget has
-    free bytes. It gives that back when the budget is reached, so the bytes that a rank needs do not count it."""
-    free = max(0, device.memory_bytes - sum(terms.values()))
-    kept = min(free, math.ceil(device.kept_share * _passing(terms)))
-    return {**terms, "allocator": terms["allocator"] + kept}
+def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
+    """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps where that leaves a
+    fifth of the budget free; and whether the allocator has to give all freed memory back at once instead."""
+    kept = math.ceil(device.kept_share * _passing(terms))
+    if sum(terms.values()) + kept > AMPLE * device.memory_bytes:
+        return terms, device.kept_share > 0
+    return {**terms, "allocator": terms["allocator"] + kept}, False
 
 
 def _passing(terms: dict[str, int]) -> int:

@@ -195,6 +195,7 @@ def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> F
             tier_peak_bytes=trace.tier_peak_bytes,
             offloaded_bytes=trace.offloaded_bytes,
             stall_seconds=round(trace.stall_seconds, 6),
+            returns_freed=trace.returns_freed,
         )
         for trace, device in zip(simulation.ranks, cluster.devices)
     )
@@ -262,18 +263,21 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
         memories = {
             rank: with_kept(needed, cluster.devices[rank]) for rank in pipeline.ranks(position)
         }
-        fullest = max(memories.values(), key=lambda memory: sum(memory.values()))
+        fullest = max(
+            (terms for terms, _ in memories.values()), key=lambda terms: sum(terms.values())
+        )
         stages.append(StagePrediction(memory=fullest, seconds=_rounded(terms)))
         flights = [pipeline.in_flight(stage) for stage in mine[position]]
         moved = [load.moved_bytes for load in own]
         for rank in pipeline.ranks(position):
             ranks[rank] = RankPrediction(
-                peak_bytes=sum(memories[rank].values()),
+                peak_bytes=sum(memories[rank][0].values()),
                 budget_bytes=cluster.devices[rank].memory_bytes,
                 tier_peak_bytes=sum(f * m for f, m in zip(flights, moved))
                 + sum(load.host_state_bytes for load in own),
                 offloaded_bytes=micro_batches * sum(moved),
                 stall_seconds=round(terms["stall"], 6),
+                returns_freed=memories[rank][1],
             )
     return Forecast(
         step_seconds=step,

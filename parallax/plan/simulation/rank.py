@@ -29,6 +29,7 @@ class RankTrace:
 
     ``memory`` has the device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`), ``seconds``
     the step by term: forward, backward, recompute, stall, reduce (waiting for it), update, and idle, the rest.
+    ``returns_freed``: see :class:`~parallax.plan.plan.RankPrediction`.
     """
 
     peak_bytes: int
@@ -37,6 +38,7 @@ class RankTrace:
     stall_seconds: float
     memory: dict[str, int]
     seconds: dict[str, float]
+    returns_freed: bool = False
 
 
 class World:
@@ -145,7 +147,9 @@ class Rank:
             stages.append(
                 (self._passes(stage, most).load, plan.swap_limit_bytes if plan.offloads else 0)
             )
-        memory = with_kept(peak_memory(self._listed, self._passes_of, stages), self._device)
+        memory, returns_freed = with_kept(
+            peak_memory(self._listed, self._passes_of, stages), self._device
+        )
         idle = max(0.0, step_seconds - sum(self._seconds.values()))
         return RankTrace(
             peak_bytes=sum(memory.values()),
@@ -155,6 +159,7 @@ class Rank:
             stall_seconds=self._swapping.stalled,
             memory=memory,
             seconds={**self._seconds, "idle": idle},
+            returns_freed=returns_freed,
         )
 
     def run(self) -> Routine:

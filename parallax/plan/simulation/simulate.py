@@ -42,12 +42,32 @@ def simulate(
 ) -> Simulation:
     """One training step over ``rows`` rows in ``micro_batches``; traces are those of ranks 0, 1, …
 
+    Ranks whose allocator gives freed memory back at once take as much longer as the profile says.
     Each of stages / ``interleave`` positions holds ``interleave`` stages; ``placement`` lists the ranks position by
     position, replica by replica, where they are not in order. Raises :class:`DeadlockError`, and
     :class:`BudgetExceeded` where a swap limit cannot hold one block.
     """
     if interleave < 1 or len(stages) % interleave:
         raise PlanError(f"{len(stages)} stages cannot be dealt out {interleave} to each position")
+    how = schedule, rows, micro_batches, interleave, placement
+    found = _simulate(profile, cluster, stages, *how)
+    freeing = [n for n, rank in enumerate(found.ranks) if rank.returns_freed]
+    if not freeing or profile.freeing_slowdown <= 1:
+        return found
+    slower = cluster.slowed(dict.fromkeys(freeing, profile.freeing_slowdown))
+    return _simulate(profile, slower, stages, *how)
+
+
+def _simulate(
+    profile: ModelProfile,
+    cluster: Cluster,
+    stages: Sequence[StagePlan],
+    schedule: Schedule,
+    rows: int,
+    micro_batches: int,
+    interleave: int,
+    placement: Sequence[int],
+) -> Simulation:
     positions = len(stages) // interleave
     world = World(
         profile,

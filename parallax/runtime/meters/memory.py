@@ -13,6 +13,7 @@ from parallax.machine.host import (
     MemoryBound,
     ResidentMeter,
     data_bytes,
+    return_freed_memory,
     use_one_arena,
 )
 from parallax.model.precision import PrecisionConfig
@@ -23,8 +24,6 @@ from parallax.runtime.replicas.reducer import touch_reducer
 
 # Of a rank's predicted peak: what a block allocates and frees while it runs, and its channels' shared memory.
 _UNSEEN = 1 / 64
-# Of what is left beside the weights: a block's forward may take it before anything looks at the memory again.
-_BLOCK = 1 / 2
 
 
 def device_memory(
@@ -53,16 +52,18 @@ def device_memory(
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Give freed memory of a CPU's rank back where the process would otherwise take more than its predicted
-    peak beyond ``before_bytes`` (:class:`~parallax.machine.host.MemoryBound`). The returned function
-    ends that. A plan without predictions bounds nothing, and an accelerator's allocator has a limit of its own."""
+    """Hold a CPU's rank below its predicted peak beyond ``before_bytes``: where the plan says so, freed memory goes
+    back at once from now on; otherwise where the process would take more
+    (:class:`~parallax.machine.host.MemoryBound`). The returned function ends the latter. A plan without predictions
+    bounds nothing, and an accelerator's allocator has a limit of its own."""
     most_bytes = prediction.peak_bytes
     if device.type != "cpu" or most_bytes <= 0:
         return lambda: None
+    if prediction.returns_freed:
+        return_freed_memory()
+        return lambda: None
     line_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
-    tight = most_bytes >= prediction.budget_bytes  # malloc cannot keep all that it would
-    ahead = _BLOCK if tight else 0.0
-    return MemoryBound(before_bytes + line_bytes - data_bytes(), ahead=ahead).close
+    return MemoryBound(before_bytes + line_bytes - data_bytes()).close
 
 
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from parallax.plan.config import PlanConfig
 from parallax.plan.cost.peak import with_kept
-from tests.unit.plan_fakes import cluster
+from parallax.plan.plan import Plan
+from parallax.plan.profile import Affine
+from parallax.plan.search.search import search
+from tests.unit.plan_fakes import block, cluster, profile
 
 TERMS = {"parameters": 50, "activations": 60, "loss": 10, "swap": 20, "boundary": 5, "workspace": 5}
 
@@ -16,14 +20,36 @@ TERMS = {"parameters": 50, "activations": 60, "loss": 10, "swap": 20, "boundary"
     ("budget", "peak"),
     [
         (1000, 202),  # half of the 100 bytes that come and go
-        (170, 170),  # all that the budget has left
-        (152, 152),
+        (253, 202),  # four fifths of the budget
+        (252, 152),  # freed memory goes back at once, so that none is kept
         (151, 152),  # too small for what is needed, which is not less for that
     ],
 )
-def test_kept_memory_fills_what_the_budget_has_left_and_no_more(budget: int, peak: int) -> None:
+def test_freed_memory_is_kept_where_a_fifth_of_the_budget_stays_free(
+    budget: int, peak: int
+) -> None:
     (device,) = cluster(1).devices
     device = replace(device, memory_bytes=budget, kept_share=0.5)
-    found = with_kept({**TERMS, "allocator": 2}, device)
-    assert sum(found.values()) == peak
+    found, returns_freed = with_kept({**TERMS, "allocator": 2}, device)
+    assert (sum(found.values()), returns_freed) == (peak, peak == 152)
     assert {term: found[term] for term in TERMS} == TERMS
+
+
+def test_ranks_near_their_budget_take_as_long_as_the_profile_says() -> None:
+    """Freed memory that goes back at once costs a third of a small model's step."""
+    model = replace(profile([block(moved=Affine(0, 100))] * 4), freeing_slowdown=1.5)
+    ample, near = (
+        replace(
+            cluster(1, memory), nodes=(replace(node, devices=(replace(device, kept_share=0.5),)),)
+        )
+        for memory in (10_000, 450)
+        for node in cluster(1, memory).nodes
+        for device in node.devices
+    )
+    config = PlanConfig(activations="keep")
+    first, _ = search(model, ample, config, global_batch=4, microbatch=1)
+    second, _ = search(model, near, config, global_batch=4, microbatch=1)
+    assert [plan.prediction.ranks[0].returns_freed for plan in (first, second)] == [False, True]
+    ratio = second.prediction.step_seconds / first.prediction.step_seconds
+    assert ratio == pytest.approx(1.5)
+    assert Plan.from_dict(second.to_dict()) == second

@@ -15,16 +15,22 @@ from parallax.model.gpt import GPT, GPTConfig
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
+from parallax.runtime.meters import memory
 from tests.plans import make_plan
 
 MODEL = GPTConfig(layers=2, hidden=32, heads=2, sequence=8, vocabulary=16)
 CHAIN = describe(MODEL.build)
 
 
-def promising(peak_bytes: int, **options: object) -> Plan:
+def promising(peak_bytes: int, *, returns_freed: bool = False, **options: object) -> Plan:
     """A plan whose only rank is predicted to take so many bytes at most."""
     plan = make_plan(CHAIN, global_batch=2, microbatch=1, **options)  # type: ignore[arg-type]
-    rank = replace(plan.prediction.ranks[0], peak_bytes=peak_bytes, budget_bytes=2**40)
+    rank = replace(
+        plan.prediction.ranks[0],
+        peak_bytes=peak_bytes,
+        budget_bytes=2**40,
+        returns_freed=returns_freed,
+    )
     return replace(plan, prediction=replace(plan.prediction, ranks=(rank,)))
 
 
@@ -38,7 +44,7 @@ def test_memory_is_looked_at_before_the_forward_and_the_backward_of_each_block(
     directive: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
-    monkeypatch.setattr(stage_module, "relieve_memory", lambda **_: looks.append(None))
+    monkeypatch.setattr(stage_module, "relieve_memory", lambda: looks.append(None))
     engine = Engine.build(
         CHAIN, promising(2**40, directive=directive), loss=GPT.loss, scratch=scratch
     )
@@ -69,6 +75,22 @@ def test_freed_memory_goes_back_at_the_predicted_peak(scratch: Path) -> None:
 def test_a_plan_without_predictions_bounds_nothing(scratch: Path) -> None:
     engine = Engine.build(CHAIN, promising(0), loss=GPT.loss, scratch=scratch)
     try:
+        assert not host._bounds
+    finally:
+        engine.close()
+
+
+def test_freed_memory_goes_back_at_once_where_the_plan_says_so(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With malloc's own habits a rank took 142 MiB of a budget of 130."""
+    calls: list[None] = []
+    monkeypatch.setattr(memory, "return_freed_memory", lambda: calls.append(None))
+    engine = Engine.build(
+        CHAIN, promising(2**40, returns_freed=True), loss=GPT.loss, scratch=scratch
+    )
+    try:
+        assert len(calls) == 1
         assert not host._bounds
     finally:
         engine.close()
