@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import mmap
 import os
 import platform
 import resource
 import socket
+import statistics
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +25,9 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_MOST_MMAP_THRESHOLD = 32 * 2**20  # where malloc's own adaptation ends
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+RETURNED_BYTES = 256 * 1024  # the smallest block that goes back at once, see return_freed_memory
+_TOUCHED_BYTES, _TOUCHES = 2**24, 5
 # Of tensors between two looks at the process's memory, each of some microseconds.
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
@@ -155,18 +159,28 @@ def return_freed_memory() -> bool:
     By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
     the bytes of its tensors. The price is a page fault for each page of each tensor (a quarter to a half of the step in
     a small model), so it is paid only near a budget; to stay below a limit, :class:`MemoryBound` costs much less.
-    Process-wide, until :func:`keep_freed_memory`.
+    Process-wide, and for good: malloc's settings cannot be read, so there is nothing to go back to.
     """
     with contextlib.suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024))
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES))
     return False
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks for reuse again, as it does by itself once it has served large ones."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
-        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
+def fresh_memory_seconds() -> float:
+    """Processor seconds for each byte of memory that comes fresh from the system and goes back: page faults, zeroing,
+    unmapping. The median of some mappings, each without the time of a second write to the same pages."""
+    found = []
+    for _ in range(_TOUCHES):
+        start = time.thread_time()
+        with mmap.mmap(-1, _TOUCHED_BYTES) as fresh:
+            pages = (ctypes.c_char * _TOUCHED_BYTES).from_buffer(fresh)
+            ctypes.memset(pages, 1, _TOUCHED_BYTES)
+            touched = time.thread_time()
+            ctypes.memset(pages, 2, _TOUCHED_BYTES)
+            again = time.thread_time()
+            del pages
+        found.append(time.thread_time() - start - 2 * (again - touched))
+    return max(0.0, statistics.median(found) / _TOUCHED_BYTES)
 
 
 def use_one_arena() -> bool:

@@ -7,21 +7,33 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from parallax.common.files import temporary_folder
+from parallax.machine.host import RETURNED_BYTES
 
 
-def allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, int]:
-    """The most bytes that ``call`` allocates beyond those before it, and how many more there are after it."""
+class Allocations(NamedTuple):
+    """The most bytes that a call allocates beyond those before it, how many more there are after it, and of all that a
+    CPU's call allocates, the bytes of blocks that an allocator which returns freed memory has to map anew."""
+
+    most: int
+    left: int
+    mapped: int = 0
+
+
+def allocations(device: torch.device, call: Callable[[], object]) -> Allocations:
+    """What ``call`` allocates."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
         call()
         most = torch.accelerator.max_memory_allocated(device)
-        return int(most) - before, int(torch.accelerator.memory_allocated(device)) - before
+        left = int(torch.accelerator.memory_allocated(device)) - before
+        return Allocations(int(most) - before, left)
     with (
         _quiet_stderr(),
         torch.profiler.profile(
@@ -38,11 +50,13 @@ def allocations(device: torch.device, call: Callable[[], object]) -> tuple[int, 
         for event in events
         if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
     ]
-    level = peak = 0
+    level = peak = mapped = 0
     for event in sorted(steps, key=lambda event: float(event["ts"])):
-        level += int(event["args"]["Bytes"])
+        size = int(event["args"]["Bytes"])
+        level += size
         peak = max(peak, level)
-    return peak, level
+        mapped += size if size >= RETURNED_BYTES else 0
+    return Allocations(peak, level, mapped)
 
 
 @contextlib.contextmanager

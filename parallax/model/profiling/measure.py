@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError, printable
 from parallax.machine.device import private_random_state
-from parallax.machine.host import keep_freed_memory, return_freed_memory
+from parallax.machine.host import fresh_memory_seconds
 from parallax.model.block import apart, has_gradient, tensors_in, to_device
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.allocations import allocations
+from parallax.model.profiling.allocations import Allocations, allocations
 from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
 from parallax.model.profiling.clock import Clock
 from parallax.model.profiling.gathered import NO_LOSS, WholeLoss, repeated
@@ -66,6 +66,7 @@ class _Measured:
     backward_work: int
     deferred: int
     split_work: int
+    mapped: int
     outputs: tuple[Tensor, ...]
     skipped_seconds: float = 0.0
     offload_seconds: float | None = None  # measured for the most rows alone
@@ -111,9 +112,7 @@ def measure(
             low, high = (found * 2)[-2:]
             with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
                 whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
-        slowdown = bench.freeing_slowdown(sample, found[min(2, len(found) - 1)])
     profile = _profile_of(chain, name, device, precision, found, whole)
-    profile = replace(profile, freeing_slowdown=round(slowdown, 3))
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
     if known is not None and known.disturbance < profile.disturbance:
         return known  # measured anew, on a machine that was busier still
@@ -168,7 +167,18 @@ def _profile_of(
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
         gathered_rows=whole.rows,
+        freeing_slowdown=_freeing_slowdown(device, found[min(2, len(found) - 1)]),
     )
+
+
+def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
+    """How many times as long forward and backward take where freed memory goes back at once, so that each large tensor
+    is made of fresh pages. By the bytes of these: a process that keeps freed memory cannot try it."""
+    if device.type != "cpu":
+        return 1.0
+    seconds = sum(block.forward_seconds + block.backward_seconds for block in blocks)
+    mapped = sum(block.mapped for block in blocks)
+    return round(1 + fresh_memory_seconds() * mapped / seconds, 3) if seconds > 0 else 1.0
 
 
 class _Bench:
@@ -275,14 +285,12 @@ class _Bench:
         outputs = self.forward(block, passes.enter(), None)
         moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)
         times = self._times(passes)
-        _, (forward_peak, _), (backward_peak, _) = self._allocations(
-            passes.enter, passes.forward, passes.backward
-        )
+        _, forward, backward = self._allocations(passes.enter, passes.forward, passes.backward)
         arriving = sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
         if targets is not None:
             arriving = 0  # the loss begins the backward
         # What entered waits for the weight half.
-        (_, made), (first_peak, given), (second_peak, _) = self._allocations(
+        split, first, second = self._allocations(
             passes.enter_and_split, passes.input_half, passes.weight_half
         )
         return _Measured(
@@ -293,10 +301,11 @@ class _Bench:
             by_loss=by_loss,
             entering=sum(tensor.nbytes for tensor in inputs),
             leaving=sum(tensor.nbytes for tensor in outputs),
-            forward_work=max(0, forward_peak - new),
-            backward_work=max(0, backward_peak - arriving),
-            deferred=max(0, made + given),
-            split_work=max(0, first_peak - arriving, second_peak),
+            forward_work=max(0, forward.most - new),
+            backward_work=max(0, backward.most - arriving),
+            deferred=max(0, split.left + first.left),
+            split_work=max(0, first.most - arriving, second.most),
+            mapped=forward.mapped + backward.mapped,
             outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
         )
 
@@ -350,34 +359,14 @@ class _Bench:
                 leaf.grad = None
 
         _, *seconds = self._time(enter, forward, backward)
-        _, (first, left), (second, _) = self._allocations(enter, forward, backward)
+        _, first, second = self._allocations(enter, forward, backward)
         return WholeLoss(
             rows=rows,
             outputs=sum(tensor.nbytes for tensor in leaves),
-            work=max(first, left + second) + sum(tensor.nbytes for tensor in tensors_in(aims)),
+            work=max(first.most, first.left + second.most)
+            + sum(tensor.nbytes for tensor in tensors_in(aims)),
             seconds=sum(seconds),
         )
-
-    def freeing_slowdown(self, sample: Sample, blocks: Sequence[_Measured]) -> float:
-        """How many times as long the longest of ``blocks`` takes where freed memory goes back at once."""
-        if self._device.type != "cpu":
-            return 1.0
-        seconds_of = [block.forward_seconds + block.backward_seconds for block in blocks]
-        index = seconds_of.index(max(seconds_of))
-        inputs, targets = sample(blocks[index].rows)
-        entering = blocks[index - 1].outputs if index else apart(to_device(inputs, self._device))
-        last = index == len(blocks) - 1 and self._with_loss
-        aims = apart(to_device(targets, self._device)) if last else None
-        _, passes = self._passes(index, entering, aims)
-        seconds: dict[bool, float] = {}
-        try:
-            for returns in (False, True, True, False):
-                (return_freed_memory if returns else keep_freed_memory)()
-                taken = sum(self._time(passes.enter, passes.forward, passes.backward)[1:])
-                seconds[returns] = min(taken, seconds.get(returns, taken))
-        finally:
-            keep_freed_memory()
-        return max(1.0, seconds[True] / seconds[False])
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
         """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""
@@ -470,8 +459,8 @@ class _Bench:
         typical = statistics.median if clock.undisturbed else _quartile
         return [typical(list(column)) for column in zip(*times[1:])]
 
-    def _allocations(self, *passes: Callable[[Any], Any]) -> list[tuple[int, int]]:
-        """Of each pass the most that it allocates beyond what was there when it began, and what it leaves."""
+    def _allocations(self, *passes: Callable[[Any], Any]) -> list[Allocations]:
+        """What each pass allocates."""
         results: list[Any] = [None]
 
         def run(each: Callable[[Any], Any]) -> None:

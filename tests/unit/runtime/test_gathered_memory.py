@@ -74,7 +74,7 @@ def peak_of(plan: Plan) -> int:
     """What a second step allocates on this rank at most."""
     engine, rows = Engine.build(describe(model), plan, loss=pairs), batch()
     engine.gradients(rows)  # loads libraries
-    peak, _ = allocations(CPU, lambda: engine.gradients(rows))
+    peak = allocations(CPU, lambda: engine.gradients(rows)).most
     engine.close()
     return peak
 
