@@ -279,8 +279,8 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
         "Each line is a training run of its own: what the planner said before it began, and what was measured: the "
         "lower quartile of its steps, after two to warm up. The pipeline is written as the replicas of its stages; "
         "the peak is that of the rank nearest to its prediction or "
-        "furthest beyond it. A predicted peak counts the freed memory that malloc may keep while the budget has free "
-        "bytes ([ADR 030](adr/030-a-budget-is-held-near-its-end.md)). Written by "
+        "furthest beyond it. Under an ample budget a predicted peak counts the freed memory that malloc keeps "
+        "([ADR 030](adr/030-a-budget-is-held-near-its-end.md)). Written by "
         f"`python -m benchmarks.prediction --output`.\n\n{_verdict(totals(outcomes))}"
         f"\n\n{table}\n"
     )
