@@ -23,7 +23,7 @@ from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.reducer import touch_reducer
 
 # Of a rank's predicted peak: what a block allocates and frees while it runs, and its channels' shared memory.
-_UNSEEN = 1 / 64
+_UNSEEN = 1 / 32
 
 
 def device_memory(
