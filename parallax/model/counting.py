@@ -90,6 +90,11 @@ class Counting:
         """Whether it is known what the loss is a mean over, other than rows."""
         return self._rule is not None
 
+    @property
+    def sure(self) -> bool:
+        """Whether the loss has been observed on targets of which some count."""
+        return self._observed
+
     def forget(self) -> None:
         """It is a mean over rows, as far as is known."""
         self._rule = None

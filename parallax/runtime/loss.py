@@ -168,9 +168,10 @@ class Evaluation:
         if self._counting.counts:
             try:
                 mass = self._counting.mass(results, high - low, step.batch, low, high)
-                if self._whole is None:
-                    self._whole = self._mass_of_all(step, results, high - low)
-                return mass, self._whole
+                whole = self._whole or self._mass_of_all(step, results, high - low)
+                if self._counting.sure:  # until then the rule may become another one
+                    self._whole = whole
+                return mass, whole
             except HangError:
                 raise
             except (
