@@ -336,6 +336,7 @@ def plan_catalog(
         swap=swap.offloads,
         runnable=False,
         gather_loss=gather_loss,
+        spare=True,
         progress=progress,
     )
     unused = _unused(len(given.devices), used)

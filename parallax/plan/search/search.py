@@ -8,7 +8,6 @@ simulator where it can, and the prediction has the last word on time and on memo
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ NAMED = 4  # runners-up that the plan names
 CPUS = ("cpu", "cpu-core")  # kinds of devices whose memory inputs are in already
 TIE = 1e-6  # of the step: a gain that is none
 FEW_DEVICES = 4  # up to which plans for fewer are searched, too
+MOST_TRIED = 2  # numbers of more devices than that, where nothing fits the first
 AS_FAST = 1.01  # times the shortest step: fewer devices that take no longer are preferred
 
 
@@ -84,13 +84,15 @@ def search(
     devices = len(cluster.devices)
     counts = _device_counts(config, devices) if spare else [devices]
     requests = (whole.changed(cluster=cluster.first(n), order=None) for n in counts)
-    filled = filter(has_rows_for_all, requests)
-    tried = list(itertools.islice(filled, None if devices <= FEW_DEVICES else 1))
-    tried = tried or [whole.changed(idle=True)]
-    answers = [_Answer.of(request, progress) for request in tried]
+    answers: list[_Answer] = []
+    for request in filter(has_rows_for_all, requests):
+        answers.append(_Answer.of(request, progress))
+        if devices > FEW_DEVICES and (answers[-1].predicted or len(answers) == MOST_TRIED):
+            break
+    answers = answers or [_Answer.of(whole.changed(idle=True), progress)]
     found = [answer for answer in answers if answer.predicted]
     if not found:
-        raise refusal(tried[0], list(answers[0].reasons.values()), _fits)
+        raise refusal(answers[0].request, list(answers[0].reasons.values()), _fits)
     least = min(answer.step_seconds for answer in found)
     fewest = min(
         (answer for answer in found if answer.step_seconds <= least * AS_FAST),
@@ -101,12 +103,17 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """How many of so many devices plans may use, most first: any number that stages and replicas allow."""
+    """How many of so many devices plans may use: any number that stages and replicas allow, most first, but of many
+    after the first those that stages of several replicas divide."""
     if config.ranks is not None:
         return [devices]
     step = 1 if config.replicas == AUTO else int(str(config.replicas))
     least = max(step, 1 if config.stages == AUTO else int(config.stages))
-    return [n for n in range(devices, least - 1, -1) if n % step == 0] or [devices]
+    counts = [n for n in range(devices, least - 1, -1) if n % step == 0] or [devices]
+    if len(counts) <= FEW_DEVICES or config.replicas != AUTO:
+        return counts
+    even = {stages * (devices // stages) for stages in range(2, devices // 2 + 1)}
+    return [counts[0], *sorted(even.intersection(counts[1:]), reverse=True), *counts[1:]]
 
 
 def has_rows_for_all(request: Request) -> bool:

@@ -215,6 +215,7 @@ def test_what_fits_is_not_refused(settings: str, config: PlanConfig) -> None:
         global_batch=question.global_batch,
         swap=composed.swap.tier != "none",
         runnable=False,
+        spare=True,
     )
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
 
