@@ -25,7 +25,7 @@ from tests.slurm.cluster import Slurm
 pytestmark = pytest.mark.slurm
 
 SECONDS = 240.0  # for any job here; most of it is planning and starting
-QUIET = ["trainer.eval_every=0", "logger.tensorboard=false"]
+QUIET = ["trainer.eval_every=0", "trainer.eval_batches=1", "logger.tensorboard=false"]
 STEPS = 300
 # Plans, and with them sums, are the same in each start.
 RUN = [*TINY, *SETTLED, *QUIET, f"trainer.steps={STEPS}", "trainer.checkpoint_every=0"]
@@ -125,7 +125,8 @@ def test_a_job_that_is_asked_before_it_trains_is_not_queued_again(
 ) -> None:
     """Its time is too short, and would be again. Ranks that are only starting hear it when it is repeated."""
     Path("slow.py").write_text("import time\n\ndef build():\n    time.sleep(120)\n")
-    number = launched(capfd, *TWO, "name=early", "model=custom", "model.target=slow:build")
+    settings = ["model=custom", "model.target=slow:build", "trainer.steps=3"]
+    number = launched(capfd, *TWO, "name=early", *settings)
     log = log_of("early")
 
     def started() -> bool:
