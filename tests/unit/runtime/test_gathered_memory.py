@@ -43,7 +43,9 @@ def model() -> nn.Module:
 
 
 def batch() -> TensorRows:
-    return TensorRows(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, 8))
+    """The same on every rank."""
+    made = torch.Generator().manual_seed(0)
+    return TensorRows(torch.randn(ROWS, WIDTH, generator=made), torch.zeros(ROWS, 8))
 
 
 def measured() -> ModelProfile:
