@@ -188,7 +188,7 @@ def test_the_script_for_doing_it_by_hand(slurm: Slurm) -> None:
 def test_what_slurm_refuses_is_said_in_one_line(
     slurm: Slurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["launch", "--slurm", *TWO, "--sbatch=--partition=nosuch", "name=run"]) == 2
+    assert cli.main(["launch", "--slurm", *TWO, "--sbatch=--partition=nosuch", *RUN]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("parallax: --slurm: sbatch refuses ")
     assert "invalid partition specified: nosuch" in line

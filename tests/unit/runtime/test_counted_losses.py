@@ -201,7 +201,10 @@ def test_a_mean_of_ones_own_over_masked_targets_is_refused(micro: int) -> None:
     inputs = torch.randn(6, LENGTH, WIDTH, dtype=torch.float64)
     targets = targets_of(6, 4, -100)
     targets[:, 0] = 1
-    targets[0], targets[1:3, 1:] = 1, -100  # rows of other numbers of counted targets in each way to cut
+    targets[0], targets[1:3, 1:] = (
+        1,
+        -100,
+    )  # rows of other numbers of counted targets in each way to cut
     chain = chain_of(build)
     unmasked = TensorRows(inputs, targets.clamp(min=0))
     cut(chain, own_mean, unmasked, micro)
