@@ -65,10 +65,15 @@ class ConfigError(UserError):
 class UnknownKeyError(ConfigError):
     """A key that there is not: ``subject`` is what was typed, ``accepted`` the keys there are, ``hint`` one of them."""
 
-    def __init__(self, subject: str, accepted: str, hint: str) -> None:
-        super().__init__(printable(f"{subject}: unknown key; {accepted}{hint}"))
-        self.accepted = printable(accepted)
-        self.short = printable(f"{subject}: unknown key{hint}")
+    accepted = short = ""
+
+    @classmethod
+    def of(cls, subject: str, accepted: str, hint: str) -> UnknownKeyError:
+        """The error; made of its message alone it says the same, as on a rank that hears of it."""
+        error = cls(printable(f"{subject}: unknown key; {accepted}{hint}"))
+        error.accepted = printable(accepted)
+        error.short = printable(f"{subject}: unknown key{hint}")
+        return error
 
 
 class DescribeError(UserError):

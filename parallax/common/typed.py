@@ -191,7 +191,7 @@ def refuse(subject: str, why: str) -> NoReturn:
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
     """Raise for a key that nobody knows."""
-    raise UnknownKeyError(_cut(subject), accepted, hint)
+    raise UnknownKeyError.of(_cut(subject), accepted, hint)
 
 
 def _cut(subject: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from parallax.config import compose, dump, load
+from parallax.errors import ConfigError
 from tests.configs.refused import CUSTOM, error_of
 
 
@@ -285,3 +286,10 @@ def test_an_option_does_not_accept_the_keys_of_another() -> None:
     assert error_of("model=mlp", "model.heads=2").startswith(
         "model.heads=2: unknown key; model=mlp accepts"
     )
+
+
+def test_errors_of_keys_are_told_to_other_ranks_by_their_message() -> None:
+    """Ranks under torchrun raise the first one's error anew, from its class and text."""
+    with pytest.raises(ConfigError) as caught:
+        compose(["trainer.stps=3"])
+    assert str(type(caught.value)(str(caught.value))) == str(caught.value)

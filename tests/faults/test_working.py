@@ -67,7 +67,12 @@ class Rows:
         pass
 """
 CUSTOM = ["model=custom", "model.target=hanging:build", "data=custom", "data.target=hanging:Rows"]
-LIMITED = [*CUSTOM, "trainer.global_batch=4", "trainer.watchdog_seconds=1.5"]
+LIMITED = [
+    *CUSTOM,
+    "trainer.global_batch=4",
+    "trainer.steps=3",
+    "trainer.watchdog_seconds=1.5",
+]
 
 
 def hanging(command: str, *overrides: str, how: str, where: str = "model") -> subprocess.Popen[str]:

@@ -505,3 +505,9 @@ def test_halves_by_hand() -> None:
         assert 0 < block.weight_seconds.at(4) <= block.backward_seconds.at(4)
         assert block.split_work.at(4) > 0
     assert found[1].largest_bytes == 2 * WIDE * WIDE * FLOAT
+
+
+def test_a_model_that_takes_no_single_row_is_measured_from_two_on() -> None:
+    """BatchNorm refuses one row, and the profile began there."""
+    found = profile_of(chain_of(linear(), lambda: nn.BatchNorm1d(WIDE), linear()), (1, 2, 4))
+    assert found.blocks[1].input.at(3) == 3 * WIDE * FLOAT
