@@ -107,7 +107,7 @@ def test_a_failing_point_ends_nothing_but_itself(
     for words in (["explain", "s/room-plenty"], ["report", "runs/s/room-plenty"]):
         assert called(*words)[0] == 0
     assert (done / "report" / "report.html").is_file()
-    code, _, err = called("train", "name=s")
+    code, _, err = called("train", "name=s", "trainer.steps=3")
     assert code == 2
     assert "runs/s is a sweep; add -m" in one_line(err)
     code, _, err = called("train", "-m", "name=s/room-plenty")
