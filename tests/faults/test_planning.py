@@ -41,7 +41,14 @@ def test_plan_as_json_of_an_own_folder(
 def test_plan_simulate_explain_and_diff_without_measuring(
     here: Path, said: Callable[..., Any]
 ) -> None:
-    planned = said("plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4")
+    planned = said(
+        "plan",
+        *DGX,
+        "plan.stages=2",
+        "plan.replicas=2",
+        "plan.schedule=1f1b",
+        "trainer.microbatch=4",
+    )
     plan = Plan.load(Path("plan.yaml"))
     assert planned["hash"] == plan.hash()
     assert plan.world_size == 4
