@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallax.errors import HangError
 from parallax.model.block import tensors_in, transform
+from parallax.model.losses import call_loss
 
 _ARGUMENTS = "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"
 """Of both functions that are means over counted targets."""
@@ -65,20 +66,20 @@ class Counting:
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
         """The loss of what a model returned for ``inputs()``; the first one is observed."""
         if self._observed:
-            return self._loss(results, targets)
+            return call_loss(self._loss, results, targets)
         self._observed = True
         if self._plain is not self._loss:
             with torch.no_grad(), _Observer() as seen:
-                plain = self._plain(results, targets)
+                plain = call_loss(self._plain, results, targets)
             self._rule = _OfLoss(self._plain) if seen.means(plain) else None
-            return self._loss(results, targets)
+            return call_loss(self._loss, results, targets)
         try:
             with _Observer() as seen:
-                value = self._loss(results, targets)
+                value = call_loss(self._loss, results, targets)
         except HangError:
             raise
         except Exception:  # the loss's own, or a compiler's that takes no observer
-            return self._loss(results, targets)
+            return call_loss(self._loss, results, targets)
         if seen.means(value):
             self._rule = _OfLoss(self._loss)
         elif any(value is each for each in tensors_in(results)):
@@ -126,7 +127,11 @@ class EvenMean:
             before = torch.default_generator.get_state()
             with torch.no_grad():
                 both, *each = [
-                    float(self._loss(_rows_of(results, few, chosen), _rows_of(targets, 0, chosen)))
+                    float(
+                        call_loss(
+                            self._loss, _rows_of(results, few, chosen), _rows_of(targets, 0, chosen)
+                        )
+                    )
                     for chosen in (rows, rows[:1], rows[1:])
                 ]
             if not torch.default_generator.get_state().equal(before):

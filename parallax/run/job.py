@@ -29,6 +29,7 @@ from parallax.model.factory.registry import (
     weights_of,
 )
 from parallax.model.factory.timm import TimmConfig
+from parallax.model.losses import check_loss
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
 from parallax.model.ragged import longest_rows, opened
@@ -140,6 +141,7 @@ def build_loss(config: RunConfig) -> Loss:
     check_call(f"the loss of {type(model).__name__}: loss", called, "outputs", "targets")
     if callable(count := getattr(own, "count", None)):
         check_call(f"the loss of {type(model).__name__}: count", count, "targets")
+    check_loss(own)
     return own
 
 

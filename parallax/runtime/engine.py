@@ -27,6 +27,7 @@ from parallax.machine.host import data_bytes
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import Norms
+from parallax.model.losses import check_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan, StagePlan
@@ -201,6 +202,7 @@ class Engine:
         the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
         each block; ``scratch`` is the folder of swap files. So many ``nonfinite_skips`` steps in a row may be skipped
         because their loss or gradients are not finite; one more ends the run."""
+        check_loss(loss)
         plan = accepted(plan, chain)
         if replicas is not None:
             replicas.check(plan, drops="trainer.nonfinite=skip" if nonfinite_skips else "")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallax.common.seeds import block_seed
-from parallax.errors import ConfigError, DataError, HangError, ParallaxError
+from parallax.errors import ConfigError, DataError, HangError
 from parallax.mesh import Mesh
 from parallax.model.block import apart, to_device
 from parallax.model.counting import Counting, EvenMean
@@ -124,10 +124,6 @@ class Evaluation:
         results = self._chain.results(outputs)
         with self._precision.autocast(self._device.type):
             value = self._counting.value(results, targets, lambda: step.batch.inputs(low, high))
-        if value.numel() != 1:
-            raise ParallaxError(
-                f"the loss of a micro-batch must be one number, and has shape {tuple(value.shape)}"
-            )
         if value.dtype.itemsize < 4:
             value = value.float()
         if step.training and not self._counts and high - low < len(step.batch):

@@ -27,6 +27,7 @@ from parallax.errors import DescribeError
 from parallax.model.block import apart, has_gradient, in_dtype, tensors_in, transform
 from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
+from parallax.model.losses import call_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
 from parallax.model.profiling.gathered import repeated
@@ -262,7 +263,7 @@ class _Counter:
 
     def _add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         with self._precision.autocast("cpu"):
-            return (self._loss(self._chain.results(outputs), targets),)
+            return (call_loss(self._loss, self._chain.results(outputs), targets),)
 
     def _backward(
         self,

@@ -25,6 +25,7 @@ from parallax.machine.device import private_random_state
 from parallax.machine.host import fresh_memory_seconds
 from parallax.model.block import apart, has_gradient, tensors_in, to_device
 from parallax.model.describe import Chain, as_tuple
+from parallax.model.losses import call_loss
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.allocations import Allocations, allocations
@@ -415,7 +416,7 @@ class _Bench:
     def add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         """The loss of the chain's outputs."""
         with self._precision.autocast(self._device.type):
-            return (self._loss(self._chain.results(outputs), targets),)
+            return (call_loss(self._loss, self._chain.results(outputs), targets),)
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any

@@ -26,7 +26,7 @@ from parallax.model.counting import Counting
 from parallax.model.ragged import longest_rows
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import WithoutDraws
-from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gradients, loss_of
+from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gradients
 
 logger = logging.getLogger("parallax")
 
@@ -170,11 +170,8 @@ class _Parts:
 
     def _weighed(self, results: Any, low: int, high: int, rows: int) -> Tensor:
         """A part's share of the step's loss."""
-
-        def loss(results: Any, targets: Any) -> Tensor:
-            return self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
-
-        value = loss_of(loss, results, self._batch.targets(low, high))
+        targets = self._batch.targets(low, high)
+        value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
         if self._count is not None:
             return value / max(1.0, float(self._count(self._batch.targets(0, rows))))
         mass, whole = self._masses(results, low, high, rows)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError, HangError
+from parallax.errors import HangError
 from parallax.model.block import transform
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.materialise import materialise
@@ -145,15 +145,6 @@ def gradients(way: ComparedModel) -> dict[str, Tensor]:
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = None
     return found
-
-
-def loss_of(loss: Loss, results: Any, targets: Any) -> Tensor:
-    """The loss, which must be one number."""
-    value = loss(results, targets)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise DescribeError(f"the loss of a micro-batch must be one number, and is {shape}")
-    return value
 
 
 def _copies(inputs: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from parallax.errors import DescribeError, HangError, printable
 from parallax.model.block import Field, flatten, leaves
 from parallax.model.describe import Chain, parameter_names
+from parallax.model.losses import call_loss
 from parallax.model.ragged import plain_rows
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import SameDraws, begin_draws
@@ -32,7 +33,6 @@ from parallax.model.verification.runs import (
     OwnForward,
     SampleRows,
     gradients,
-    loss_of,
 )
 
 WAYS_OUT = (
@@ -228,7 +228,7 @@ class _Comparison:
         """Of a model's results, or, where blocks that the user named return no such nest, of its tensors."""
         if self._chain.template is None:
             results = self._chain.results(flatten(results)[0])
-        return loss_of(self._loss, results, targets)
+        return call_loss(self._loss, results, targets)
 
 
 @dataclass

@@ -1,0 +1,83 @@
+"""What people's losses return, and what is refused of them in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+
+_ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a dictionary"
+
+
+def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
+    """The loss of some rows. Raises :class:`DescribeError` where it is no tensor of one number, or is computed with
+    parameters or buffers of the model, which are not at hand."""
+    try:
+        found = _first(loss(outputs, targets))
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error) and _names_on_meta(loss):
+            raise _not_at_hand(loss) from error
+        raise
+    if not isinstance(found, Tensor):
+        hint = "; gradients need the tensor, so leave .item() and float() out"
+        raise DescribeError(
+            f"the loss of a micro-batch is a {type(found).__name__}: accepted is {_ACCEPTED}"
+            f"{hint if isinstance(found, int | float) else ''}"
+        )
+    if found.numel() != 1:
+        raise DescribeError(
+            f"the loss of a micro-batch must be one number, and has shape {tuple(found.shape)}: return its mean()"
+        )
+    if found.is_meta and not _any_on_meta(outputs):
+        raise _not_at_hand(loss)
+    return found
+
+
+def check_loss(loss: Callable[[Any, Any], Any]) -> None:
+    """Raise :class:`DescribeError` for a loss with parameters of its own, which nothing would train."""
+    inner = loss.func if isinstance(loss, partial) else loss
+    named = inner.named_parameters() if isinstance(inner, nn.Module) else ()
+    trained = [name for name, parameter in named if parameter.requires_grad]
+    if trained:
+        raise DescribeError(
+            f"loss={type(inner).__name__}: its parameter {trained[0]} would not be trained, as only the model's are: "
+            "make it a layer of the model, whose outputs the loss takes, or call loss.requires_grad_(False)"
+        )
+
+
+def _first(found: Any) -> Any:
+    """The loss among what else is returned with it."""
+    if isinstance(found, Mapping) and "loss" in found:
+        return found["loss"]
+    if isinstance(found, tuple | list) and found:
+        return found[0]
+    return found if isinstance(found, Tensor) else getattr(found, "loss", found)
+
+
+def _names_on_meta(loss: Any) -> list[str]:
+    """Parameters and buffers without values, of the module whose loss it is."""
+    module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
+    if not isinstance(module, nn.Module):
+        return []
+    held = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in held if tensor.is_meta]
+
+
+def _any_on_meta(outputs: Any) -> bool:
+    several = outputs.values() if isinstance(outputs, Mapping) else outputs
+    held = several if isinstance(outputs, Mapping | tuple | list) else [outputs]
+    return any(isinstance(each, Tensor) and each.is_meta for each in held)
+
+
+def _not_at_hand(loss: Any) -> DescribeError:
+    names = _names_on_meta(loss)
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    owner = type(loss if isinstance(loss, nn.Module) else loss.__self__).__name__
+    return DescribeError(
+        f"the loss of {owner} uses a parameter or buffer of the model ({shown}), and those are with the stages: let "
+        "forward return it beside the scores, and take it from outputs"
+    )

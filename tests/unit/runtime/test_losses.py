@@ -1,0 +1,157 @@
+"""What people's losses return, and losses and optimizers of their own in an engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallax.errors import DescribeError
+from parallax.model.describe import describe
+from parallax.model.losses import call_loss, check_loss
+from parallax.runtime.batch import TensorRows
+from parallax.runtime.engine import Engine
+from parallax.runtime.optim.optimizer import OptimizerConfig
+from tests.plans import make_plan
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+Y = X.argmax(1)
+
+
+def engine(loss: Any, folder: Path, **options: Any) -> Engine:
+    chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    return Engine.build(chain, make_plan(chain), loss=loss, scratch=folder, **options)
+
+
+def losses(loss: Any, folder: Path, **options: Any) -> list[float]:
+    built = engine(loss, folder, **options)
+    try:
+        return [built.step(TensorRows(X, Y)).loss for _ in range(4)]
+    finally:
+        built.close()
+
+
+WITH_MORE: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda loss: (loss, {"accuracy": 1.0}),
+    "list": lambda loss: [loss, loss.detach()],
+    "dictionary": lambda loss: {"loss": loss, "accuracy": 1.0},
+    "model output": lambda loss: OrderedDict(accuracy=1.0, loss=loss),
+    "object": lambda loss: SimpleNamespace(loss=loss, logits=None),
+    "one number": lambda loss: loss.reshape(1, 1),
+}
+
+
+@pytest.mark.parametrize("more", WITH_MORE.values(), ids=WITH_MORE)
+def test_a_loss_beside_other_results(more: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    found = losses(lambda outputs, targets: more(F.cross_entropy(outputs, targets)), tmp_path)
+    assert found == losses(F.cross_entropy, tmp_path)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "float": (lambda loss: loss.item(), r"is a float: .*leave \.item\(\) and float\(\) out"),
+    "None": (lambda loss: None, "is a NoneType: accepted is a tensor of one number"),
+    "text": (lambda loss: {"total": loss}, "is a dict: .* as loss in a dictionary"),
+    "empty": (lambda loss: (), "is a tuple"),
+    "rows": (lambda loss: loss.expand(3), r"has shape \(3,\): return its mean\(\)"),
+}
+
+
+@pytest.mark.parametrize(("result", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_loss(result: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(DescribeError, match=message) as found:
+        call_loss(lambda outputs, targets: result(F.cross_entropy(outputs, targets)), X, Y)
+    assert "\n" not in str(found.value)
+
+
+class Margin(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs * self.scale, targets)
+
+
+def test_parameters_of_a_loss_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DescribeError, match="loss=Margin: its parameter scale would not be"
+    ) as found:
+        engine(Margin(), tmp_path)
+    assert "make it a layer of the model" in str(found.value)
+    assert losses(Margin().requires_grad_(False), tmp_path) == losses(F.cross_entropy, tmp_path)
+    check_loss(nn.CrossEntropyLoss(weight=torch.ones(4)))
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("share", torch.ones(4))
+
+    def weighted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, weight=self.share)
+
+    def decayed(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + self.linear.weight.square().sum()
+
+    def alone(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.linear.weight.square().sum()
+
+
+@pytest.mark.parametrize("name", ["weighted", "decayed", "alone"])
+def test_a_loss_that_uses_the_model_is_refused(name: str) -> None:
+    with torch.device("meta"):
+        model = WithLoss()
+    with pytest.raises(
+        DescribeError, match="the loss of WithLoss uses a parameter or buffer"
+    ) as found:
+        call_loss(getattr(model, name), X, Y)
+    assert "linear.weight" in str(found.value)
+    assert "let forward return it" in str(found.value)
+
+
+# ---- learning rates of one's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(OptimizerConfig):
+    """Biases have a rate of their own."""
+
+    own: float = 1e-3
+
+    def build(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Any:
+        trained = list(parameters)
+        return torch.optim.RMSprop(
+            [
+                {"params": [p for p in trained if p.dim() > 1]},
+                {"params": [p for p in trained if p.dim() == 1], "lr": self.own},
+            ],
+            lr=self.lr,
+        )
+
+
+def test_groups_keep_rates_of_their_own(tmp_path: Path) -> None:
+    settings = {"warmup_steps": 1, "clip_norm": 0.0}
+    slow, fast = (
+        losses(F.cross_entropy, tmp_path, optimizer=Own(own=own, **settings)) for own in (1e-3, 1.0)
+    )
+    assert slow != fast
+    config = Own(own=0.5, **settings)
+    built = engine(F.cross_entropy, tmp_path, optimizer=config, steps=10)
+    groups = built._optimizer._on_device.optimizer.param_groups
+    for step in range(3):
+        built.step(TensorRows(X, Y))
+        rate = config.rate(step, 10)
+        assert [g["lr"] for g in groups] == [rate, pytest.approx(0.5 * rate / config.lr)]
+    assert built._optimizer.name == "RMSprop"
+    built.close()
