@@ -279,11 +279,11 @@ class StageOptimizer:
     def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
         """Update everything, at learning rate ``rate``. Gradients are ``scale`` times too large; without that their
         global norm is ``norm``, on the host, by which they are clipped."""
-        self._on_device.set_rate(rate)
+        self._on_device.set_rate(rate, self._config.lr)
         # Not a copy, for which the host would wait.
         there = torch.full((), norm.item(), dtype=norm.dtype, device=self._device)
         self._on_device.step(GradientCorrection(there, self._config.clip_norm, scale))
-        self._host.set_rate(rate)
+        self._host.set_rate(rate, self._config.lr)
         if self._below:
             self._host.commit(GradientCorrection(norm, self._config.clip_norm, scale).coefficient)
 
@@ -331,8 +331,11 @@ class StageOptimizer:
 
     @property
     def name(self) -> str:
-        """Which optimizer the states are of."""
-        return self._config.name
+        """Which optimizer the states are of: a name of :data:`DEFAULTS`, or the class that a subclass of the settings
+        builds."""
+        if type(self._config).build is OptimizerConfig.build:
+            return self._config.name
+        return type(self._on_device.optimizer).__name__
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """``parameter`` has been set; what is known of it is ``states``."""

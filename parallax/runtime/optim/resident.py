@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.runtime.optim.scaling import GradientCorrection
-from parallax.swap.optimizer.buckets import MASTER, Bucket, joined, settings_of
+from parallax.swap.optimizer.buckets import MASTER, Bucket, GroupRates, joined, settings_of
 from parallax.swap.optimizer.host import ALONE, Exchange
 from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
 
@@ -43,6 +43,7 @@ class DeviceOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self._parameters, self._exchange = parameters, exchange
+        self._rates = GroupRates(optimizer)
         self._buckets: list[Bucket] = []
         if exchange is not ALONE or any(_is_short(parameter) for parameter in parameters):
             groups = {
@@ -59,10 +60,9 @@ class DeviceOptimizer:
                 owner = exchange.owner(run[0].parameter)
                 self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, owner))
 
-    def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def set_rate(self, rate: float, whole: float) -> None:
+        """The learning rate of the next step; see :class:`~parallax.swap.optimizer.buckets.GroupRates`."""
+        self._rates.set(rate, whole)
 
     def zero_grad(self) -> None:
         """Gradients become zero."""

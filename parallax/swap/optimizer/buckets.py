@@ -264,6 +264,19 @@ def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str
     return {key: _join(values, parameter) for key, values in found.items()}
 
 
+class GroupRates:
+    """The learning rates of groups: those that were built with the schedule's rate follow it, others in proportion."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._built = [group["lr"] for group in optimizer.param_groups]
+
+    def set(self, rate: float, whole: float) -> None:
+        """The rate of the next step, where the schedule has fallen from ``whole`` to ``rate``."""
+        for group, built in zip(self._optimizer.param_groups, self._built):
+            group["lr"] = rate if built == whole else built * (rate / whole)
+
+
 def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
     """A group without its parameters; what is only for graphs on a GPU is switched off."""
     found = {

@@ -33,7 +33,14 @@ from parallax.errors import SwapError
 from parallax.machine.device import CopyEngine
 from parallax.machine.host import relieve_memory
 from parallax.plan.plan import STATE_BUCKET_BYTES
-from parallax.swap.optimizer.buckets import Bucket, InHostMemory, InStore, joined, settings_of
+from parallax.swap.optimizer.buckets import (
+    Bucket,
+    GroupRates,
+    InHostMemory,
+    InStore,
+    joined,
+    settings_of,
+)
 from parallax.swap.optimizer.chunked_step import check_per_parameter
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import (
@@ -90,7 +97,7 @@ class NothingBelow:
     stall_seconds = 0.0
     state_bytes = 0
 
-    def set_rate(self, rate: float) -> None:
+    def set_rate(self, rate: float, whole: float) -> None:
         """Nothing is stepped."""
 
     def zero_grad(self) -> None:
@@ -147,6 +154,7 @@ class HostOptimizer:
     ) -> None:
         check_per_parameter(optimizer)
         self.optimizer = optimizer
+        self._rates = GroupRates(optimizer)
         # Of the stepping thread; of the main one waiting for it.
         self.update_seconds = self.stall_seconds = 0.0
         self._exchange, self._copies, self._beside = exchange, copies, copies.here()
@@ -190,10 +198,9 @@ class HostOptimizer:
         """Of the states that have been made, wherever they lie."""
         return sum(bucket.state_bytes for bucket in self._buckets)
 
-    def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def set_rate(self, rate: float, whole: float) -> None:
+        """The learning rate of the next step; see :class:`~parallax.swap.optimizer.buckets.GroupRates`."""
+        self._rates.set(rate, whole)
 
     def reduced(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is final: a bucket comes down when all of its gradients are."""
