@@ -23,6 +23,11 @@ operation_number = _get_sequence_nr
 """How many operators this thread has recorded for backward: two tensors that one of them saves see the same number."""
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a node of a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class OperatorMode(TorchDispatchMode):
     """A context that sees every operator, which is documented under this private name alone.
 

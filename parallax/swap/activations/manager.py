@@ -97,6 +97,15 @@ class SwapManager:
         return self._ledger.stall_seconds
 
     @property
+    def limit_bytes(self) -> int:
+        """What records may hold on the device. Where they hold more after a change, they leave when room is needed."""
+        return self._ledger.limit
+
+    @limit_bytes.setter
+    def limit_bytes(self, size: int) -> None:
+        self._ledger.limit = size
+
+    @property
     def saved(self) -> int:
         """How many storages of living graphs it knows."""
         return len(self._records)

@@ -20,9 +20,9 @@ from parallax.swap.lms.wrapped import local_bytes, parts
 _TOLERATED = 16 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
-    """How the limit is divided; bytes."""
+    """How the limit is divided, until layers are frozen, unfrozen or added; bytes."""
 
     limit: int
     weights: int

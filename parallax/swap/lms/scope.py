@@ -31,7 +31,7 @@ from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.machine.host import relieve_memory
-from parallax.model.private import uncompiled
+from parallax.model.private import in_backward, uncompiled
 from parallax.model.saved import ELSEWHERE, SMALL, Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -197,7 +197,8 @@ class Swapping:
                 for p in parts(t)
             ]
             selector = Selector(held, options.minimum_bytes)
-            stack.enter_context(_saving(manager, selector, share, self._states))
+            recount = _Recount(self)
+            stack.enter_context(_saving(manager, selector, share, self._states, recount))
             self._observed = observe(self._model, self._optimizers, share.limit, options.device)
             stack.callback(self._observed.close)
             self._exit = stack.pop_all()
@@ -301,6 +302,21 @@ class Swapping:
         self._take()
         return None if self._total.bytes_out else self._total.high_water
 
+    def recount(self) -> None:
+        """Layers that were frozen, unfrozen or added count from now on: their gradients come in the next backward."""
+        share, manager = self._share, self._manager()
+        assert share is not None
+        found = divide(self._model, self._optimizers, share.limit, self._options.device)
+        if found == share or manager is None:
+            return
+        share.weights, share.gradients = found.weights, found.gradients
+        if share.room < max(1, self._options.minimum_bytes):
+            raise BudgetExceeded(
+                f"{share}: what cannot move leaves no room to work in since layers were unfrozen or added; raise "
+                "limit, or train less"
+            )
+        manager.limit_bytes = share.room
+
     def _refuse_twice(self) -> None:
         mine = {id(parameter) for parameter in self._model.parameters()}
         for other in _TAKEN:
@@ -321,6 +337,25 @@ class Swapping:
         manager = self._manager()
         if manager is not None:
             self._total.add(manager.take_statistics())
+
+
+class _Recount:
+    """Counts what cannot move again when a forward begins: after a backward, and at first."""
+
+    def __init__(self, scope: Swapping) -> None:
+        self._scope, self._due = weakref.ref(scope), True
+
+    def backward(self) -> None:
+        """A backward runs."""
+        self._due = True
+
+    def forward(self) -> None:
+        """A tensor is saved, by a forward or by one that is repeated inside a backward."""
+        if self._due and not in_backward():
+            self._due = False
+            scope = self._scope()
+            if scope is not None and scope.open:
+                scope.recount()
 
 
 class _Room:
@@ -350,7 +385,11 @@ class _Room:
 
 
 def _saving(
-    manager: SwapManager, selector: Selector, share: Share, states: Sequence[OptimizerStates]
+    manager: SwapManager,
+    selector: Selector,
+    share: Share,
+    states: Sequence[OptimizerStates],
+    recount: _Recount,
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """The manager's hooks, with states making way and errors in the words of the limit. Graphs hold these functions,
     so they must not hold the scope."""
@@ -372,6 +411,7 @@ def _saving(
                 each.give_room(excess(size))
 
     def pack(tensor: Tensor) -> Any:
+        recount.forward()
         if states:
             size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
             if excess(size) > 0 and selector.moves(tensor):
@@ -384,6 +424,7 @@ def _saving(
             ) from None  # its words are those of a plan
 
     def unpack(packed: Any) -> Tensor:
+        recount.backward()
         if states and excess(0) > 0:  # by what the manager has brought back since
             make_way(0)
         try:

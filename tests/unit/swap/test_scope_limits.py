@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallax
+from parallax.common.units import format_bytes
 from parallax.errors import BudgetExceeded, ConfigError
 from parallax.machine.host import return_freed_memory
 from parallax.swap.lms.scope import Swapping
@@ -32,6 +33,7 @@ from tests.unit.swap.test_scope import (
     batches,
     build,
     plain_loop,
+    static_bytes,
     tight,
 )
 from tests.unit.swap_fakes import assert_equal
@@ -142,6 +144,39 @@ def test_what_makes_no_states_needs_no_room_for_them(tight: Callable[..., Swappi
             for _ in range(3):
                 model(torch.ones(2, WIDTH)).sum().backward()
                 optimizer.step()
+
+
+def test_layers_that_are_unfrozen_inside_count(tight: Callable[..., Swapping]) -> None:
+    model, other = build(), build()
+    for each in (model, other):
+        each.layers.requires_grad_(False)
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> list[float]:
+        losses = plain_loop(model, optimizer)
+        model.layers.requires_grad_(True)
+        optimizer.add_param_group({"params": [*model.layers.parameters()]})
+        return losses + plain_loop(model, optimizer)
+
+    losses = loop(model, adamw(model.head))
+    optimizer = adamw(other.head)
+    with tight(other, optimizer) as swapping:
+        assert loop(other, optimizer) == losses
+        report = swapping.report()
+    size = format_bytes(sum(p.nbytes for p in other.parameters()))
+    assert f"parameters and buffers {size}, gradients {size}," in report
+
+
+def test_layers_that_are_unfrozen_without_room_are_refused(tight: Callable[..., Swapping]) -> None:
+    model = build()
+    model.layers.requires_grad_(False)
+    limit = sum(p.nbytes for p in model.parameters()) + MIB // 4
+    with tight(model, room=limit - static_bytes(model)):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        model.layers.requires_grad_(True)
+        with pytest.raises(
+            BudgetExceeded, match="since layers were unfrozen or added; raise limit"
+        ):
+            model(torch.ones(2, WIDTH))
 
 
 def test_auto_takes_what_is_free() -> None:
