@@ -50,6 +50,7 @@ from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import bound_memory, device_memory
 from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.meters.step import StepResult
+from parallax.runtime.optim.copies import mark_copy
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.optim.tiers import Tiers
@@ -221,9 +222,13 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer of this rank's stage. Of those that live below the device, a copy."""
+        """Model-wide name → parameter or buffer of this rank's stage. Of those that live below the device, a copy,
+        which no optimizer accepts."""
         self._optimizer.finish()
-        return {n: value if self._stage.streams(t) else t for n, t, value in self._stage.values()}
+        return {
+            name: mark_copy(value, name) if self._stage.streams(tensor) else tensor
+            for name, tensor, value in self._stage.values()
+        }
 
     @property
     def gradients_by_name(self) -> dict[str, Tensor]:

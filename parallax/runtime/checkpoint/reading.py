@@ -87,10 +87,12 @@ class CheckpointReader:
         """Refuse states of another optimizer: those of one mean something else to the other."""
         if self._trained_by not in ("", name):
             trained_by = printable(self._trained_by)
-            named = (
-                trained_by.islower()
-            )  # others are classes, which some settings of the user's own build
-            way = f"optimizer={trained_by}" if named else f"settings that build {trained_by}"
+            named = trained_by.islower()  # others are classes
+            way = (
+                f"optimizer={trained_by}"
+                if named
+                else f"an OptimizerConfig that builds {trained_by}"
+            )
             raise CheckpointError(
                 f"{self.directory} was trained by {trained_by}, and its states are no good to {name}: "
                 f"use {way}, or start a new run"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError
+from parallax.errors import ConfigError, DescribeError
 from parallax.model.describe import describe
 from parallax.model.losses import call_loss, check_loss
 from parallax.runtime.batch import TensorRows
@@ -155,3 +155,21 @@ def test_groups_keep_rates_of_their_own(tmp_path: Path) -> None:
         assert [g["lr"] for g in groups] == [rate, pytest.approx(0.5 * rate / config.lr)]
     assert built._optimizer.name == "RMSprop"
     built.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_copies_of_what_lives_below_are_not_trained_in_silence(kind: Any, tmp_path: Path) -> None:
+    chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    for offload in (0.0, 1.0):
+        plan = make_plan(chain, parameter_offload=offload)
+        built = Engine.build(chain, plan, loss=F.cross_entropy, scratch=tmp_path)
+        before = {name: value.clone() for name, value in built.parameters.items()}
+        optimizer = kind(built.parameters.values(), lr=0.1)
+        built.gradients(TensorRows(X, Y))
+        if offload:
+            with pytest.raises(ConfigError, match=f"{kind.__name__} has 4 copies.*Engine.build"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert not any(built.parameters[name].equal(value) for name, value in before.items())
+        built.close()

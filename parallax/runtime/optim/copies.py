@@ -1,0 +1,41 @@
+"""Copies of parameters that live below the device: no optimizer may take them for the parameters.
+
+:attr:`Engine.parameters` gives them to whoever looks. An optimizer of the user's own that was built of them would step
+copies without gradients, which trains nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from parallax.errors import ConfigError
+
+_NAME = "_parallax_copy_of"
+
+
+def mark_copy(value: Tensor, name: str) -> Tensor:
+    """``value``, a copy of the parameter ``name``. An optimizer that has it raises :class:`ConfigError` in its step."""
+    _watch_optimizers()
+    setattr(value, _NAME, name)
+    return value
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_copies)
+
+
+def _refuse_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    copied = [getattr(p, _NAME, "") for group in optimizer.param_groups for p in group["params"]]
+    if any(copied):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has {sum(map(bool, copied))} copies of parameters that live below the device "
+            f"({next(filter(None, copied))}), so it would train nothing: let the build() of an OptimizerConfig of your "
+            "own make it, given as Engine.build(optimizer=...), and call engine.step(); or plan.parameters=device"
+        )
