@@ -50,10 +50,16 @@ def peak_memory(
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
     """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps where that leaves a
     fifth of the budget free; and whether the allocator has to give all freed memory back at once instead."""
-    kept = math.ceil(device.kept_share * _passing(terms))
-    if sum(terms.values()) + kept > AMPLE * device.memory_bytes:
+    if bytes_above_ample(terms, device) > 0:
         return terms, device.kept_share > 0
+    kept = math.ceil(device.kept_share * _passing(terms))
     return {**terms, "allocator": terms["allocator"] + kept}, False
+
+
+def bytes_above_ample(terms: dict[str, int], device: Device) -> float:
+    """By how much a rank's peak is too high for an allocator that keeps what is freed (:func:`with_kept`)."""
+    kept = math.ceil(device.kept_share * _passing(terms))
+    return sum(terms.values()) + kept - AMPLE * device.memory_bytes
 
 
 def _passing(terms: dict[str, int]) -> int:

@@ -16,6 +16,7 @@ from functools import cached_property
 
 from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.plan import Directive
+from parallax.plan.search.ample import with_ample_memory
 from parallax.plan.search.bounds import StepBound
 from parallax.plan.search.greedy import GreedySearch, Solved
 from parallax.plan.search.request import Candidate, Request, Shape
@@ -54,26 +55,31 @@ class _Open:
 
 
 class Forecasts:
-    """Forecasts of one question's pipelines, each made once. ``refused`` are those that do not fit after all, and why;
-    ``effort`` counts the passes of blocks that were simulated."""
+    """Forecasts of one question's pipelines, each made once, with the swap limits that are the fastest (``known``).
+    ``refused`` are those that do not fit after all, and why; ``effort`` counts the passes of blocks that were
+    simulated."""
 
     def __init__(self, request: Request) -> None:
         self._profile, self._cluster = request.profile, request.cluster
         self.known: dict[Pipeline, Forecast] = {}
         self.refused: dict[Pipeline, str] = {}
+        self._seconds: dict[Pipeline, float] = {}
         self.effort = 0
 
     def seconds(self, pipeline: Pipeline) -> float:
         """Of a step; infinite where the pipeline does not fit."""
-        if pipeline not in self.known and pipeline not in self.refused:
+        if pipeline not in self._seconds:
             try:
                 forecast = predict(self._profile, self._cluster, pipeline)
             except (InfeasiblePlan, BudgetExceeded) as error:
                 self.refused[pipeline] = str(error)
+                self._seconds[pipeline] = math.inf
                 return math.inf
             self.effort += pipeline.passes if forecast.spans else 0
-            self.known[pipeline] = replace(forecast, spans=())
-        return self.known[pipeline].step_seconds if pipeline in self.known else math.inf
+            best, forecast = with_ample_memory(self._profile, self._cluster, pipeline, forecast)
+            self.known[best] = replace(forecast, spans=())
+            self._seconds[pipeline] = forecast.step_seconds
+        return self._seconds[pipeline]
 
     def least(self) -> float:
         """Seconds of the fastest."""

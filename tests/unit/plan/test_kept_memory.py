@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
-from parallax.plan.cost.peak import with_kept
+from parallax.plan.cost.peak import AMPLE, with_kept
 from parallax.plan.plan import Plan
 from parallax.plan.profile import Affine
 from parallax.plan.search.search import search
-from tests.unit.plan_fakes import block, cluster, profile
+from tests.unit.plan_fakes import FREE, block, cluster, profile
 
 TERMS = {"parameters": 50, "activations": 60, "loss": 10, "swap": 20, "boundary": 5, "workspace": 5}
 
@@ -53,3 +54,21 @@ def test_ranks_near_their_budget_take_as_long_as_the_profile_says() -> None:
     ratio = second.prediction.step_seconds / first.prediction.step_seconds
     assert ratio == pytest.approx(1.5)
     assert Plan.from_dict(second.to_dict()) == second
+
+
+@pytest.mark.parametrize("tier", [FREE, Link(bytes_per_second=20.0)], ids=["free", "slow"])
+@pytest.mark.parametrize("budget", [500, 640, 900])
+def test_a_swap_limit_leaves_room_for_freed_memory_where_that_is_faster(
+    tier: Link, budget: int
+) -> None:
+    """What is read back once more costs less than giving all memory back; over a slow link it costs more."""
+    model = replace(profile([block(moved=Affine(0, 100))] * 12), freeing_slowdown=1.2)
+    machine = cluster(1, budget, write=tier, kept_share=0.5)
+    config = PlanConfig(activations="offload")
+    plan, _ = search(model, machine, config, global_batch=4, microbatch=1)
+    (rank,) = plan.prediction.ranks
+    assert rank.returns_freed == (tier is not FREE)
+    most = budget if rank.returns_freed else AMPLE * budget
+    assert most - 4 <= rank.peak_bytes <= most
+    if tier is FREE:
+        assert plan.prediction.step_seconds == pytest.approx(4 * 12 * 3)
