@@ -203,16 +203,9 @@ class ExactStageFitter:
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]
                 all_kept = set(choice.plan.directives) == {Directive.KEEP}
-                if below == ALL_ON_DEVICE and all_kept and not self._host_is_fast:
-                    break  # nothing is faster
+                if below == ALL_ON_DEVICE and all_kept:
+                    break  # what moves nothing is taken
         return tuple(found)
-
-    @property
-    def _host_is_fast(self) -> bool:
-        """Whether the host steps faster than the device."""
-        return (
-            self._profile.optimizer_seconds > self._device.host_update_seconds * self._device.speed
-        )
 
     def _fastest(
         self, start: int, stop: int, where: Flight, below: OffloadFractions

@@ -103,3 +103,19 @@ def test_replicas_that_are_asked_for_may_be_idle_and_are_named() -> None:
     assert "rank 1 of 2 replicas never has a row of micro-batches of 1" in str(
         plan_table(plan).caption
     )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("device_seconds", [1e-9, 1e-3, 1.0])
+def test_what_fits_stays_on_the_device(devices: int, device_seconds: float) -> None:
+    """Models of few parameters, whose step is all overhead, were streamed from disk with 16 GiB free: what a byte
+    takes below is known from memory traffic alone, and looked faster."""
+    model = profile(
+        [block(parameters=100, parameter_bytes=400)] * 3, optimizer_seconds=device_seconds
+    )
+    machines = cluster(devices, PLENTY, host_update_seconds=1e-9)
+    plan, _ = search(model, machines, PlanConfig(), global_batch=8)
+    assert not any(
+        stage.offloads or stage.optimizer_offload or stage.parameter_offload
+        for stage in plan.stages
+    )
