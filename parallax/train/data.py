@@ -27,6 +27,7 @@ from parallax.common.files import cache_directory, replacing
 from parallax.common.targets import call_target, check_call
 from parallax.common.units import parse_bytes
 from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
+from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
 
 Windows = NDArray[np.uint8]  # (rows, sequence + 1)
@@ -35,6 +36,10 @@ MINIMUM_ROWS = 4
 ROWS_PER_COUNT = 4096
 PIECE_BYTES = 2**20
 DIGEST_BYTES = 64
+_AUTO_SHARE, _AUTO_BYTES = (
+    0.05,
+    2**17,
+)  # held out by default; more would take longer than a hundred steps
 _OFFERED = {
     "batch": ("rows",),
     "validation": ("index", "rows"),
@@ -51,14 +56,14 @@ class TextDataConfig:
     """Bytes of text files.
 
     ``path``: a folder, or one file; auto is the Python standard library's own sources. ``pattern``: of the names of
-    files below a folder, such as ``*.txt``. ``validation``: share of the text that is held out. ``max_bytes``: no more
-    text than this is read.
+    files below a folder, such as ``*.txt``. ``validation``: share of the text that is held out; auto is a twentieth,
+    and 128 KiB at most. ``max_bytes``: no more text than this is read.
     """
 
     name: str = "text"
     path: str = "auto"
     pattern: str = "*"
-    validation: float = 0.05
+    validation: float | str = AUTO
     max_bytes: int | str = "64MiB"
 
     def __post_init__(self) -> None:
@@ -69,11 +74,18 @@ class TextDataConfig:
                     f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out"
                 )
         parse_bytes(self.max_bytes, "data.max_bytes")
-        check_positive("data.validation", self.validation)
-        if self.validation >= 1:
+        if self.validation != AUTO and not (
+            isinstance(self.validation, int | float) and 0 < self.validation < 1
+        ):
             raise ConfigError(
-                f"data.validation={self.validation}: accepted are shares between 0 and 1"
+                f"data.validation={printable(str(self.validation))}: accepted are auto and shares between 0 and 1"
             )
+
+    def held_out(self, size: int) -> int:
+        """Of ``size`` bytes, those that are held out."""
+        if isinstance(self.validation, str):
+            return min(round(size * _AUTO_SHARE), _AUTO_BYTES)
+        return round(size * self.validation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +171,7 @@ class TextSource:
     """Text as rows of bytes, in a new random order each epoch, exactly resumable.
 
     Each rank maps one gathered file and touches only the rows it is asked for, so no rank holds the corpus.
-    The last ``validation`` share of the bytes is held out; the rest is cut into windows of ``sequence`` + 1
+    The last bytes are held out (``config.validation``); the rest is cut into windows of ``sequence`` + 1
     bytes that do not overlap. Row g of the run is in epoch g // n at place g % n of that epoch's order, so
     one number, the position, says where a run stands, whatever the batch size.
     """
@@ -169,11 +181,12 @@ class TextSource:
     ) -> None:
         check_positive("sequence", sequence)
         corpus = open_corpus(config, quiet=quiet)
-        training = len(corpus.bytes) - round(len(corpus.bytes) * config.validation)
+        training = len(corpus.bytes) - config.held_out(len(corpus.bytes))
         self._training = _windows(corpus.bytes[:training], sequence)
         self._held_out = _windows(corpus.bytes[training:], sequence)
         if len(self._training) < MINIMUM_ROWS or len(self._held_out) < 1:
-            share = min((1 - config.validation) / MINIMUM_ROWS, config.validation)
+            held_out = _AUTO_SHARE if isinstance(config.validation, str) else config.validation
+            share = min((1 - held_out) / MINIMUM_ROWS, held_out)
             raise DataError(
                 f"data.path={printable(config.path)} holds {len(corpus.bytes):,} bytes of text: rows of "
                 f"{sequence} + 1 bytes with data.validation={config.validation} need about "

@@ -71,7 +71,7 @@ class TrainerConfig:
     global_batch: int = 16
     microbatch: int | str = "auto"
     gather_loss: bool = False
-    eval_every: int = 30
+    eval_every: int = 100
     eval_batches: int | str | None = AUTO
     checkpoint_every: int = 30
     keep_checkpoints: int = 2

@@ -51,12 +51,13 @@ def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None
     asked = [*ALL_TIERS, "plan.optimizer=host"]
     line = refused(called, here, *asked, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB")
     found = re.fullmatch(
-        r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; what fits: (\d+)MiB per "
-        r"device in that tier \([\d,]+ bytes more there\) with cluster.device_memory=(\d+)MiB",
+        r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; what fits: "
+        r"cluster.host_memory=(\d+)MiB (cluster.device_memory=\d+MiB) \((\d+)MiB per device, [\d,]+ bytes more\)",
         line,
     )
     assert found, line
-    tier, memory = int(found[1]), f"cluster.device_memory={found[2]}MiB"
-    refused(called, here, *asked, memory, f"cluster.host_memory={DEVICES * (tier - 1)}MiB")
-    code, _, err = called("plan", *GPT, *asked, memory, f"cluster.host_memory={DEVICES * tier}MiB")
+    memory = found[2]
+    assert int(found[1]) == DEVICES * int(found[3])
+    refused(called, here, *asked, memory, f"cluster.host_memory={int(found[1]) - DEVICES}MiB")
+    code, _, err = called("plan", *GPT, *asked, memory, f"cluster.host_memory={found[1]}MiB")
     assert (code, err) == (0, "")

@@ -195,6 +195,16 @@ def test_validation_is_fixed_and_not_trained_on(folder: Path) -> None:
     assert len(rows_of(text.validation(3, 1000))) == 1000  # few held-out rows come round again
 
 
+def test_no_more_is_held_out_than_is_soon_evaluated() -> None:
+    """A twentieth of 64 MiB took as long as thousands of steps, every few steps."""
+    auto = TextDataConfig()
+    assert [auto.held_out(size) for size in (1000, 2**20, 2**26)] == [50, 52429, 2**17]
+    assert TextDataConfig(validation=0.5).held_out(2**26) == 2**25
+    for wrong in ("some", 0, 1, -0.5):
+        with pytest.raises(ConfigError, match="accepted are auto and shares between 0 and 1"):
+            TextDataConfig(validation=wrong)
+
+
 def test_unigram_entropy(tmp_path: Path) -> None:
     (tmp_path / "four.txt").write_bytes(b"abcd" * 5000)
     text = TextSource(TextDataConfig(path=str(tmp_path / "four.txt")), 3, 0)
