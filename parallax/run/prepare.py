@@ -73,9 +73,9 @@ def prepare(
         config = found.config
         work.limit(config.trainer)
         local_cluster(config)
-        config.trainer.check_steps()
         name = config.name if config.name != "auto" else free_name()
         check_name(name)
+        config.trainer.check_steps()
         config, directory = replace(config, name=name), RUNS / name
         saved = config.checkpoint.folder(directory, config.name)
         if config.trainer.resume == "never" and saved.exists():
