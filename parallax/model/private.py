@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -50,11 +52,33 @@ class OperatorMode(TorchDispatchMode):
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """``function`` itself, one of Python's, which nothing compiles from now on, nor what it calls, as after
     ``torch.compiler.disable``: that makes eight calls more each time, and loads the compiler where nobody has."""
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    skip = eval_frame._FrameAction.SKIP
-    code = function.__code__
-    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    _run_as(function.__code__, "SKIP")
     return function
+
+
+_KEPT_PLAIN: Counter[CodeType] = Counter()
+
+
+def keep_plain(function: Callable[..., Any]) -> Callable[[], None]:
+    """Nothing compiles ``function``, nor what it calls, until what is returned has been called; somebody may have given
+    it to ``torch.compile`` before. All functions that share its code are meant."""
+    code, once = function.__code__, [True]
+    _KEPT_PLAIN[code] += 1
+    _run_as(code, "SKIP")
+
+    def end() -> None:
+        if once:
+            _KEPT_PLAIN[code] -= once.pop()
+            if not _KEPT_PLAIN[code]:
+                _run_as(code, "DEFAULT")
+
+    return end
+
+
+def _run_as(code: CodeType, action: str) -> None:
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    chosen = getattr(eval_frame._FrameAction, action)
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(chosen, chosen))
 
 
 without_operator_modes = torch._C._DisableTorchDispatch

@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ParallaxError, SwapError
+from parallax.model.private import keep_plain
 from parallax.swap.lms.below import (
     SMALLEST,
     StatesBelow,
@@ -109,6 +110,7 @@ class OptimizerStates:
         self._half_done = False
         self.whole = False  # whether its last step could not be taken in pieces
         self._spare = 0
+        self._compiled_again = keep_plain(type(optimizer).step)  # not what torch.compile was given
         self._register, self._last = (
             optimizer.register_step_pre_hook,
             optimizer.register_step_pre_hook(self._before),
@@ -179,6 +181,7 @@ class OptimizerStates:
     def close(self) -> None:
         """All states are on the device again, and the optimizer is as it was before."""
         vars(self._optimizer).pop("register_step_pre_hook", None)
+        self._compiled_again()
         for hook in [self._last, *self._hooks]:
             hook.remove()
         self.count()

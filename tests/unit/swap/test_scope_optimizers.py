@@ -240,3 +240,39 @@ def test_states_below_come_up_for_who_reads_them(tight: Callable[..., Swapping])
         copy.deepcopy(optimizer)
     assert isinstance(optimizer.state[model.layers[3][0].weight]["exp_avg"], Tensor)
     copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with a schedule"])
+def test_a_compiled_step_runs_uncompiled_inside(
+    scheduled: bool, tight: Callable[..., Swapping]
+) -> None:
+    """Nothing in pieces is compiled, whoever wrapped the step before; outside it is, as before."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    model, other = build(), build()
+    expected = plain_loop(model, adamw(model))
+    optimizer = adamw(other)
+    if scheduled:
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    step = torch.compile(optimizer.step, backend=backend)
+
+    def loop() -> list[float]:
+        losses = []
+        for x, y in batches():
+            loss = F.cross_entropy(other(x), y)
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with tight(other, optimizer) as swapping:
+        assert loop() == expected
+    assert not compiled
+    assert swapping.states[0].bytes_in > 0
+    loop()
+    assert compiled
