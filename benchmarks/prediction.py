@@ -126,6 +126,14 @@ CASES = (
     Case(model="medium", replicas=(1, 2), microbatch=4, activations="auto", budget="80MiB"),
     Case(model="wide", replicas=(2, 1), microbatch=4, schedule="gpipe", activations="offload"),
     Case(model="mlp", replicas=(1, 2), batch=512, microbatch=128, schedule="gpipe"),
+    Case(model="medium", replicas=(1,), microbatch=1),
+    Case(model="medium", replicas=(1,), microbatch=1, activations="auto", budget="110MiB"),
+    Case(model="medium", replicas=(1,), microbatch=16),
+    Case(model="medium", replicas=(1,), microbatch=16, activations="auto", budget="240MiB"),
+    Case(model="medium", replicas=(1, 1), microbatch=1),
+    Case(model="medium", replicas=(1, 1), microbatch=1, activations="auto", budget="64MiB"),
+    Case(model="medium", replicas=(1, 1), microbatch=8),
+    Case(model="medium", replicas=(1, 1), microbatch=8, activations="auto", budget="120MiB"),
 )
 
 
