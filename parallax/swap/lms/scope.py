@@ -143,6 +143,8 @@ class Swapping:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
         self._model, self._optimizers, self._options = model, optimizers, options
         self._share: Share | None = None
+        self._known: list[Tensor] = []
+        self._trained: list[tuple[int, bool]] = []
         self._observed: Observed = NotObserved()
         self._total = SwapStatistics()
         self._manager: Callable[[], SwapManager | None] = lambda: None
@@ -169,6 +171,8 @@ class Swapping:
             self._share = share = divide(
                 self._model, self._optimizers, options.limit, options.device
             )
+            self._known = [*self._model.parameters()]
+            self._trained = self._find_trained()
             if share.room < max(1, options.minimum_bytes):
                 raise BudgetExceeded(
                     f"{share}: what cannot move leaves no room to work in; raise limit, or train less"
@@ -304,11 +308,12 @@ class Swapping:
 
     def recount(self) -> None:
         """Layers that were frozen, unfrozen or added count from now on: their gradients come in the next backward."""
-        share, manager = self._share, self._manager()
+        share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
-        found = divide(self._model, self._optimizers, share.limit, self._options.device)
-        if found == share or manager is None:
+        self._trained = self._find_trained()
+        if self._trained == before or manager is None:
             return
+        found = divide(self._model, self._optimizers, share.limit, self._options.device)
         share.weights, share.gradients = found.weights, found.gradients
         if share.room < max(1, self._options.minimum_bytes):
             raise BudgetExceeded(
@@ -316,6 +321,14 @@ class Swapping:
                 "limit, or train less"
             )
         manager.limit_bytes = share.room
+
+    def _find_trained(self) -> list[tuple[int, bool]]:
+        """Which parameters there are, and whether they are trained: those that the model had at first, and what its
+        optimizers have. What is in the model's modules during a forward says nothing: FSDP puts gathered ones there."""
+        stepped = (
+            p for each in self._optimizers for group in each.param_groups for p in group["params"]
+        )
+        return [(id(p), p.requires_grad) for p in (*self._known, *stepped)]
 
     def _refuse_twice(self) -> None:
         mine = {id(parameter) for parameter in self._model.parameters()}
