@@ -25,12 +25,12 @@ def with_ample_memory(
 ) -> tuple[Pipeline, Forecast]:
     """``pipeline``, of this ``forecast``, with smaller swap limits at positions where that makes no step longer."""
     for position in range(pipeline.positions):
-        ranks = pipeline.ranks(position)
-        if not any(forecast.ranks[rank].returns_freed for rank in ranks):
+        ranks, mine = pipeline.ranks(position), set(pipeline.stages_of(position))
+        offloads = any(pipeline.stages[stage].offloads for stage in mine)
+        if not offloads or not any(forecast.ranks[rank].returns_freed for rank in ranks):
             continue
         device = min((cluster.devices[rank] for rank in ranks), key=lambda d: d.memory_bytes)
         above = bytes_above_ample(forecast.stages[position].memory, device)
-        mine = set(pipeline.stages_of(position))
         stages = _with_less(
             pipeline.stages, mine, above / (1 + device.gap_share + device.kept_share)
         )
@@ -46,7 +46,7 @@ def with_ample_memory(
 def _with_less(stages: Sequence[StagePlan], mine: set[int], size: float) -> tuple[StagePlan, ...]:
     """``stages`` whose offloaded activations hold ``size`` bytes less on the device, in proportion to their limits."""
     whole = sum(stages[stage].swap_limit_bytes for stage in mine if stages[stage].offloads)
-    less = size / max(1, whole)
+    less = size / whole
     return tuple(
         replace(each, swap_limit_bytes=max(0, math.floor(each.swap_limit_bytes * (1 - less)) - 1))
         if stage in mine and each.offloads
