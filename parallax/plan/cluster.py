@@ -39,7 +39,7 @@ class Device:
     ranks that sum tensors from device to device takes ``collective_bytes`` on each of them, and each way between
     two ranks ``edge_bytes`` on both; 0 where tensors go through the host. Of all bytes that come and go, the
     allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor between two
-    blocks; where the budget is ample, it keeps up to ``kept_share`` more in freed blocks. ``speed`` is relative
+    blocks; where the budget has room, it keeps up to ``kept_share`` more in freed blocks. ``speed`` is relative
     to the device that the profile is for; while its links carry bytes, ``overlap_loss`` of it is lost. Its copies take
     up to ``tier_share`` of a tier that the node shares: less than all where it has no core to copy as fast as the tier
     takes it. ``price_per_hour`` is in any currency.

@@ -15,7 +15,8 @@ from parallax.plan.cost.passes import Bytes, Passes
 from parallax.plan.cost.stage import ONCE, StageLoad
 from parallax.plan.schedule.action import COMPUTE, Action
 
-AMPLE = 0.8  # of a budget: up to it freed memory may be kept, which fragments more than can be said beforehand
+# Of what one block allocates and frees while it runs, malloc keeps several times: the next block asks for other sizes.
+_BLOCKS_KEPT = 6
 
 
 def peak_memory(
@@ -48,18 +49,21 @@ def peak_memory(
 
 
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps where that leaves a
-    fifth of the budget free; and whether the allocator has to give all freed memory back at once instead."""
-    if bytes_above_ample(terms, device) > 0:
+    """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps for reuse, where that
+    is within the budget; and whether the allocator has to give all freed memory back at once instead."""
+    if bytes_above_budget(terms, device) > 0:
         return terms, device.kept_share > 0
-    kept = math.ceil(device.kept_share * _passing(terms))
-    return {**terms, "allocator": terms["allocator"] + kept}, False
+    return {**terms, "allocator": terms["allocator"] + _kept_bytes(terms, device)}, False
 
 
-def bytes_above_ample(terms: dict[str, int], device: Device) -> float:
-    """By how much a rank's peak is too high for an allocator that keeps what is freed (:func:`with_kept`)."""
-    kept = math.ceil(device.kept_share * _passing(terms))
-    return sum(terms.values()) + kept - AMPLE * device.memory_bytes
+def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
+    """By how much a rank's peak is above its budget where the allocator keeps what is freed (:func:`with_kept`)."""
+    return sum(terms.values()) + _kept_bytes(terms, device) - device.memory_bytes
+
+
+def _kept_bytes(terms: dict[str, int], device: Device) -> int:
+    """Freed memory that malloc keeps when nothing asks for it, and the holes between; fitted to what was measured."""
+    return math.ceil(device.kept_share * (_passing(terms) + _BLOCKS_KEPT * terms["workspace"]))
 
 
 def _passing(terms: dict[str, int]) -> int:

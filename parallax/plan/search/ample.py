@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost.peak import bytes_above_ample
+from parallax.plan.cost.peak import bytes_above_budget
 from parallax.plan.plan import StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.predict import Forecast, Pipeline, predict
@@ -23,32 +23,36 @@ from parallax.plan.simulation.predict import Forecast, Pipeline, predict
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """``pipeline``, of this ``forecast``, with smaller swap limits at positions where that makes no step longer."""
+    """``pipeline``, of this ``forecast``, with smaller swap limits at positions where that makes no step longer. They
+    leave a fifth of the budget free, or at least what the allocator keeps."""
     for position in range(pipeline.positions):
         ranks, mine = pipeline.ranks(position), set(pipeline.stages_of(position))
-        offloads = any(pipeline.stages[stage].offloads for stage in mine)
-        if not offloads or not any(forecast.ranks[rank].returns_freed for rank in ranks):
+        limit = sum(_limit(pipeline.stages[stage]) for stage in mine)
+        if not limit or not any(forecast.ranks[rank].returns_freed for rank in ranks):
             continue
         device = min((cluster.devices[rank] for rank in ranks), key=lambda d: d.memory_bytes)
-        above = bytes_above_ample(forecast.stages[position].memory, device)
-        stages = _with_less(
-            pipeline.stages, mine, above / (1 + device.gap_share + device.kept_share)
-        )
-        with contextlib.suppress(InfeasiblePlan, BudgetExceeded):
-            changed = replace(pipeline, stages=stages)
-            found = predict(profile, cluster, changed)
-            kept = not any(found.ranks[rank].returns_freed for rank in ranks)
-            if kept and found.step_seconds <= forecast.step_seconds:
-                pipeline, forecast = changed, found
+        above = bytes_above_budget(forecast.stages[position].memory, device)
+        for spare in (device.memory_bytes // 5, 0):
+            less = (above + spare) / (1 + device.gap_share + device.kept_share) / limit
+            with contextlib.suppress(InfeasiblePlan, BudgetExceeded):
+                changed = replace(pipeline, stages=_with_less(pipeline.stages, mine, less))
+                found = predict(profile, cluster, changed)
+                kept = not any(found.ranks[rank].returns_freed for rank in ranks)
+                if kept and found.step_seconds <= forecast.step_seconds:
+                    pipeline, forecast = changed, found
+                    break
     return pipeline, forecast
 
 
-def _with_less(stages: Sequence[StagePlan], mine: set[int], size: float) -> tuple[StagePlan, ...]:
-    """``stages`` whose offloaded activations hold ``size`` bytes less on the device, in proportion to their limits."""
-    whole = sum(stages[stage].swap_limit_bytes for stage in mine if stages[stage].offloads)
-    less = size / whole
+def _limit(stage: StagePlan) -> int:
+    """The most bytes of offloaded activations that it holds on the device."""
+    return stage.swap_limit_bytes if stage.offloads else 0
+
+
+def _with_less(stages: Sequence[StagePlan], mine: set[int], share: float) -> tuple[StagePlan, ...]:
+    """``stages`` whose offloaded activations hold less on the device, by a share of their limits."""
     return tuple(
-        replace(each, swap_limit_bytes=max(0, math.floor(each.swap_limit_bytes * (1 - less)) - 1))
+        replace(each, swap_limit_bytes=max(0, math.floor(_limit(each) * (1 - share)) - 1))
         if stage in mine and each.offloads
         else each
         for stage, each in enumerate(stages)
