@@ -33,6 +33,8 @@ from parallax.machine.host import cpu_model, usable_cores
 
 PROBE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
+_AS_MALLOC = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of shared memory take twice as long
+_EDITION = 2  # of bandwidths: those of another one are measured again
 TOGETHER = 8  # processes at most that are measured at once: beyond it each is as slow as the last
 TURNS = 5
 TURN_SECONDS = 0.25
@@ -104,7 +106,8 @@ def probe_disk(directory: Path) -> tuple[float, float, float]:
 
             def read() -> None:
                 for offset in offsets:
-                    target = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
+                    fresh = mmap.mmap(-1, PIECE_BYTES, flags=_AS_MALLOC)
+                    target = np.frombuffer(fresh, np.uint8)
                     os.preadv(handle, [target.data], offset)
                     np.add.reduce(target.view(np.uint64))
 
@@ -262,6 +265,7 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
     """
     device = existing_parent(directory).stat().st_dev
     known = [
+        _EDITION,
         socket.gethostname(),
         cpu_model(),
         torch.__version__,
