@@ -329,8 +329,8 @@ def probe_together(count: int, threads: int) -> list[float]:
     ``count``.
 
     Processor time stands still while somebody else has the core, so who else uses the machine hardly counts; memory
-    and caches shared with the other ranks make it longer, and so do strangers. Of several turns alone the best, in
-    which no stranger shared them; of those together the lower quartile, for in the best they may hardly have met.
+    and caches shared with the other ranks make it longer. Of several turns the median; alone, the best, in which no
+    stranger shared them.
     """
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(_worker(threads)) for _ in range(count)]
@@ -344,8 +344,7 @@ def probe_together(count: int, threads: int) -> list[float]:
                 taken.append(
                     statistics.fmean(float(_answer(worker)) for worker in workers[:computing])
                 )
-    together = (sorted(taken)[len(taken) // 4] for taken in turns[1:])
-    return [min(turns[0]), *together]
+    return [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
 
 
 @contextlib.contextmanager
