@@ -226,13 +226,13 @@ class ForwardRecorder(TorchFunctionMode):
             return original(*args, **kwargs)
         return self._call(original, original, args, kwargs)
 
-    def _function(self, original: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
+    def _function(self, original: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, kind)  # written in Python or in C, by the version of torch
         if self._quiet:
-            return original(kind, *args, **kwargs)
+            return bound(*args, **kwargs)
         if kind is CheckpointFunction:  # which calls modules
             self.trace.packs = True
             return args[0](*args[2:])
-        bound = types.MethodType(original, kind)
         return self._call(bound, bound, args, kwargs)
 
     @contextlib.contextmanager
@@ -263,7 +263,7 @@ class ForwardRecorder(TorchFunctionMode):
                 torch.autograd.Function,
                 "apply",
                 apply,
-                classmethod(lambda kind, *a, **k: self._function(apply.__func__, kind, *a, **k)),
+                classmethod(lambda kind, *a, **k: self._function(apply, kind, *a, **k)),
             ),
             (torch.autocast, "__enter__", enter, entered),
             (torch.autocast, "__exit__", leave, left),
