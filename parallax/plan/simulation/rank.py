@@ -20,7 +20,7 @@ from parallax.plan.rows import micro_batch_rows, peers, replica_rows
 from parallax.plan.schedule import Action, Kind, Schedule
 from parallax.plan.simulation.fluid import Routine, Signal
 from parallax.plan.simulation.network import Network
-from parallax.plan.simulation.swapping import SimulatedSwap
+from parallax.plan.simulation.swapping import PIECES, SimulatedSwap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,11 +268,13 @@ class Rank:
         states = passes.load.states
         streaming = self._swapping.stream(states.read_bytes / 2, states.written_bytes)
         for run in passes.backward:
-            if run.moved:
-                yield from self._swapping.bring((action.stage, action.micro, run.block))
-            yield self._core.compute(run.seconds)
-            if run.moved:
-                self._swapping.release()
+            if not run.moved:
+                yield self._core.compute(run.seconds)
+                continue
+            yield from self._swapping.bring((action.stage, action.micro, run.block))
+            for _ in range(PIECES):
+                yield self._core.compute(run.seconds / PIECES)
+                self._swapping.release(1 / PIECES)
         yield from self._swapping.streamed(streaming)
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:

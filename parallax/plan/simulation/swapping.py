@@ -14,6 +14,7 @@ from parallax.errors import BudgetExceeded
 from parallax.plan.cluster import Device
 from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator
 
+PIECES = 8  # a backward gives up what it has used tensor by tensor, here in so many equal pieces
 Key = tuple[int, int, int]  # stage, micro-batch, block within the stage
 
 
@@ -94,12 +95,12 @@ class SimulatedSwap:
         self.stalled += self._simulator.now - start
         self._brought = held
 
-    def release(self) -> None:
-        """The block that was brought last has used its activations; read ahead into their room."""
+    def release(self, share: float) -> None:
+        """The block that was brought last has used this share of its activations; read ahead into their room."""
         held = self._brought
-        self._resident -= held.size
+        self._resident -= held.size * share
         if held.state != "spared":
-            self._store(-held.size)
+            self._store(-held.size * share)
         self._pump()
 
     def stream(self, read: float, written: float) -> Signal:

@@ -41,6 +41,17 @@ def test_a_full_swap_limit_pushes_back() -> None:
     assert tight.ranks[0].tier_peak_bytes == 400
 
 
+def test_a_read_begins_as_soon_as_the_backward_before_it_has_given_up_enough() -> None:
+    """One block was counted whole until its backward ended: every step of few large blocks was said to stall."""
+    read = Link(bytes_per_second=50)
+    blocks = [block(forward=1, backward=4, moved=100)] * 2
+    parts = stages([0, 2], directive="offload", limit=150)
+    found = run(blocks, parts, rows=1, micro=1, write=FREE, read=read)
+    # The second block's bytes have not left; half of them are used at 4, and then the first's come beside the rest.
+    assert found.ranks[0].stall_seconds == 0
+    assert found.step_seconds == pytest.approx(2 + 4 + 4)
+
+
 def test_a_limit_below_one_block_is_refused() -> None:
     with pytest.raises(
         BudgetExceeded, match=r"stage 0: 100 B must fit a swap limit of 99 B of which 0 B"
