@@ -8,9 +8,9 @@ predicted peak with the measured one, on the rank that came closest to its predi
 evaluation and a checkpoint stand between the steps, as in any training. All configurations have a budget. A predicted
 peak counts the freed memory that malloc keeps while the budget has free bytes.
 
-The first run of a model measures it, as it does for a user; the others read that profile. Times are those of a
+Each run measures model and machine anew, as a user's first run does. Times are those of a
 machine that does nothing else; peaks do not depend on it. Where a machine's speed changes from minute to minute,
-``--rounds`` go through all configurations several times, measure models and machine anew in each, and compare the
+``--rounds`` go through all configurations several times, and compare the
 median prediction with the lower quartile of the steps of all rounds.
 """
 
@@ -175,7 +175,7 @@ def run(cases: Sequence[Case], rounds: int, progress: Callable[[str], None]) -> 
         for turn in range(rounds):
             for number, (case, found) in enumerate(zip(cases, readings), 1):
                 begun = time.monotonic()
-                found.append(_train(case, Path(folder) / f"round-{turn + 1}", f"case-{number}"))
+                found.append(_train(case, Path(folder) / f"{turn + 1}-{number}"))
                 outcome = _outcome(case, found[-1:])
                 progress(
                     f"{number}/{len(cases)}  {case}: step {outcome.predicted_seconds:.3f} s predicted, "
@@ -186,10 +186,10 @@ def run(cases: Sequence[Case], rounds: int, progress: Callable[[str], None]) -> 
     return [_outcome(case, found) for case, found in zip(cases, readings)]
 
 
-def _train(case: Case, folder: Path, name: str) -> Reading:
-    """One run. What is measured of model and machine is kept in ``folder``."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "parallax", "train", f"name={name}", *case.overrides()]
+def _train(case: Case, folder: Path) -> Reading:
+    """One run in a new folder, in which it also keeps what it measures of model and machine."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "parallax", "train", "name=run", *case.overrides()]
     path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -203,7 +203,7 @@ def _train(case: Case, folder: Path, name: str) -> Reading:
         raise SystemExit(
             f"{case}: {' '.join(command)} ended with {ended.returncode}\n{ended.stdout}{ended.stderr}"
         )
-    directory = folder / "runs" / name
+    directory = folder / "runs" / "run"
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [line["step_seconds"] for line in map(json.loads, lines) if "step_seconds" in line]
@@ -274,8 +274,9 @@ def _verdict(found: dict[str, Any]) -> str:
     )
 
 
-def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table as a page."""
+def markdown(outcomes: Sequence[Outcome], before: str = "") -> str:
+    """The table as a page, with the further sections of the page ``before``."""
+    _, mark, sections = before.partition("\n## ")
     rows = [
         HEADINGS,
         ("---", *["---:"] * (len(HEADINGS) - 1)),
@@ -290,7 +291,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
         "furthest beyond it. Under an ample budget a predicted peak counts the freed memory that malloc keeps "
         "([ADR 030](adr/030-a-budget-is-held-near-its-end.md)). Written by "
         f"`python -m benchmarks.prediction --output`.\n\n{_verdict(totals(outcomes))}"
-        f"\n\n{table}\n"
+        f"\n\n{table}\n{mark}{sections}"
     )
 
 
@@ -334,7 +335,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcomes = run(cases, options.rounds, lambda text: console.print(text, highlight=False))
     _print(console, outcomes)
     if options.output is not None:
-        options.output.write_text(markdown(outcomes), encoding="utf-8")
+        page = options.output
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
+        page.write_text(markdown(outcomes, before), encoding="utf-8")
     if options.json:
         print(
             json.dumps({**totals(outcomes), "outcomes": [asdict(outcome) for outcome in outcomes]})
