@@ -20,7 +20,6 @@
     ├── TransportError                a channel between stages broke its contract
     │   └── AbsentError               ranks that never came
     ├── DeadlockError                 action lists that can never finish
-    ├── CorruptionError               computing the same twice gave something else
     ├── HangError                     work before the first step shows no sign of life
     └── NonFiniteError                the loss, a gradient or a weight is NaN or infinite
 """
@@ -41,12 +40,6 @@ class ParallaxError(Exception):
 
 class HangError(ParallaxError):
     """Work shows no sign of life. It is raised in whatever runs then, which must let it pass."""
-
-
-class CorruptionError(ParallaxError):
-    """A device or its memory computes wrongly without a word: the same, computed twice, differs."""
-
-    common = True
 
 
 class UserError(ParallaxError):

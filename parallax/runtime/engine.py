@@ -44,7 +44,6 @@ from parallax.runtime.executor import (
     StepContext,
 )
 from parallax.runtime.health.buffers import KeptBuffers
-from parallax.runtime.health.part_runs import PartRuns
 from parallax.runtime.inputs import open_inputs
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.memory import bound_memory, device_memory
@@ -116,11 +115,6 @@ class Engine:
         self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
         self._unbound = bound_memory(mesh.device, plan.prediction.ranks[mesh.rank], before)
-
-    def part_runs(self) -> PartRuns:
-        """Computes parts of a batch again. Not kept: it holds the engine, and so what is on the device."""
-        run, own = partial(self._run, scale=self._scale.factor), (self._stage, self._optimizer)
-        return PartRuns(run, self.plan, self.mesh, *own, self._update, self._take_statistics)
 
     def _open_update(self, configs: EngineConfigs) -> Update:
         return Update(
@@ -206,7 +200,7 @@ class Engine:
         check_loss(loss)
         plan = accepted(plan, chain)
         if replicas is not None:
-            replicas.check(plan, drops="trainer.nonfinite=skip" if nonfinite_skips else "")
+            replicas.check(plan, drops=nonfinite_skips > 0)
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             optimizer or OptimizerConfig(),
@@ -287,7 +281,7 @@ class Engine:
         rows = done.rows.numbers(batch)
 
         def update(share: Tensor) -> None:
-            done.run(self._step, batch, share, cut=self._executor.cut, rows=rows)
+            done.run(self._step, batch, share, self._evaluation.parts, cut=self._executor.cut, rows=rows)
 
         spans = self._run(batch, training=True, update=update, scale=scale, asked=asked)
         if done.cut:
@@ -296,7 +290,7 @@ class Engine:
             raise CutShortError(f"step {self._step} was cut short")
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
-        trouble = "" if done.judgement.accepted else self._skipped(batch)
+        trouble = "" if done.judgement.accepted else self._skipped()
         self._step += 1
         return StepResult(
             loss=loss,
@@ -311,12 +305,10 @@ class Engine:
             learning_rate=self._update.rate,
         )
 
-    def _skipped(self, batch: Rows) -> str:
+    def _skipped(self) -> str:
         """Why a step was not taken: it is as if it had not been. Raises where it was the last."""
         self._buffers.restore()
-        judgement = self._update.judgement
-        rows = self.part_runs().blame(batch) if judgement.searches else ""
-        return judgement.told(self._step, rows)
+        return self._update.judgement.told(self._step)
 
     def _take_statistics(self) -> SwapStatistics:
         swapped = self._manager.take_statistics() if self._manager else SwapStatistics()
@@ -415,7 +407,6 @@ class Engine:
         update: Callable[[Tensor], None],
         scale: float = 1.0,
         keep: Keep | None = None,
-        first_row: int = 0,
         asked: Asked = _never,
         weight: float | None = None,
     ) -> list[Span]:
@@ -432,7 +423,6 @@ class Engine:
             update=update,
             scale=scale,
             keep=keep,
-            first_row=first_row,
             asked=asked,
         )
         try:

@@ -84,8 +84,7 @@ class RankProgram:
 class StepContext:
     """What one run of a program is about. The loss is divided by ``denominator``: the rows of the whole batch, or its
     counted targets; its gradient is multiplied by ``scale``. At UPDATE ``update`` is called with this rank's share of
-    the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows.
-    ``first_row``: the place of the first one in the batch that this is a part of, on which randomness depends. When
+    the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows. When
     ``asked`` says so the step is cut short."""
 
     index: int
@@ -97,7 +96,6 @@ class StepContext:
     update: Callable[[Tensor], None]
     scale: float = 1.0
     keep: Keep | None = None
-    first_row: int = 0
     asked: Asked = lambda: False
 
 
@@ -260,9 +258,7 @@ class Executor:
         outputs = self._stage.run(
             stage,
             inputs,
-            where=MicroBatchContext(
-                step.index, step.first_row + first, rows, self._crossings.size(micro)
-            ),
+            where=MicroBatchContext(step.index, first, rows, self._crossings.size(micro)),
             micro=self._name(action, step),
             swap=self._swap,
             halves=flight.halves,

@@ -92,7 +92,7 @@ class StepLoss(Protocol):
 
 class Evaluation:
     """Calls the loss, and adds up this rank's ``share`` of the step's, and the ``mass`` that this is a mean over: rows,
-    or counted targets."""
+    or counted targets. ``parts``: the first and the last row of each call since :meth:`begin`, and its value."""
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
@@ -103,6 +103,7 @@ class Evaluation:
         self._even = EvenMean(loss)
         self._whole: float | None = None
         self.mass = 0.0
+        self.parts: list[tuple[int, int, Tensor]] = []
 
     @property
     def share(self) -> Tensor:
@@ -112,7 +113,7 @@ class Evaluation:
     def begin(self) -> None:
         """Start from nothing."""
         self._share.zero_()
-        self._whole, self.mass = None, 0.0
+        self._whole, self.mass, self.parts = None, 0.0, []
 
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
@@ -134,6 +135,7 @@ class Evaluation:
         weight = mass / (whole or 1.0)
         if counted:
             self._share.add_(value.detach().reshape(()), alpha=weight)
+            self.parts.append((low, high, value.detach()))
             self.mass += high - low if self._counts else mass
         # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)

@@ -13,7 +13,7 @@ from parallax.machine.device import CopyEngine
 from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 from parallax.runtime.health import nonfinite
-from parallax.runtime.health.nonfinite import Cause, Judgement, NamedValue
+from parallax.runtime.health.nonfinite import Judgement, Losses, NamedValue
 from parallax.runtime.health.row_comparison import RowComparison
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
@@ -46,11 +46,11 @@ class Update:
         self.judgement, self.cut = Judgement(), False
         self.rows = RowComparison(mesh)
 
-    def measure(
-        self, loss: Tensor, *, cut: bool = False, rows: Sequence[float] = ()
-    ) -> tuple[float, dict[str, Tensor], list[float]]:
-        """Agree on ``loss`` and ``norm``, of which this rank has a share, and on ``cut``; that share, the tensors that
-        this rank answers for, and the sums of the numbers in ``rows``."""
+    def _measure(
+        self, loss: Tensor, *, cut: bool, rows: Sequence[float]
+    ) -> tuple[dict[str, Tensor], list[float]]:
+        """Agree on ``loss`` and ``norm``, of which this rank has a share, and on ``cut``; the tensors that this rank
+        answers for, and the sums of the numbers in ``rows``."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only thing in a step for which the host waits for the device.
@@ -61,24 +61,31 @@ class Update:
             self._mesh, loss_share, mine * mine, float(cut), *rows
         )
         self.norm, self.cut = total**0.5, cuts > 0
-        return loss_share, owned, sums
+        return owned, sums
 
     def run(
-        self, step: int, batch: Rows, loss: Tensor, *, cut: bool, rows: Sequence[float]
+        self,
+        step: int,
+        batch: Rows,
+        loss: Tensor,
+        losses: Losses,
+        *,
+        cut: bool,
+        rows: Sequence[float],
     ) -> None:
         """Update after ``step``, or drop its gradients, as all ranks decide; always where any has ``cut`` it short.
-        ``rows``: the numbers of the batch (:class:`~parallax.runtime.health.row_comparison.RowComparison`). Raises
+        ``losses``: what this rank's ``loss`` is made of. ``rows``: the numbers of the batch (:class:`~parallax.runtime.health.row_comparison.RowComparison`). Raises
         :class:`~parallax.errors.DataError` where ranks have different batches."""
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         factor = self._scale.factor
-        share, owned, sums = self.measure(loss, cut=cut, rows=rows)
+        owned, sums = self._measure(loss, cut=cut, rows=rows)
         if self.cut:
             self._optimizer.skip()
             return
         self.rows.check(sums, f"the batch of step {step}")
         self.rate = self._config.rate(step, self._steps)
 
-        def find() -> Cause:
+        def find() -> str:
             parts = (
                 NamedValue(
                     name, value, self._stage.gradient(tensor), isinstance(tensor, nn.Parameter)
@@ -86,7 +93,7 @@ class Update:
                 for name, tensor, value in self._stage.values()
                 if name in owned
             )
-            return nonfinite.find(self._mesh, batch, share, parts)
+            return nonfinite.find(self._mesh, batch, losses, parts)
 
         self.judgement = nonfinite.judge(self._scale, self.loss, self.norm, find)
         if self.judgement.accepted:

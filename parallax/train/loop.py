@@ -63,8 +63,6 @@ class TrainerConfig:
     ranks are started again from the last checkpoint when one has died, crashed or hung, or has failed in a way that may
     pass; 0 is never. Under the user's own torchrun its ``--max-restarts`` counts instead. ``nonfinite``: what is done
     about a step whose loss or gradients are NaN or infinite: stop, or skip it, at most ``nonfinite_limit`` in a row.
-    ``check_every``: steps after which a micro-batch is computed twice, and by replicas beside each other, and compared
-    bit by bit; 0 is never. ``corruption``: what is done where these differ, stop or note it.
     """
 
     steps: int = 0
@@ -82,8 +80,6 @@ class TrainerConfig:
     max_restarts: int = 3
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
-    check_every: int = 0
-    corruption: str = "stop"
 
     def __post_init__(self) -> None:
         for key in ("global_batch", "nonfinite_limit"):
@@ -96,13 +92,11 @@ class TrainerConfig:
             "watchdog_seconds",
             "phase_seconds",
             "grace_seconds",
-            "check_every",
             "max_restarts",
         ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_choice("trainer.nonfinite", self.nonfinite, ["stop", "skip"])
-        check_choice("trainer.corruption", self.corruption, ["stop", "note"])
         check_count("trainer.microbatch", self.microbatch)
         check_count(
             "trainer.eval_batches", AUTO if self.eval_batches is None else self.eval_batches
@@ -192,7 +186,7 @@ class _Run:
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
         self._onlooker, self._unfinished, self._recording = onlooker, False, recording
-        self._checkup = Checkup(engine, trainer.check_every, trainer.corruption)
+        self._checkup = Checkup(engine)
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
@@ -249,10 +243,8 @@ class _Run:
                     with self._unwritten.trying(events.path):
                         events.extend(result.spans)
                         events.flush()
-                with phase("computing a micro-batch twice"), self._saves.saved_before(voice):
-                    wrong = self._checkup.recheck(self._engine.completed_steps)
                 with phase("reporting a step"):
-                    self._report(voice, result, wrong)
+                    self._report(voice, result)
                 self._evaluate_and_save(voice, result, total)
             self._saves.end(voice)
         with phase("writing the report"):
@@ -344,7 +336,7 @@ class _Run:
             raise first
         return None
 
-    def _report(self, voice: Voice, result: StepResult, wrong: str) -> None:
+    def _report(self, voice: Voice, result: StepResult) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
         budgets, swap = self._budgets, result.swap
         mine = (
@@ -391,7 +383,7 @@ class _Run:
             "checkpoint_seconds": max(waits),
         }
         voice.step(line, _metrics(line, result) | moved | self._checkup.metrics())
-        for words in filter(None, (_trouble(result), wrong, *said)):
+        for words in filter(None, (_trouble(result), *said)):
             voice.note(f"step {line.step}{words}")
         self._saves.advance(voice, saved)
 

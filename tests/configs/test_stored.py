@@ -32,7 +32,7 @@ def test_text_comes_back_exactly() -> None:
         (
             "  steps: 0\n",
             "",
-            "trainer.steps: missing; trainer accepts check_every, checkpoint_every",
+            "trainer.steps: missing; trainer accepts checkpoint_every",
         ),
         ("steps: 0", "stepz: 0", "trainer.stepz=0: unknown key; trainer accepts"),
         ("seed: 1", "sead: 1", "sead=1: unknown key; groups and keys are name, seed"),

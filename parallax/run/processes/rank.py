@@ -224,8 +224,6 @@ def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
 
 def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.device) -> Engine:
     config = run.config
-    if config.trainer.check_every:
-        config.replicas.check(run.plan, drops="trainer.check_every")
     return Engine.build(
         chain,
         run.plan,

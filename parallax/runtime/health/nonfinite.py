@@ -27,6 +27,9 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.failure.report import name as name_of
 from parallax.runtime.optim.scaling import LossScale
 
+Losses = Sequence[tuple[int, int, Tensor]]
+"""First row, last row + 1, and value of each call of the loss."""
+
 _ROWS = 64  # of a batch that are looked at together
 _NAMED = 8  # rows that are named one by one
 _DATA = "mend the rows that data.* gives"
@@ -36,24 +39,21 @@ _TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """What is made of a step: whether it is ``accepted``; where not, what is wrong, ``why``, and how the run ends,
-    ``refusal``, or nothing where it goes on. ``searches``: whether rows are to be looked for, as nothing says which."""
+    ``refusal``, or nothing where it goes on."""
 
     accepted: bool = True
     what: str = ""
     why: str = ""
     refusal: str = ""
-    searches: bool = False
 
-    def told(self, step: int, rows: str) -> str:
-        """Why a step is skipped, with what was found of its ``rows``. Raises :class:`NonFiniteError` where it is the
-        last."""
-        why = f"{self.why}; {rows}" if rows else self.why
+    def told(self, step: int) -> str:
+        """Why a step is skipped. Raises :class:`NonFiniteError` where it is the last."""
         if self.refusal:
-            raise NonFiniteError(f"step {step}: {self.refusal}: {why}")
-        return f"{self.what}: {why}" if why else ""
+            raise NonFiniteError(f"step {step}: {self.refusal}: {self.why}")
+        return f"{self.what}: {self.why}" if self.why else ""
 
 
-def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], Cause]) -> Judgement:
+def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> Judgement:
     """Whether ``scale`` accepts a step with this loss and norm, which all ranks know. ``find`` says why not, where that
     is to be said: a loss scale that is too large makes gradients overflow now and then."""
     why = find() if not math.isfinite(loss) else None
@@ -68,7 +68,7 @@ def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], Cause])
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     if why is None:
         return Judgement(accepted=False)
-    return Judgement(False, what, why.text, refusal, why.searches)
+    return Judgement(False, what, why, refusal)
 
 
 class NamedValue(NamedTuple):
@@ -80,30 +80,21 @@ class NamedValue(NamedTuple):
     is_parameter: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What is not finite and comes first, with what to do about it. ``searches``: it is not in the data or in the
-    weights, but comes up between them, so it may be some rows' fault."""
-
-    text: str
-    searches: bool
-
-
-def find(mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[NamedValue]) -> Cause:
-    """What is not finite and comes first; called by every rank. ``tensors``: those that this rank
-    answers for."""
-    answers = mesh.gather_objects(_look(mesh, batch, loss_share, tensors))
+def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]) -> str:
+    """What is not finite and comes first, with what to do about it; called by every rank. ``losses``: of this rank's
+    micro-batches. ``tensors``: those that this rank answers for."""
+    answers = mesh.gather_objects(_look(mesh, batch, losses, tensors))
     found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
     if not found:
-        return Cause(f"the sum over all gradients overflows; {_TRAINING}", searches=False)
+        return f"the sum over all losses or gradients overflows; {_TRAINING}"
     (order, _), rank, text = min(found)
     who = name_of(rank, mesh.plan.locate(rank))
     remedy = _DATA if order == 0 else _TRAINING
-    return Cause(f"{text}, seen first by {who}; {remedy}", searches=order > 1)
+    return f"{text}, seen first by {who}; {remedy}"
 
 
 def _look(
-    mesh: Mesh, batch: Rows, loss_share: float, tensors: Iterable[NamedValue]
+    mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
     """What this rank finds, each with its place in the order of causes."""
     found = []
@@ -116,9 +107,21 @@ def _look(
             found.append(((1, mesh.stage), f"parameter {printable(name)} holds {what}"))
         if gradient is not None and (what := not_finite(gradient)):
             found.append(((3, -mesh.stage), f"the gradient of {printable(name)} holds {what}"))
-    if not math.isfinite(loss_share):
-        found.append(((2, 0), f"the loss becomes {loss_share} on the last stage"))
+    bad = next(((low, high, value) for low, high, value in losses if not_finite(value)), None)
+    if bad is not None:
+        found.append(((2, bad[0]), _loss(mesh.plan, len(batch), *bad)))
     return [min(found)] if found else []
+
+
+def _loss(plan: Plan, batch: int, low: int, high: int, value: Tensor) -> str:
+    """Of the rows that the loss was computed from."""
+    text = f"the loss becomes {value.item()} on the last stage"
+    if high - low == batch:
+        return text
+    rows = f"row {low}" if high - low == 1 else f"rows {low} to {high - 1}"
+    count = plan.micro_batches(batch)
+    (micro,) = (micro for micro in range(count) if _holds(batch, count, micro, low))
+    return f"{text}, from {rows} of the batch (micro-batch {micro})"
 
 
 def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:

@@ -25,7 +25,7 @@ from parallax.machine.device import private_random_state
 from parallax.mesh import Mesh
 from parallax.model.block import leaves
 from parallax.runtime.batch import Rows
-from parallax.runtime.health.recheck import digest
+from parallax.runtime.checkpoint.checksums import checksum
 
 RowDigest = tuple[int | None, ...]
 """Of inputs and of targets; None where these cannot be read."""
@@ -41,6 +41,17 @@ _REMEDY = (
     "random.Random(0), numpy.random.default_rng(0) or torch.Generator().manual_seed(0), and sort what has no order "
     "(sets, listed folders)"
 )
+
+
+def digest(tensor: Tensor) -> int:
+    """Of the bits of a tensor: it differs after any one that has flipped."""
+    plain = tensor.detach()
+    if plain.is_nested:
+        jagged = plain.layout is torch.jagged
+        plain = (
+            plain.values() if jagged else torch.cat([part.reshape(-1) for part in plain.unbind()])
+        )
+    return checksum(plain.contiguous().cpu())
 
 
 class RowComparison:

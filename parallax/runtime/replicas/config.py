@@ -52,16 +52,16 @@ class ReplicasConfig:
             plan.parameters == "host",
         )
 
-    def check(self, plan: Plan, *, drops: str = "") -> None:
+    def check(self, plan: Plan, *, drops: bool = False) -> None:
         """Refuse what ``plan`` cannot do: PowerSGD needs all gradients of a backward at once, on the device of every
-        replica, and all of them to be used. ``drops``: the setting by which some are dropped."""
+        replica, and all of them to be used. ``drops``: steps may be skipped."""
         most = max(stage.replicas for stage in plan.stages)
         if self.compress != "powersgd" or most == 1:
             return
         if drops:
             raise PlanError(
                 f"replicas.compress=powersgd adds to each step's gradients what it left out of the last one's, so it "
-                f"cannot run with {drops}, which drops some: use replicas.compress=bf16"
+                "cannot run with trainer.nonfinite=skip, which drops some: use replicas.compress=bf16"
             )
         last = -(-plan.global_batch // plan.micro_batches(plan.global_batch))
         if last < most:

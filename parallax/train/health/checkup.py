@@ -8,10 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from parallax.common.events import busy_seconds
-from parallax.errors import CorruptionError
 from parallax.runtime.batch import Rows
 from parallax.runtime.engine import Engine
-from parallax.runtime.health.recheck import Recheck
 from parallax.runtime.meters.step import StepResult
 from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
@@ -27,11 +25,8 @@ class Checkup:
     columns = 3
     """How many numbers there are."""
 
-    def __init__(self, engine: Engine, check_every: int = 0, corruption: str = "stop") -> None:
+    def __init__(self, engine: Engine) -> None:
         self._mesh = engine.mesh
-        self._every, self._stops = check_every, corruption == "stop"
-        self._part_runs = engine.part_runs
-        self._check_seconds = 0.0
         self._judge = StragglerJudge(engine.plan)
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
@@ -68,23 +63,6 @@ class Checkup:
             return max(0.0, busy - on_demand)
         return busy if on_demand <= _HIDDEN * busy else 0.0
 
-    def recheck(self, step: int) -> str:
-        """After every so many steps: what computes wrongly, to be said after "step n", the same on all ranks. Raises
-        :class:`~parallax.errors.CorruptionError` where the run is to end for it."""
-        batch, self._batch, self._check_seconds = self._batch, None, 0.0
-        if batch is None or not self._every or step % self._every:
-            return ""
-        begun = time.perf_counter()
-        wrong = Recheck(self._part_runs()).check(batch, step)
-        self._check_seconds = time.perf_counter() - begun
-        self._alarm.mark(BETWEEN)
-        if wrong and self._stops:
-            raise CorruptionError(
-                f"after step {step}: {wrong}; test the device and its memory, continue elsewhere, from a checkpoint "
-                "of before if weights differ (trainer.corruption=note trains on)"
-            )
-        return f": {wrong}; training goes on (trainer.corruption=note)" if wrong else ""
-
     def numbers(self) -> tuple[float, ...]:
         """Of this rank: seconds that it waited for rows, that it computed, and whether its memory rises."""
         return self._input_seconds, self._busy, float(self._growth is not None)
@@ -108,8 +86,7 @@ class Checkup:
 
     def metrics(self) -> dict[str, Any]:
         """Of this step."""
-        found = {"input_seconds": self._input_seconds, "input_share": self.input_share}
-        return {**found, "check_seconds": self._check_seconds} if self._every else found
+        return {"input_seconds": self._input_seconds, "input_share": self.input_share}
 
     def slow(self) -> str:
         """Why another plan is worth while: a rank is slow; empty where none is."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.errors import CorruptionError, NonFiniteError
+from parallax.errors import NonFiniteError
 from parallax.runtime.checkpoint import step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
@@ -98,11 +98,11 @@ class Saves:
 
     @contextlib.contextmanager
     def saved_before(self, voice: Voice) -> Iterator[None]:
-        """Around a step: where all ranks end in it, because a number is none or wrong, what is being
-        written is from before."""
+        """Around a step: where all ranks end in it, because a number is not finite, what is being written is from
+        before."""
         try:
             yield
-        except (CorruptionError, NonFiniteError):
+        except NonFiniteError:
             self.finish(voice)
             raise
 

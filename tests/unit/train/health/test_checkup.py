@@ -25,7 +25,6 @@ def checkup(kind: str) -> Checkup:
     engine: Any = SimpleNamespace(
         mesh=SimpleNamespace(device=torch.device(kind), nodes=nodes),
         plan=make_plan(CHAIN, replicas=(2,), global_batch=8),
-        part_runs=None,
         tier_bytes=dict,
     )
     return Checkup(engine)
