@@ -139,10 +139,6 @@ class DeadlockError(ParallaxError):
     """A set of action lists that can never finish."""
 
 
-class CutShortError(ParallaxError):
-    """All ranks gave a step up, at the next action of one that was asked to end: nothing of it is left."""
-
-
 class NonFiniteError(ParallaxError):
     """The loss, the gradient norm or a weight is NaN or infinite."""
 

@@ -63,22 +63,6 @@ def row_count(batch: Rows, step: int) -> int:
     return rows
 
 
-class EndedRows:
-    """Stands for a batch of ``rows`` rows on a rank whose source has none left: its step is given up."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def inputs(self, start: int, stop: int) -> Any:
-        """There are none."""
-        raise DataError(f"rows {start} to {stop} of the batch: the data source has no rows left")
-
-    targets = inputs
-
-
 class FirstRows(RowsOf):
     """The first ``rows`` rows of a batch."""
 

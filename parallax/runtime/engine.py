@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from parallax.common.events import Span
-from parallax.errors import CutShortError
 from parallax.machine.device import CopyEngine, copies_for
 from parallax.machine.host import data_bytes
 from parallax.mesh import Mesh
@@ -32,11 +30,10 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan, StagePlan
 from parallax.plan.schedule.lists import actions, evaluation_actions
-from parallax.runtime.batch import EndedRows, Rows, as_tensors, row_count
+from parallax.runtime.batch import Rows, as_tensors, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.executor import (
-    Asked,
     CurrentAction,
     Executor,
     Keep,
@@ -62,10 +59,6 @@ from parallax.runtime.update import Update, agreed_sum, open_optimizer
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
 from parallax.swap.statistics import SwapStatistics
-
-
-def _never() -> bool:
-    return False
 
 
 class Engine:
@@ -108,8 +101,6 @@ class Engine:
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
         self._update = self._open_update(configs)
         self._buffers = KeptBuffers(self._stage.modules())
-        several = max(stage.replicas for stage in plan.stages) > 1
-        self._can_cut = not (plan.gather_loss or (several and configs.replicas.needs_whole_steps))
         self._executor = self._open_executor(loss, configs, swap, copies)
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss, self._counts = loss, hasattr(loss, "count")
@@ -258,36 +249,24 @@ class Engine:
         return self.saving.pending.threads
 
     @property
-    def can_cut(self) -> bool:
-        """Whether a step can be given up at any action; the same on all ranks."""
-        return self._can_cut
-
-    @property
     def all_reduces(self) -> int:
         """All-reduces of replicated gradients since the engine was built."""
         return self._sync.all_reduces
 
-    def step(self, batch: Rows, asked: Asked | None = None) -> StepResult:
+    def step(self, batch: Rows) -> StepResult:
         """One optimizer update over a global batch of any number of rows, the same on every rank. Raises
         :class:`~parallax.errors.NonFiniteError` on all ranks where the loss or a gradient is not finite and the step
-        may not be skipped; nothing is updated then.
-
-        Once ``asked``, of any rank, says so, the step is given up at that rank's next action, and all raise
-        :class:`~parallax.errors.CutShortError`, as if it had not begun; one that is as good as done is taken."""
+        may not be skipped; nothing is updated then."""
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
-        done, asked = self._update, asked if asked is not None and self._can_cut else _never
+        done = self._update
         rows = done.rows.numbers(batch)
 
         def update(share: Tensor) -> None:
-            done.run(self._step, batch, share, self._evaluation.parts, cut=self._executor.cut, rows=rows)
+            done.run(self._step, batch, share, self._evaluation.parts, rows)
 
-        spans = self._run(batch, training=True, update=update, scale=scale, asked=asked)
-        if done.cut:
-            self._buffers.restore()
-            self._take_statistics()
-            raise CutShortError(f"step {self._step} was cut short")
+        spans = self._run(batch, training=True, update=update, scale=scale)
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
         trouble = "" if done.judgement.accepted else self._skipped()
@@ -407,7 +386,6 @@ class Engine:
         update: Callable[[Tensor], None],
         scale: float = 1.0,
         keep: Keep | None = None,
-        asked: Asked = _never,
         weight: float | None = None,
     ) -> list[Span]:
         micro_batches = self.plan.micro_batches(row_count(batch, self._step))
@@ -423,7 +401,6 @@ class Engine:
             update=update,
             scale=scale,
             keep=keep,
-            asked=asked,
         )
         try:
             with self._precision.products():
@@ -457,7 +434,7 @@ class Engine:
         if count is None:
             return float(len(batch))
         mine = 0.0
-        if self.mesh.is_last and self.mesh.replica == 0 and not isinstance(batch, EndedRows):
+        if self.mesh.is_last and self.mesh.replica == 0:
             targets = batch.targets(0, len(batch))
             mine = float(count(as_tensors("targets", targets, len(batch), self._chain.dtype)))
         return agreed_sum(self.mesh, mine)[0]

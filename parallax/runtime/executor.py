@@ -42,9 +42,7 @@ from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.swap.activations.manager import SwapManager
 
 Keep = Callable[[int, Any], None]
-Asked = Callable[[], object]
 Key = tuple[int, int]  # stage, micro-batch
-_LAST = (Kind.REDUCE, Kind.UPDATE)  # a step that has come so far is taken
 CurrentAction = tuple[Action, int, float]  # what is done, in which step, and since when
 
 
@@ -84,8 +82,7 @@ class RankProgram:
 class StepContext:
     """What one run of a program is about. The loss is divided by ``denominator``: the rows of the whole batch, or its
     counted targets; its gradient is multiplied by ``scale``. At UPDATE ``update`` is called with this rank's share of
-    the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows. When
-    ``asked`` says so the step is cut short."""
+    the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows."""
 
     index: int
     batch: Rows
@@ -96,17 +93,10 @@ class StepContext:
     update: Callable[[Tensor], None]
     scale: float = 1.0
     keep: Keep | None = None
-    asked: Asked = lambda: False
 
 
 class Executor:
-    """One rank's interpreter of action lists. ``current`` is what it does now, or failed in, for whoever watches it.
-
-    A step is cut short at the next action where this rank is asked to. Messages that others wait for still go, with
-    nothing in them; whoever is sent one cuts its own step short; replicas get zeros for the gradients that they sum;
-    and nothing is computed. So all ranks of a pipeline soon come to their update, where ``cut`` says that there is
-    none.
-    """
+    """One rank's interpreter of action lists. ``current`` is what it does now, or failed in, for whoever watches it."""
 
     def __init__(
         self,
@@ -123,7 +113,6 @@ class Executor:
         spans: SpanClock,
     ) -> None:
         self.current: CurrentAction | None = None
-        self.cut = False
         self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
@@ -146,7 +135,6 @@ class Executor:
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._crossings.post, self._crossings.posts
-        self.cut = False
         name = "the batch of" if step.training else "a batch that is evaluated at"
         batch = self.row_check.of(step.batch, f"{name} step {index}")
         step = replace(step, batch=batch)
@@ -158,9 +146,8 @@ class Executor:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
                 self.current = action, index, spans.begin()
-                self.cut = self.cut or (action.kind not in _LAST and bool(step.asked()))
                 try:
-                    waited = (_PASS if self.cut else _DO)[action.kind](self, action, step)
+                    waited = _DO[action.kind](self, action, step)
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
@@ -200,17 +187,13 @@ class Executor:
         start = time.perf_counter()
         key = action.stage, action.micro
         if action.kind is Kind.RECEIVE_GRADIENT:
-            gradients = self._crossings.receive_gradients(action)
-            if gradients is not None:
-                flight = self._flights.get(key)
-                self.cut |= not gradients and flight is not None and bool(flight.roots)
+            if (gradients := self._crossings.receive_gradients(action)) is not None:
                 self._gradients[key] = gradients
             return time.perf_counter() - start
         entry = GraphEntry(self._anchor) if step.training else None
         inputs = self._crossings.receive(action, entry.copy if entry is not None else torch.clone)
         if inputs is not None:
             self._received[key] = inputs, entry
-            self.cut |= not inputs
         return time.perf_counter() - start
 
     def _send(self, action: Action, step: StepContext) -> float:
@@ -277,7 +260,10 @@ class Executor:
         key = action.stage, action.micro
         flight = self._flights.get(key)
         if flight is None:  # no rows of this micro-batch are here
-            return self._pass_backward(action, step)
+            if not step.program.splits and self._completes(action, step):
+                self._sync.arm(action.stage)
+                self._sync.ended(action.stage)
+            return 0.0
         before = self._stall_seconds()
         announced = flight.halves is None and self._completes(action, step)
         if flight.halves is None:
@@ -313,10 +299,11 @@ class Executor:
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
         flight = self._flights.pop((action.stage, action.micro), None)
+        completes = self._completes(action, step)
         if flight is None:
-            return self._pass_weights(action, step)
-        if flight.halves is not None:
-            completes = self._completes(action, step)
+            if completes:
+                self._sync.split(action.stage, ())
+        elif flight.halves is not None:
             flight.halves.finish(
                 self._sync.split(action.stage, flight.halves.owes()) if completes else None
             )
@@ -329,38 +316,6 @@ class Executor:
     def _update(self, action: Action, step: StepContext) -> float:
         del action
         step.update(self.loss_share)
-        return 0.0
-
-    # ---- the same of a step that is cut short
-
-    def _take(self, action: Action, step: StepContext) -> float:
-        waited = self._receive(action, step)
-        self.cut = True
-        self._received.pop((action.stage, action.micro), None)
-        self._gradients.pop((action.stage, action.micro), None)
-        return waited
-
-    def _pass(self, action: Action, step: StepContext) -> float:
-        del action, step
-        return 0.0
-
-    def _pass_forward(self, action: Action, step: StepContext) -> float:
-        del action, step
-        before = self._stall_seconds()
-        self._stage.skip()
-        return self._stall_seconds() - before
-
-    def _pass_backward(self, action: Action, step: StepContext) -> float:
-        self._flights.pop((action.stage, action.micro), None)
-        if not step.program.splits and self._completes(action, step):
-            self._sync.arm(action.stage)
-            self._sync.ended(action.stage)
-        return 0.0
-
-    def _pass_weights(self, action: Action, step: StepContext) -> float:
-        self._flights.pop((action.stage, action.micro), None)
-        if self._completes(action, step):
-            self._sync.split(action.stage, ())
         return 0.0
 
     # ---- parts of actions
@@ -423,13 +378,4 @@ _DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {
     Kind.BACKWARD_WEIGHT: Executor._backward_weight,
     Kind.REDUCE: Executor._reduce,
     Kind.UPDATE: Executor._update,
-}
-
-_PASS = _DO | {
-    Kind.RECEIVE_ACTIVATION: Executor._take,
-    Kind.RECEIVE_GRADIENT: Executor._take,
-    Kind.FETCH: Executor._pass,
-    Kind.FORWARD: Executor._pass_forward,
-    Kind.BACKWARD: Executor._pass_backward,
-    Kind.BACKWARD_WEIGHT: Executor._pass_weights,
 }

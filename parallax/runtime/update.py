@@ -25,7 +25,7 @@ from parallax.runtime.stage import Stage
 class Update:
     """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
     After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step, ``rate`` is its
-    learning rate, and ``cut`` says whether any has cut it short. ``rows`` compares the batches of all ranks."""
+    learning rate. ``rows`` compares the batches of all ranks."""
 
     def __init__(
         self,
@@ -43,45 +43,34 @@ class Update:
         self._scale, self._config, self._steps = scale, config, steps
         self._later, self._dtype = later, torch.promote_types(dtype, torch.float32)
         self.loss = self.norm = self.rate = 0.0
-        self.judgement, self.cut = Judgement(), False
+        self.judgement = Judgement()
         self.rows = RowComparison(mesh)
 
     def _measure(
-        self, loss: Tensor, *, cut: bool, rows: Sequence[float]
+        self, loss: Tensor, rows: Sequence[float]
     ) -> tuple[dict[str, Tensor], list[float]]:
-        """Agree on ``loss`` and ``norm``, of which this rank has a share, and on ``cut``; the tensors that this rank
-        answers for, and the sums of the numbers in ``rows``."""
+        """Agree on ``loss`` and ``norm``, of which this rank has a share; the tensors that this rank answers for, and
+        the sums of the numbers in ``rows``."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only thing in a step for which the host waits for the device.
         loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
         mine /= self._scale.factor
         # ** would raise where the square is too large.
-        self.loss, total, cuts, *sums = agreed_sum(
-            self._mesh, loss_share, mine * mine, float(cut), *rows
-        )
-        self.norm, self.cut = total**0.5, cuts > 0
+        self.loss, total, *sums = agreed_sum(self._mesh, loss_share, mine * mine, *rows)
+        self.norm = total**0.5
         return owned, sums
 
     def run(
-        self,
-        step: int,
-        batch: Rows,
-        loss: Tensor,
-        losses: Losses,
-        *,
-        cut: bool,
-        rows: Sequence[float],
+        self, step: int, batch: Rows, loss: Tensor, losses: Losses, rows: Sequence[float]
     ) -> None:
-        """Update after ``step``, or drop its gradients, as all ranks decide; always where any has ``cut`` it short.
-        ``losses``: what this rank's ``loss`` is made of. ``rows``: the numbers of the batch (:class:`~parallax.runtime.health.row_comparison.RowComparison`). Raises
-        :class:`~parallax.errors.DataError` where ranks have different batches."""
+        """Update after ``step``, or drop its gradients, as all ranks decide.
+        ``losses``: what this rank's ``loss`` is made of. ``rows``: the numbers of the batch
+        (:class:`~parallax.runtime.health.row_comparison.RowComparison`). Raises :class:`~parallax.errors.DataError`
+        where ranks have different batches."""
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         factor = self._scale.factor
-        owned, sums = self._measure(loss, cut=cut, rows=rows)
-        if self.cut:
-            self._optimizer.skip()
-            return
+        owned, sums = self._measure(loss, rows)
         self.rows.check(sums, f"the batch of step {step}")
         self.rate = self._config.rate(step, self._steps)
 

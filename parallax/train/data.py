@@ -114,7 +114,7 @@ class Source(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins: numbers, text, tensors, arrays, in lists and dictionaries, 64 MiB at most as
-        text. Asked before each batch, should its step be given up."""
+        text. Asked for each checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,14 +15,12 @@ from parallax.common.events import EventLog
 from parallax.errors import (
     CheckpointError,
     ConfigError,
-    CutShortError,
     check_choice,
     check_count,
     check_positive,
 )
 from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
-from parallax.runtime.checkpoint import state_text, thaw
 from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
@@ -200,7 +197,7 @@ class _Run:
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
         self._nodes = NodeRecords(engine.mesh, directory)
-        self._rows_end = RowsEnd(engine.mesh, trainer.global_batch, can_cut=engine.can_cut)
+        self._rows_end = RowsEnd(engine.mesh, trainer.global_batch)
         most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
         self._held_out = HeldOut(engine, source, trainer.global_batch, most)
         self._evaluated: int | None = None  # the step after which the held-out rows were last
@@ -232,9 +229,13 @@ class _Run:
                 voice.note(f"skipped: {refused}")
             if resumed:
                 voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
+            self._stopping.ask()  # what came while the engine was built
             while self._engine.completed_steps < total and not self._stopping.now:
-                if (result := self._take_step(voice)) is None:
+                if (batch := self._next_batch()) is None:
+                    self._end_of_rows(voice)
                     break
+                with self._recording.step(), self._saves.saved_before(voice):
+                    result = self._nodes.told(self._engine.step(batch))
                 self._checkup.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
@@ -250,37 +251,22 @@ class _Run:
         with phase("writing the report"):
             return self._end()
 
-    def _take_step(self, voice: Voice) -> StepResult | None:
-        """None where all ranks gave it up, as one was asked to end or has no rows: they have a checkpoint of the one
-        before."""
+    def _next_batch(self) -> Rows | None:
+        """None on all ranks where the rows of any have ended."""
         with self._onlooker.phase("fetching rows"):
-            before = state_text(self._state())  # as it is now: a source may go on with what it gave
-            batch = self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
-        try:
-            self._rows_end.meet()
-            with self._recording.step(), self._saves.saved_before(voice):
-                return self._nodes.told(self._engine.step(batch, self._asked))
-        except CutShortError:
-            self._stopping.ask()
-            self._give_up(voice, thaw(json.loads(before)))
-            return None
+            return self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
 
-    def _asked(self) -> bool:
-        return self._rows_end.here or self._onlooker.asked() > 0
-
-    def _give_up(self, voice: Voice, state: dict[str, Any]) -> None:
-        """Save what was before a step that was given up."""
+    def _end_of_rows(self, voice: Voice) -> None:
+        """Evaluate and save; raises :class:`DataError` where the rows must not end here."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
-        refuse = self._rows_end.agree(step)
+        self._stopping.ask()
         if self._rows_end.everywhere:
             voice.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
-        else:
-            voice.note(f"step {step + 1} is given up: a rank was asked to end")
-        if self._rows_end.everywhere and step and self._evaluated != step:
-            with self._onlooker.phase("evaluating"):
-                metrics = finite({"validation_loss": self._evaluate(voice, step)})
-        self._saves.save(voice, state, metrics, last=True)
-        refuse()
+            if step and self._evaluated != step:
+                with self._onlooker.phase("evaluating"):
+                    metrics = finite({"validation_loss": self._evaluate(voice, step)})
+        self._saves.save(voice, self._state(), metrics, last=True)
+        self._rows_end.refuse(step)
 
     def _fetch(self) -> Rows:
         return self._source.batch(self._trainer.global_batch)

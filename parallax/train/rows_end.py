@@ -2,8 +2,7 @@
 
 A source says so by StopIteration, as an iterator does: the run ends in order after the last step that had its rows,
 with an evaluation and a checkpoint. An IndexError may mean the same, or a mistake: the step before is saved, and the
-run ends with the error. A rank cannot know whether others have rows; so it gives its step up, which ends the step on
-all ranks (:meth:`~parallax.runtime.engine.Engine.step`), and then all tell each other why.
+run ends with the error. A rank cannot know whether others have rows, so before each step all tell each other.
 """
 
 from __future__ import annotations
@@ -14,23 +13,30 @@ from typing import NoReturn
 
 import torch
 
-from parallax.errors import CutShortError, DataError, printable
+from parallax.errors import DataError, printable
 from parallax.mesh import Mesh
-from parallax.runtime.batch import EndedRows, Rows
+from parallax.runtime.batch import Rows
 
 ENDED = "rows"  # how a run ended whose rows ended
 
 
 class RowsEnd:
-    """One rank's part. ``here``: its source has no more rows; ``everywhere``: no rank's has, as all ranks know."""
+    """One rank's part. After :meth:`fetch` has found no rows, ``everywhere`` says whether no rank has any, as all ranks
+    know."""
 
-    def __init__(self, mesh: Mesh, rows: int, *, can_cut: bool) -> None:
-        self._mesh, self._rows, self._can_cut = mesh, rows, can_cut
+    def __init__(self, mesh: Mesh, rows: int) -> None:
+        self._mesh, self._rows = mesh, rows
         self._mistake = ""
-        self.here = self.everywhere = False
+        self._here = self.everywhere = False
 
-    def fetch(self, get: Callable[[], Rows]) -> Rows:
-        """The next batch of ``get``, or what stands for it where there is none."""
+    def fetch(self, get: Callable[[], Rows]) -> Rows | None:
+        """The next batch of ``get``; None on all ranks where any has none. All ranks call it."""
+        batch = self._fetch(get)
+        ended = self._count(self._here)
+        self.everywhere = ended == self._mesh.plan.world_size
+        return None if ended else batch
+
+    def _fetch(self, get: Callable[[], Rows]) -> Rows | None:
         try:
             return get()
         except (StopIteration, IndexError) as error:
@@ -38,26 +44,19 @@ class RowsEnd:
         except RuntimeError as error:  # what Python makes of a StopIteration within a generator
             if not isinstance(error.__cause__, StopIteration):
                 raise
-        self.here = True
-        return EndedRows(self._rows)
+        self._here = True
+        return None
 
-    def meet(self) -> None:
-        """Raise :class:`CutShortError` on all ranks before a step that could not be given up later."""
-        if not self._can_cut and self._count(self.here):
-            raise CutShortError("the rows have ended")
-
-    def agree(self, step: int) -> Callable[[], None]:
-        """After a step that was given up: learn of all ranks whether their rows have ended. What is to be called when
-        everything is saved: it raises :class:`DataError` where they must not end here."""
-        ended, mistakes = self._count(self.here), self._count(bool(self._mistake))
-        self.everywhere = ended == self._mesh.plan.world_size
-        if not ended or (self.everywhere and not mistakes and step):
-            return lambda: None
-        return lambda: self._refuse(step, mistakes > 0)
+    def refuse(self, step: int) -> None:
+        """Where the rows have ended after ``step`` and everything is saved: raise :class:`DataError` on all ranks if
+        they must not end here."""
+        mistakes = self._count(bool(self._mistake))
+        if not self.everywhere or mistakes or not step:
+            self._refuse(step, mistakes > 0)
 
     def _refuse(self, step: int, mistaken: bool) -> NoReturn:
         done = f"after step {step}, which is saved" if step else "before the first step"
-        found = self._mesh.gather_objects((self.here, self._mistake))
+        found = self._mesh.gather_objects((self._here, self._mistake))
         ranks = [rank for rank, (here, _) in enumerate(found) if here]
         if not self.everywhere:
             raise DataError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallax.errors import NonFiniteError
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
-from parallax.runtime.batch import Rows, TensorRows
+from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
 from parallax.runtime.optim.optimizer import OptimizerConfig

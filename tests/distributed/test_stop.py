@@ -56,7 +56,7 @@ class Full:
 
     def asked(self) -> int:
         self.steps += 1
-        return 28 + self.rank if self.steps == self.after else 0
+        return 28 + self.rank if self.steps == self.after + 1 else 0  # once before the first step
 
     def judged(self) -> str:
         self.saved += 1
@@ -143,11 +143,10 @@ class Asked(Nobody):
     """Asks this rank to end in the midst of its third step, or another."""
 
     def __init__(self, source: Counted, step: int = 3) -> None:
-        self._source, self._step, self._calls = source, step, 0
+        self._source, self._step = source, step
 
     def asked(self) -> int:
-        self._calls += self._source.taken == self._step
-        return 15 if self._calls > 4 else 0
+        return 15 if self._source.taken >= self._step else 0
 
 
 Ended = tuple[list[dict[str, Any]], dict[str, Tensor], list[tuple[int, dict[str, Any]]]]
@@ -177,17 +176,17 @@ def in_parts(folder: Path, every: int, asked: bool) -> Ended:
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_request_in_a_step_ends_all_before_it(pool: Pool, tmp_path: Path, every: int) -> None:
+def test_a_request_in_a_step_ends_all_after_it(pool: Pool, tmp_path: Path, every: int) -> None:
     for name in ("parts", "whole"):
         (tmp_path / name).mkdir()
     parts = pool.run(in_parts, 2, tmp_path / "parts", every, True)
     whole = pool.run(in_parts, 2, tmp_path / "whole", every, False)
     for (summaries, weights, between), (_, others, _) in zip(parts, whole):
         first, second = summaries
-        assert (first["ended"], first["stopped"], first["steps"]) == ("stopped", 15, 2)
+        assert (first["ended"], first["stopped"], first["steps"]) == ("stopped", 15, 3)
         assert (second["ended"], second["steps"]) == ("steps", STEPS)
         step, index = between[-1]
-        assert (step, index["state"]["source"]) == (2, {"taken": 2})
+        assert (step, index["state"]["source"]) == (3, {"taken": 3})
         # It was there, and was not written again without what was known of it.
         assert ("loss" in index["metrics"]) == bool(every)
         assert weights.keys() == others.keys()
@@ -210,4 +209,4 @@ def extended(folder: Path) -> tuple[str, int]:
 
 def test_a_request_in_the_first_step_of_a_start_is_told(pool: Pool, tmp_path: Path) -> None:
     """Who goes by the summary queues the run again."""
-    assert pool.run(extended, 2, tmp_path) == [("stopped", 2)] * 2
+    assert pool.run(extended, 2, tmp_path) == [("stopped", 3)] * 2

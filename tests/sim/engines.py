@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallax.errors import CutShortError, SwapError
+from parallax.errors import SwapError
 from parallax.machine.accelerators import register_accelerator
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
@@ -106,9 +106,8 @@ def train(
     every rank. ``exact``: streamed parameters
     have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: the second step
     is taken twice, again from a checkpoint of the first. ``fails``: after the first step one does, by its "rows", or a
-    full "disk", which may be told in the "gradients" that follow; or the last rank is "asked" to end in several of its
-    actions; or it ends with its "gradients". ``number``: the type of weights and of computing. ``stream``: all is done
-    on a stream of one's own."""
+    full "disk", which may be told in the "gradients" that follow; or it ends with its "gradients". ``number``: the type
+    of weights and of computing. ``stream``: all is done on a stream of one's own."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     precision = PrecisionConfig(parameters=number, compute=number)
@@ -162,8 +161,6 @@ def _steps(
             found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
         if not step and fails == "gradients":
             engine.gradients(batch())
-        elif not step and fails == "asked":
-            _ask_to_end(engine)
         elif not step and (resumed or fails):
             saved = engine.save(folder / "checkpoints", {})
         if not step and fails == "rows":
@@ -192,18 +189,6 @@ def _fail_by_rows(engine: Engine) -> None:
     except ArithmeticError:
         return
     raise AssertionError("broken rows were not asked for")
-
-
-def _ask_to_end(engine: Engine) -> None:
-    """The last rank, in one action of a step after the other."""
-    last = engine.mesh.rank == engine.plan.world_size - 1
-    for action in (0, 2, 5, 7):
-        calls = iter(range(1000))
-        try:
-            engine.step(batch(), lambda: last and next(calls) >= action)  # noqa: B023
-        except CutShortError:
-            continue
-        raise AssertionError("a step that was asked to end was taken")
 
 
 def _fail_on_disk(engine: Engine, following: Callable[[TensorRows], object]) -> None:

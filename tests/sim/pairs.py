@@ -60,15 +60,13 @@ def trains(
     *,
     direct: bool,
     slow: bool = False,
-    fails: str = "",
 ) -> Callable[[int], None]:
-    """As a CPU does; ``slow``: threads wait long for copies, so that what they do comes late. ``fails``: some steps
-    do."""
+    """As a CPU does; ``slow``: threads wait long for copies, so that what they do comes late."""
 
     def run(rank: int) -> None:
         del rank
         C.sync_micros(_SLOW_MICROSECONDS if slow else 0)
-        ran = train("sim", replicas, options, direct=direct, lateness=9, steps=_STEPS, fails=fails)
+        ran = train("sim", replicas, options, direct=direct, lateness=9, steps=_STEPS)
         C.sync_micros(0)
         assert ran.verdict.good, ran.verdict.error or ran.verdict.races[0][0]
         for one, other in zip(ran.losses, on_a_cpu(), strict=True):
@@ -199,9 +197,6 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),
-    "replicas asked": trains(
-        (2,), {"optimizer_offload": 1.0}, direct=False, slow=True, fails="asked"
-    ),
     "replicas below": trains(
         (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
     ),

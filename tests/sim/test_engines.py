@@ -91,25 +91,6 @@ def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
     check(sim_pool, (1,), options, direct=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("direct", STAGED_TOO)
-@pytest.mark.parametrize(
-    ("replicas", "options"),
-    [
-        ((1,), {**BELOW, "directive": "offload"}),
-        ((1, 1), {"directive": "offload", "tier": "disk", "inputs_ahead": True}),
-        ((1, 2), {"optimizer_offload": 1.0, "schedule": "zb-h1"}),
-        ((2, 1), BELOW),
-    ],
-    ids=str,
-)
-def test_a_step_is_given_up(
-    sim_pool: Pool, replicas: tuple[int, ...], options: dict[str, Any], direct: bool
-) -> None:
-    """With transfers and messages under way."""
-    check(sim_pool, replicas, options, direct=direct, fails="asked")
-
-
 @pytest.mark.parametrize(
     "options", [{"optimizer_offload": 1.0}, {"optimizer_offload": 0.5, "tier": "disk"}], ids=str
 )

@@ -35,7 +35,7 @@ class BlockSizes:
             parameter_bytes=sum(counts) * dtype.itemsize,
             frozen_bytes=(sum(counts) - sum(trained)) * dtype.itemsize,
             largest_bytes=max(trained, default=0) * dtype.itemsize,
-            buffer_bytes=2  # as they were before the step, too, in case that it is given up
+            buffer_bytes=2  # as they were before the step, too, in case that it is skipped
             * sum(
                 buffer.numel() * (dtype if buffer.is_floating_point() else buffer.dtype).itemsize
                 for buffer in module.buffers()

@@ -34,12 +34,6 @@ class ReplicasConfig:
         check_positive("replicas.powersgd_rank", self.powersgd_rank)
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
-    @property
-    def needs_whole_steps(self) -> bool:
-        """Whether a step of several replicas cannot end in the middle: they meet in forwards, or keep what a step has
-        lost for the next one."""
-        return self.batchnorm == "sync" or self.compress == "powersgd"
-
     def check_asked(self, plan: PlanConfig) -> None:
         """:meth:`check` of what is asked of the planner, as far as that says what the plan will be."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
@@ -60,7 +54,7 @@ class ReplicasConfig:
             return
         if drops:
             raise PlanError(
-                f"replicas.compress=powersgd adds to each step's gradients what it left out of the last one's, so it "
+                "replicas.compress=powersgd adds to each step's gradients what it left out of the last one's, so it "
                 "cannot run with trainer.nonfinite=skip, which drops some: use replicas.compress=bf16"
             )
         last = -(-plan.global_batch // plan.micro_batches(plan.global_batch))
