@@ -26,8 +26,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallax.nodes.memory_folder import folder_of
-
 GRACE_SECONDS = 5.0  # what is ending already may end; nothing is waited for where nothing is left
 SHARED_MEMORY = Path("/dev/shm")
 # Caches of libraries, filled once, and semaphores, which a process of multiprocessing's own removes in the end.
@@ -43,7 +41,6 @@ _DRIVER = "/dev/nvidia"  # its files are opened whenever a CUDA driver needs ano
 _lasting_processes: set[int] = set()
 _lasting_files: set[tuple[int, str]] = set()
 _lasting_names: set[Path] = set()
-_own: list[Path] = []  # the folders below which this process's tests keep their runs
 
 
 def processes() -> set[int]:
@@ -127,7 +124,7 @@ class Before:
             *(
                 f"file {path}"
                 for path in sorted(names() - self.names - _lasting_names)
-                if _unused(path) and not _is_another_sessions(path)
+                if _unused(path)
             ),
             *(f"environment variable {name}" for name in sorted(self._variables_left())),
         ]
@@ -170,19 +167,10 @@ def _unused(path: Path) -> bool:
     return True
 
 
-def _is_another_sessions(path: Path) -> bool:
-    """Whether it is the memory of a run that no test of this process trains: another worker's, another session's, or
-    one of this user's own. Between two starts of a run no process uses it."""
-    if path.parent != SHARED_MEMORY or not path.name.startswith("parallax-memory-"):
-        return False
-    runs = (token.parent for own in _own for token in own.rglob("memory-token"))
-    return all((found := folder_of(run)) is None or found.path != path for run in runs)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary folder that no other process of this machine writes to, removed with the session."""
-    own = tmp_path_factory.getbasetemp()  # stays where pytest looks for it
+    tmp_path_factory.getbasetemp()  # stays where pytest looks for it
     multiprocessing.util.get_temp_dir()  # its sockets are removed when this process ends,
     resource_tracker.ensure_running()  # and so is what this process of its own watches
     if os.name == "posix" and hasattr(os, "memfd_create"):  # Linux
@@ -196,7 +184,6 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
         )
         patch.setattr(tempfile, "tempdir", folder)
-        _own[:] = [own, Path(folder)]
         yield Path(folder)
 
 

@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from parallax.nodes.memory_folder import folder_of, token_of
-from tests import leaks
 from tests.distributed.pool import ROOT
 
 CONFTEST = """
@@ -98,22 +94,3 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         assert what in found.pop(f"test_{name}", ""), done.stdout
     assert found == {}, done.stdout
     assert "11 passed, 9 errors" in done.stdout
-
-
-@pytest.mark.parametrize("whose", ["this worker's", "another worker's", "the user's own"])
-def test_memory_of_other_runs_is_not_left_behind(
-    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "shm"
-    monkeypatch.setattr(leaks, "SHARED_MEMORY", shared)
-    monkeypatch.setattr(leaks, "_own", [tmp_path / "this worker's"])
-    shared.mkdir()
-    before = leaks.Before.now()
-    (run := tmp_path / whose / "test" / "run").mkdir(parents=True)
-    token_of(run)
-    memory = folder_of(run)
-    assert memory is not None
-    (left := shared / memory.path.name).mkdir()
-    memory.path = left
-    monkeypatch.setattr(leaks, "folder_of", lambda each: memory)
-    assert any(str(left) in each for each in before.left()) == (whose == "this worker's")

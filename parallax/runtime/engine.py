@@ -336,10 +336,10 @@ class Engine:
             )
         return found
 
-    def checkpoints(self, *directories: Path) -> tuple[list[Path], list[str]]:
-        """What :meth:`load` can continue from below ``directories``, the best last, and what is to be said of others
+    def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
+        """What :meth:`load` can continue from below ``directory``, the best last, and what is to be said of others
         that are there. What interrupted saves have left is removed."""
-        return self.saving.usable(*directories)
+        return self.saving.usable(directory)
 
     def save(
         self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY

@@ -30,7 +30,6 @@ from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
 from parallax.runtime.checkpoint.writing import WRITER, contents_of
 from parallax.runtime.parts.fence import Fence
-from parallax.runtime.parts.spreading import spread
 
 
 class SaveProgress(IntEnum):
@@ -48,7 +47,6 @@ class SaveProgress(IntEnum):
 class SaveInProgress:
     """One save. ``fence``: whether this start may still save there; ``told``: what is known of it before it is written,
     the same on all ranks; ``part``: what this rank writes, on its ``thread``, which ends soon after ``cancel``.
-    ``spreads``: each site gets the part of the one before it, too.
     """
 
     directory: Path
@@ -60,7 +58,6 @@ class SaveInProgress:
     thread: ThreadPoolExecutor
     part: Future[WrittenParts]
     cancel: Callable[[], None]
-    spreads: bool = False
     naming: Future[None] | None = None
 
     @property
@@ -175,8 +172,6 @@ class PendingSaves:
         """All parts are written, or are waited for: begin to write the index."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
-        if save.spreads:
-            self._or_nothing(lambda: spread(save.partial, save.sites))
         index = from_first(lambda: {**save.told, **self._contents(save, parts)})
         if save.sites.leads:
             save.naming = save.thread.submit(save.give_name, index)

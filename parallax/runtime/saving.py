@@ -62,70 +62,42 @@ class Saving:
         self._said = not chain.left_out or mesh.rank > 0
         self._sites: dict[Path, Sites] = {}
         self._above: dict[Path, Path] = {}  # what each lay in when it was used first
-        self._apart: set[Path] = set()
         self._fence: Fence | None = None
         # Where one memory is both, copies are no more the device's than those of an accelerator's are.
         arena = ApartArena if mesh.device.type == "cpu" else copies.arena
         self._memory = SnapshotMemory(arena, snapshot_room(plan, mesh))
-        self.pending, self._copies = PendingSaves(mesh), PendingSaves(mesh)
+        self.pending = PendingSaves(mesh)
 
-    def usable(self, *directories: Path) -> tuple[list[Path], list[str]]:
-        """Checkpoints below ``directories`` of which the nodes have all parts, the best to go on from last, and what is
+    def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
+        """Checkpoints below ``directory`` of which the nodes have all parts, the best to go on from last, and what is
         to be said of others; what interrupted saves have left is removed. Of two starts of a run the later one counts.
         Raises :class:`CheckpointError` where there are checkpoints and none is whole."""
-        fence = self._fence_of(directories)
-        found: list[tuple[float, str, Path]] = []
-        told: list[str] = []
-        missing: list[str] = []
-        for directory in directories:
-            sites = self._sites_of(directory)
+        fence, sites = self._fence_of(directory), self._sites_of(directory)
 
-            def clean(directory: Path = directory) -> None:
-                fence.hold(directory)
-                if directory.is_dir():
-                    checkpoint.remove_partial(directory)
+        def clean() -> None:
+            fence.hold(directory)
+            if directory.is_dir():
+                checkpoint.remove_partial(directory)
 
-            from_all(clean if sites.leads else lambda: None)
-            whole, others = whole_checkpoints(directory, sites, self._mesh.nodes)
-            found += [(each.started, each.name, directory / each.name) for each in whole]
-            told += others
-            if directory not in self._apart:  # what hosts had in memory is gone for good
-                missing = missing or others
-        if missing and not found:
+        from_all(clean if sites.leads else lambda: None)
+        whole, others = whole_checkpoints(directory, sites, self._mesh.nodes)
+        if others and not whole:
             raise CheckpointError(
-                f"{missing[-1]} (no other checkpoint is whole; another name=NAME starts anew)"
+                f"{others[-1]} (no other checkpoint is whole; another name=NAME starts anew)"
             )
-        return [path for _, _, path in sorted(found, key=lambda each: each[:2])], told
+        best_last = sorted(whole, key=lambda each: (each.started, each.name))
+        return [directory / each.name for each in best_last], others
 
-    def begin_start(self, *directories: Path) -> None:
-        """What this start of the run saves is later than whatever is in ``directories``."""
-        self._fence_of(directories)
+    def begin_start(self, directory: Path) -> None:
+        """What this start of the run saves is later than whatever is in ``directory``."""
+        self._fence_of(directory)
 
-    def _fence_of(self, directories: Sequence[Path]) -> Fence:
+    def _fence_of(self, directory: Path) -> Fence:
         """This start's, which is made once."""
         if self._fence is None:
-            made = from_all(lambda: Fence.new(directories))
+            made = from_all(lambda: Fence.new(directory))
             self._fence = max(made, key=lambda each: each.started)
         return self._fence
-
-    def keep_apart(self, directory: Path) -> None:
-        """``directory``, which ranks of other hosts may call otherwise, is in the memory of this rank's host: what is
-        saved there is sent to the next host, too."""
-        hosts = self._mesh.nodes.hosts
-        self._sites[directory] = Sites(self._mesh.rank, tuple(map(hosts.index, hosts)))
-        self._apart.add(directory)
-
-    @property
-    def part_bytes(self) -> int:
-        """What this rank saves, about."""
-        mine = {n: t for n, t in self._stage.named_tensors().items() if n not in self._later}
-        return self._expected_bytes(mine.values()) if self._mesh.replica == 0 else 0
-
-    def copy(self, directory: Path, step: int, told: dict[str, Any]) -> None:
-        """A checkpoint that is waited for, in place of all others below ``directory``, whatever else is being
-        written."""
-        self._begin(self._copies, directory, step, told, Retention(keep_last=1))
-        self._copies.finish()
 
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
         """Of the checkpoints below ``directory`` stay those that ``retention`` says after that of ``step``, the last
@@ -150,20 +122,10 @@ class Saving:
         """As :meth:`save`, but only what is copied is waited for: :attr:`pending` goes on with it. A save that is under
         way is finished first."""
         self.pending.finish()
-        self._begin(self.pending, directory, step, told, retention)
-
-    def _begin(
-        self,
-        pending: PendingSaves,
-        directory: Path,
-        step: int,
-        told: dict[str, Any],
-        retention: Retention,
-    ) -> None:
         self._say_what_is_left_out()
         kept = told | {"state": json.loads(checkpoint.state_text(told["state"]))}  # as it is now
         partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
-        fence = self._fence_of((directory,))
+        fence = self._fence_of(directory)
 
         def begin() -> None:
             fence.hold(directory)
@@ -182,13 +144,12 @@ class Saving:
             if sites.leads:
                 checkpoint.remove_partial(directory)
             raise
-        pending.begin(
+        self.pending.begin(
             SaveInProgress(
                 directory=directory,
                 step=step,
                 sites=sites,
                 fence=fence,
-                spreads=directory in self._apart,
                 told=self._known(step, fence, marks) | kept,
                 retention=retention,
                 thread=thread,
@@ -228,7 +189,6 @@ class Saving:
     def close(self) -> None:
         """Let go of memory. A save that nobody finished is left as an interrupted one."""
         self.pending.abandon()
-        self._copies.abandon()
         self._memory.close()
 
     def _sites_of(self, directory: Path) -> Sites:

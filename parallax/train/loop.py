@@ -34,7 +34,6 @@ from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import RunRecord
 from parallax.train.rows_end import ENDED, RowsEnd
-from parallax.train.saving.memory_copies import Copies, NoCopies, open_copies
 from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
 from parallax.train.voice import Voice, open_voice
@@ -193,7 +192,6 @@ class _Run:
         keep = trainer.keep_checkpoints
         self._saves = Saves(engine, checkpoints, checkpoint, keep, onlooker)
         self._refused: list[str] = []
-        self._copies: Copies = NoCopies()
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
         self._nodes = NodeRecords(engine.mesh, directory)
@@ -206,10 +204,6 @@ class _Run:
         """The whole training."""
         phase = self._onlooker.phase
         with phase("loading a checkpoint"):
-            resumes = self._trainer.resume == "auto"
-            self._copies = open_copies(
-                self._engine, self._directory, self._checkpoint, self._onlooker, resumes=resumes
-            )
             resumed = self._resume()
         self._record.begin(self._engine.completed_steps)
         total = self._trainer.steps
@@ -277,7 +271,6 @@ class _Run:
 
     def _end(self) -> dict[str, Any]:
         self._onlooker.served()
-        self._copies.close()
         # Before the ranks meet: where there is a summary, there is this.
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)
@@ -302,11 +295,10 @@ class _Run:
 
     def _resume(self) -> Path | None:
         """Load the last good checkpoint of the run directory; the one loaded."""
-        folders = (self._checkpoints, *self._copies.folders)
         if self._trainer.resume != "auto":
-            self._engine.saving.begin_start(*folders)
+            self._engine.saving.begin_start(self._checkpoints)
             return None
-        found, self._refused = self._engine.checkpoints(*folders)
+        found, self._refused = self._engine.checkpoints(self._checkpoints)
         first: CheckpointError | None = None
         for path in reversed(found):
             try:
@@ -334,13 +326,11 @@ class _Run:
             swap.limit_bytes,
             self._unwritten.has_news,
             *self._saves.numbers(),
-            *self._copies.numbers(),
             *self._checkup.numbers(),
             *self._stopping.numbers(),
         )
         columns = self._of_all(mine)
-        peaks, stalls, transfers, out, back, limits, news, saved, waits, copies, *numbers = columns
-        self._copies.agree(copies)
+        peaks, stalls, transfers, out, back, limits, news, saved, waits, *numbers = columns
         said = self._checkup.agree(numbers[: Checkup.columns], saving=any(saved))
         self._stopping.agree(numbers[Checkup.columns :])
         if any(news):
@@ -387,8 +377,6 @@ class _Run:
     def _evaluate_and_save(self, voice: Voice, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
-        if not (last or self._stopping.at_once):  # what follows is on a disk
-            self._copies.keep(voice, self._state)
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):

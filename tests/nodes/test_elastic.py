@@ -70,11 +70,6 @@ def losses(host: Host) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in found if "loss" in each}
 
 
-def memory_folders(host: str) -> set[Path]:
-    """Those of this machine that belong to ``host``."""
-    return {*Path("/dev/shm").glob(f"parallax-memory-*{host}")}
-
-
 def restarts(host: Host) -> int:
     return output(host).count("continuing after step")
 
@@ -173,29 +168,6 @@ def test_too_few_devices_end_the_run_with_what_is_missing(
     process = hosts.started[0]
     assert process.wait(SOON) == 2
     assert "plan.stages=2 with 1 device(s)" in said(hosts.a)[-1]
-
-
-def test_a_lost_host_takes_one_step_with_it_where_memory_has_copies(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
-    """Hosts that share nothing, and no checkpoint on any disk; the one that comes back has nothing either."""
-    line = (*SETTINGS, STEP, "trainer.checkpoint_every=0", "checkpoint.memory=true")
-    before = memory_folders("node-*")
-    begin(hosts, line)
-    reached = max(losses(hosts.a))
-    hosts.b.kill()
-    for left in memory_folders("node-b*") - before:
-        shutil.rmtree(left)
-    shutil.rmtree(hosts.b.folder / "runs")
-    wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
-    (begun,) = re.findall(r"continuing after step (\d+) from", output(hosts.a))
-    assert int(begun) >= reached - 1
-    hosts.start(1, line, nodes="1:2", on=[hosts.b])
-    wait_for(lambda: restarts(hosts.a) == 2, hosts, SOON)
-    reaches(hosts, max(losses(hosts.a)) + 3)
-    assert (hosts.b.folder / "runs/both/plan.yaml").is_file()
-    ends_well(hosts, tmp_path / "alone")
-    assert memory_folders("node-*") <= before
 
 
 def test_an_unfit_host_is_refused_and_the_others_go_on(

@@ -22,9 +22,7 @@ from types import FrameType
 from parallax.common.files import temporary_folder
 from parallax.common.signals import REQUESTS, Requests, Stopped, exit_code, stopped_by
 from parallax.errors import ConfigError, printable
-from parallax.nodes.memory_folder import folder_of, sweep_memory
 from parallax.run.processes.forkserver import ForkServer, ServerLost
-from parallax.run.processes.rescue import rescue
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.run.sweep.points import is_complete, summary_of
 from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
@@ -38,7 +36,7 @@ _BY_REQUEST = {-number for number in REQUESTS} | {exit_code(number) for number i
 @dataclass(frozen=True)
 class Agent:
     """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, at most ``max_restarts`` times again from
-    the newest checkpoint in ``checkpoints``, or from copies in memory. They find ``libraries`` imported."""
+    the newest checkpoint in ``checkpoints``. They find ``libraries`` imported."""
 
     name: str
     directory: Path
@@ -53,15 +51,6 @@ class Agent:
 
         The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
         """
-        own = folder_of(self.directory)
-        sweep_memory(mine=None if own is None else own.path)
-        try:
-            return self._watched(told, relay)
-        finally:
-            if not relay.impatient and (said := rescue(self.directory, self.checkpoints)):
-                print(printable(said))
-
-    def _watched(self, told: Mapping[str, str], relay: Relay) -> int:
         begun = time.time()
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from parallax.common.signals import REQUESTS
 from parallax.errors import UserError
-from parallax.nodes.memory_folder import has_copies
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.repeats import METRICS, last_step
@@ -106,11 +105,10 @@ def _ended(code: int) -> str:
 
 
 class Restarts:
-    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``, or from
-    copies in memory, where it has such."""
+    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``."""
 
     def __init__(self, limit: int, directory: Path, checkpoints: Path) -> None:
-        self.limit, self._left, self._directory = limit, limit, directory
+        self.limit, self._left = limit, limit
         self._metrics, self._checkpoints = directory / METRICS, checkpoints
         self._before: Failure | None = None
         self._step, self._times = -1, 0
@@ -139,15 +137,10 @@ class Restarts:
     def next(self) -> str:
         """Count one more; from where it goes on, and how many are left then."""
         self._left -= 1
-        return f"starting again from {self._where()} ({self._left} of {self.limit} restarts left)"
-
-    def _again(self) -> str:
-        saved = list_checkpoints(self._checkpoints) or has_copies(self._directory)
-        return f"run again to {'continue from the last checkpoint' if saved else _ANEW}"
-
-    def _where(self) -> str:
-        """What is known of that here: of copies the ranks alone know whether they are whole."""
         found = list_checkpoints(self._checkpoints)
         where = found[-1].name if found else "the beginning: there is no checkpoint yet"
-        copies = has_copies(self._directory)
-        return f"the newest copy in memory, or else {where}" if copies else where
+        return f"starting again from {where} ({self._left} of {self.limit} restarts left)"
+
+    def _again(self) -> str:
+        saved = list_checkpoints(self._checkpoints)
+        return f"run again to {'continue from the last checkpoint' if saved else _ANEW}"

@@ -30,7 +30,7 @@ from parallax.runtime.checkpoint.folder import (
     remove_partial,
     step_of,
 )
-from parallax.runtime.checkpoint.reading import CheckpointReader, lateness, read_metrics
+from parallax.runtime.checkpoint.reading import CheckpointReader, read_metrics
 from parallax.runtime.checkpoint.retention import ALL_STAY, Retention, remove
 from parallax.runtime.checkpoint.snapshot import SnapshotMemory
 from parallax.runtime.checkpoint.writing import PART_BYTES, PartWriter, WrittenParts, write_parts
@@ -50,7 +50,6 @@ __all__ = [
     "digest",
     "finish",
     "give_name",
-    "lateness",
     "list_checkpoints",
     "mark",
     "partial_folder",

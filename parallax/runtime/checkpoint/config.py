@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallax.errors import ConfigError, check_choice, check_positive, printable
+from parallax.errors import check_choice, check_positive
 from parallax.runtime.checkpoint.retention import Retention
 
 CHECKPOINTS = "checkpoints"  # the folder of a run directory
@@ -22,10 +22,7 @@ class CheckpointConfig:
     is waited for. ``keep_every``: of every so many steps the checkpoint stays for ever, whatever
     ``trainer.keep_checkpoints`` says; 0 is none. ``best``: so many stay besides that are the best by ``metric``,
     validation_loss (then each checkpoint has an evaluation) or loss (of the step), whose ``direction`` is lowest or
-    highest. ``memory``: after every so many steps (true: every step) the state is also copied into this host's memory
-    and that of the next host, so that a rank or a host that is lost takes no more steps with it than these; the copies
-    outlive the processes, and go at the end of the run. auto: as often as takes one hundredth of the time, after some
-    seconds, where the host's memory has room for as much again.
+    highest.
     """
 
     directory: str = "auto"
@@ -34,17 +31,10 @@ class CheckpointConfig:
     best: int = 0
     metric: str = "validation_loss"
     direction: str = "lowest"
-    memory: bool | int | str = "auto"
 
     def __post_init__(self) -> None:
         check_positive("checkpoint.keep_every", self.keep_every, zero=True)
         check_positive("checkpoint.best", self.best, zero=True)
-        if self.memory != "auto":
-            if isinstance(self.memory, str):
-                raise ConfigError(
-                    f"checkpoint.memory={printable(self.memory)}: accepted are auto, true, false or a whole number"
-                )
-            check_positive("checkpoint.memory", int(self.memory), zero=True)
         check_choice("checkpoint.metric", self.metric, list(METRICS))
         check_choice("checkpoint.direction", self.direction, ["lowest", "highest"])
 

@@ -208,15 +208,6 @@ def read_metrics(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def lateness(directory: Path) -> tuple[float, str]:
-    """What orders checkpoints of a run: of two starts of it the later one counts, then the step. One that cannot be
-    read is the earliest."""
-    try:
-        return float(_read_index(directory).get("started", 0.0)), directory.name
-    except (CheckpointError, ValueError, TypeError):
-        return -1.0, ""
-
-
 def _read_index(directory: Path) -> dict[str, Any]:
     path = directory / INDEX
     with _as_damage(path):

@@ -11,7 +11,6 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from parallax.common.documents import SMALL_BYTES, read_json
@@ -29,10 +28,9 @@ class Fence:
         self._word, self.started = word, started
 
     @classmethod
-    def new(cls, directories: Iterable[Path]) -> Fence:
-        """Of a start now, later than all others that left a word in one of ``directories``."""
-        before = max((_time_of(_read(each)) for each in directories), default=0.0)
-        return cls(secrets.token_hex(16), max(time.time(), before + 1.0))
+    def new(cls, directory: Path) -> Fence:
+        """Of a start now, later than the one that left its word in ``directory``."""
+        return cls(secrets.token_hex(16), max(time.time(), _time_of(_read(directory)) + 1.0))
 
     def hold(self, directory: Path) -> None:
         """Leave this start's word in ``directory``, if that is there. Raises :class:`LaterStartError` where a later

@@ -18,7 +18,6 @@ from parallax.errors import (
     SwapError,
     TransportError,
 )
-from parallax.nodes.memory_folder import token_of
 from parallax.run.processes.restarts import Failure, Restarts
 from parallax.runtime.failure.exit_report import failure_of
 from parallax.runtime.failure.report import FailureKind, FailureReport
@@ -110,13 +109,3 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert Failure.of({0: 3}, None).report.text == "rank 0 ended with exit code 3"
     assert Failure.of({0: -signal.SIGSEGV}, None).report.text == "rank 0 was killed by SIGSEGV"
     assert "starts the ranks was killed by SIGKILL" in Failure.of_server(-9, None).report.text
-
-
-def test_copies_in_memory_come_first(tmp_path: Path) -> None:
-    """No checkpoint on a disk does not mean that the run begins anew."""
-    token_of(tmp_path)
-    ours = Restarts(2, tmp_path, tmp_path / "checkpoints")
-    assert ours.next() == (
-        "starting again from the newest copy in memory, or else the beginning: there is no checkpoint yet "
-        "(1 of 2 restarts left)"
-    )
