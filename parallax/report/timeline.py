@@ -17,7 +17,6 @@ COLOURS = {
     "send": "#e3d5f0",
     "reduce": "#d16ba5",
     "update": "#4d4d4d",
-    "offload": "#f7d08a",
     "fetch": "#e8a33d",
 }
 # Above what overlaps them: transfers, at 3.

@@ -14,7 +14,7 @@ from parallax.common.events import Span
 
 TRACKS = ("compute", "send", "swap")
 # Everything else computes.
-_TRACK_OF = {"send": 1, "receive": 1, "reduce": 1, "offload": 2, "fetch": 2}
+_TRACK_OF = {"send": 1, "receive": 1, "reduce": 1, "fetch": 2}
 _MICROSECONDS = 1e6
 
 

@@ -205,11 +205,6 @@ class Executor:
             self._crossings.send(action, self._outgoing.pop(key, ()))
         return 0.0
 
-    def _offload(self, action: Action, step: StepContext) -> float:
-        """Opens a micro-batch for the swap manager, which learns its name with the first saved tensor."""
-        del action, step
-        return 0.0
-
     def _fetch(self, action: Action, step: StepContext) -> float:
         if self._swap is not None:
             self._swap[0].fetch(self._name(action, step))
@@ -371,7 +366,6 @@ _DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {
     Kind.RECEIVE_GRADIENT: Executor._receive,
     Kind.SEND_ACTIVATION: Executor._send,
     Kind.SEND_GRADIENT: Executor._send,
-    Kind.OFFLOAD: Executor._offload,
     Kind.FETCH: Executor._fetch,
     Kind.FORWARD: Executor._forward,
     Kind.BACKWARD: Executor._backward,

@@ -6,7 +6,7 @@ schedule.py            a schedule as one object, and how one is found by its nam
 gpipe.py, one_forward.py, zero_bubble.py, zero_bubble_v.py    the families, each with its timelines drawn
 built_in.py            which of them there are: a new one is registered here
 own.py                 schedules of the user's own
-lists.py               an order with sends, receives, offloads and fetches around it
+lists.py               an order with sends, receives and fetches around it
 """
 
 from parallax.plan.schedule.action import Action, Kind

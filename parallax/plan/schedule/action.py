@@ -8,10 +8,9 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What an action does; ``offload`` opens a micro-batch whose saved activations may leave the device,
-    ``fetch`` begins to bring them back, ``reduce`` ends the replicas' gradient synchronisation. Where a schedule has
-    ``backward_weight``, that half computes the gradients of the parameters and ``backward`` only that of the input;
-    elsewhere ``backward`` is all of it."""
+    """What an action does; ``fetch`` begins to bring back offloaded activations of a micro-batch, ``reduce`` ends the
+    replicas' gradient synchronisation. Where a schedule has ``backward_weight``, that half computes the gradients of
+    the parameters and ``backward`` only that of the input; elsewhere ``backward`` is all of it."""
 
     # An enumeration's own is written in Python, and actions are looked up by kind all the time.
     __hash__ = str.__hash__
@@ -20,7 +19,6 @@ class Kind(StrEnum):
     RECEIVE_GRADIENT = "receive_gradient"
     SEND_ACTIVATION = "send_activation"
     SEND_GRADIENT = "send_gradient"
-    OFFLOAD = "offload"
     FETCH = "fetch"
     FORWARD = "forward"
     BACKWARD = "backward"

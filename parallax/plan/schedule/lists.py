@@ -1,6 +1,6 @@
 """The flat list of actions that every rank of a position executes.
 
-A schedule only decides the order of forwards and backwards; sends, receives, offloads and fetches are put around them
+A schedule only decides the order of forwards and backwards; sends, receives and fetches are put around them
 here, the same way for every schedule. The simulator runs the list on predicted costs, the executor on tensors.
 """
 
@@ -22,18 +22,18 @@ def actions(
     """The whole list of one training step for the ranks of ``position``; its reduce and update are those of all its
     stages.
 
-    With ``offload`` each forward is preceded by OFFLOAD, and each backward by a FETCH that stands right after the
-    compute action before it, so that reading overlaps with sending and with the wait for the gradient::
+    With ``offload`` each backward is preceded by a FETCH that stands right after the compute action before it, so that
+    reading overlaps with sending and with the wait for the gradient::
 
         1f1b, last but one of several stages, offloading
-        O0 F0 S0 | R1 O1 F1 S1 L0 | R B0 S | O2 F2 S2 L1 | R B1 S | ...
+        F0 S0 | R1 F1 S1 L0 | R B0 S | F2 S2 L1 | R B1 S | ...
     """
     listed = schedule.compute_order(positions, position, micro_batches, interleave=interleave)
     following: list[Action | None] = [*listed[1:], None]
     cuts = _Cuts(schedule, positions, interleave)
     result: list[Action] = []
     for action, after in zip(listed, following):
-        result += cuts.around(action, offload=offload)
+        result += cuts.around(action)
         if offload and after is not None and after.kind is Kind.BACKWARD:
             result.append(Action(Kind.FETCH, after.stage, after.micro))
     return [*result, Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
@@ -58,7 +58,7 @@ def evaluation_actions(
     listed = schedule.compute_order(positions, position, micro_batches, interleave=interleave)
     cuts = _Cuts(schedule, positions, interleave)
     forwards = [action for action in listed if action.kind is Kind.FORWARD]
-    return [step for action in forwards for step in cuts.around(action, offload=False)]
+    return [step for action in forwards for step in cuts.around(action)]
 
 
 class _Cuts:
@@ -68,15 +68,14 @@ class _Cuts:
         last = positions * interleave - 1
         self._crossed = {cut for cut in range(last) if not schedule.hands_over(cut, positions)}
 
-    def around(self, action: Action, *, offload: bool) -> list[Action]:
+    def around(self, action: Action) -> list[Action]:
         """An action between what it receives and what it sends."""
         stage, micro = action.stage, action.micro
         from_below, from_above = stage - 1 in self._crossed, stage in self._crossed
         if action.kind is Kind.FORWARD:
             before = [Action(Kind.RECEIVE_ACTIVATION, stage, micro)] if from_below else []
-            opened = [Action(Kind.OFFLOAD, stage, micro)] if offload else []
             after = [Action(Kind.SEND_ACTIVATION, stage, micro)] if from_above else []
-            return [*before, *opened, action, *after]
+            return [*before, action, *after]
         if action.kind is Kind.BACKWARD_WEIGHT:
             return [action]
         before = [Action(Kind.RECEIVE_GRADIENT, stage, micro)] if from_above else []

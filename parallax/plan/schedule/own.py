@@ -24,7 +24,7 @@ def register_schedule(name: str, listing: Listing) -> None:
 
     ``listing(positions, position, micro_batches)`` returns the forwards and backwards of one position in order, as
     ``Action(Kind.FORWARD, position, micro)``: each of ``micro_batches`` goes forward once and then backward once, and
-    if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives, offloads and fetches are put around
+    if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives and fetches are put around
     them as for any schedule, and every plan is simulated before it runs, which proves its peak bytes.
 
     Raises :class:`PlanError` where the name is taken, an action is missing or there twice, or ranks would wait for each

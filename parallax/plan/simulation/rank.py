@@ -193,8 +193,6 @@ class Rank:
                     waited = simulator.now - start
                 case Kind.UPDATE:
                     yield from self._update()
-                case Kind.OFFLOAD:
-                    pass
             waited += self._swapping.stalled - stalled
             self._book(action, simulator.now - start - gathering, waited)
             self._seconds["reduce"] += gathering

@@ -16,7 +16,7 @@ from parallax.common.signals import exit_code, stopped_by
 from parallax.errors import printable
 from parallax.plan.schedule import Action, Kind
 
-ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OFFLOAD, Kind.FETCH})
+ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.FETCH})
 """Actions in which a rank waits for no other rank."""
 
 _BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: what is loaded may keep Python's lock

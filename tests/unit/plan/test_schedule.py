@@ -129,9 +129,7 @@ def test_what_surrounds_compute(
         ]
         for before, action in zip([None, *compute], compute):
             place = listed.index(action)
-            if action.kind is Kind.FORWARD:
-                assert listed[place - 1] == Action(Kind.OFFLOAD, action.stage, action.micro)
-            elif action.kind is Kind.BACKWARD:
+            if action.kind is Kind.BACKWARD:
                 fetch = listed.index(Action(Kind.FETCH, action.stage, action.micro))
                 assert before is not None
                 assert listed.index(before) < fetch < place
@@ -139,7 +137,7 @@ def test_what_surrounds_compute(
                 # Reading overlaps with the wait only.
                 assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)
         assert len([a for a in listed if a.kind is Kind.FETCH]) == micro * interleave
-        plain = [a for a in listed if a.kind not in (Kind.OFFLOAD, Kind.FETCH)]
+        plain = [a for a in listed if a.kind is not Kind.FETCH]
         assert plain == actions(schedule, count, position, micro, interleave=interleave)
 
 
