@@ -165,7 +165,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are the user's, said as all others are."""
 
     def error(self, message: str) -> NoReturn:
-        """One line."""
         raise ConfigError(f"{printable(message)}; `{self.prog} --help` shows what is accepted")
 
 

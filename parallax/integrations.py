@@ -30,7 +30,6 @@ class Training:
         self.swapping = swap(model, self._limit, optimizer=given, **self._options).__enter__()
 
     def end(self) -> None:
-        """Leave, if inside."""
         if self.swapping is not None and self.swapping.open:
             self.swapping.__exit__(None, None, None)
 

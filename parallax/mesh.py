@@ -167,7 +167,6 @@ class Mesh:
         return values
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         if self.world is not None:
             dist.barrier(group=self.world)
 

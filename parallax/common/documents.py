@@ -120,7 +120,6 @@ class _Loader(yaml.SafeLoader):
     """YAML as data, in which a key that is there twice is a mistake: one of its values would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A dictionary."""
         found = super().construct_mapping(node, deep=deep)
         if len(found) < len(node.value):
             keys = [key.value for key, _ in node.value]

@@ -205,7 +205,6 @@ class AppendedFile:
             raise
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._handle)
 
 

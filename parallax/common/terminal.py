@@ -72,9 +72,7 @@ class SafeFormatter(logging.Formatter):
     """Log records, escaped: one line each, but for the traceback of an exception."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # as logging calls it
-        """The line."""
         return printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
         return lines(super().format(record))

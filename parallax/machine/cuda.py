@@ -48,7 +48,6 @@ class Cuda(Accelerator):
         return edge_bytes(int(self._channels[_MOST_EDGE_CHANNELS]))
 
     def usual_context_bytes(self, name: str) -> int:
-        """By kind."""
         return usual_context(name)
 
     @property
@@ -89,7 +88,6 @@ class Cuda(Accelerator):
         )
 
     def hold(self, seconds: float) -> None:
-        """A kernel that spins."""
         if seconds:
             torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
 

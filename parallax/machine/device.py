@@ -44,7 +44,6 @@ class DoneEvent:
     """Everything has already happened."""
 
     def done(self) -> bool:
-        """Always."""
         return True
 
     def wait_host(self) -> None:
@@ -65,7 +64,6 @@ class TimedEvent(DoneEvent):
         self._seconds = seconds
 
     def seconds(self) -> float:
-        """What it took."""
         return self._seconds
 
 
@@ -112,7 +110,6 @@ class StreamEvent:
         return self._event.query()
 
     def wait_host(self) -> None:
-        """Block this thread."""
         self._event.synchronize()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
@@ -121,7 +118,6 @@ class StreamEvent:
         stream.wait_event(self._event)
 
     def seconds(self) -> float:
-        """No copy ends here."""
         return 0.0
 
 
@@ -150,7 +146,6 @@ class CopyEvent:
         return True
 
     def wait_host(self) -> None:
-        """Block this thread."""
         if self._pairs:
             self._end.synchronize()
             self._give_back()
@@ -162,7 +157,6 @@ class CopyEvent:
             self._stalls.wait(waiting, self._end)
 
     def seconds(self) -> float:
-        """The device's own measure."""
         return self._seconds if self.done() else 0.0
 
     def _give_back(self) -> None:
@@ -197,11 +191,9 @@ class NoBounce:
         self._piece = piece_bytes
 
     def down(self, data: Tensor, _ready: Event) -> Iterator[Tensor]:
-        """Views."""
         return iter(data.split(self._piece))
 
     def up(self, target: Tensor, _ready: Event) -> Iterator[Tensor]:
-        """Views."""
         return iter(target.split(self._piece))
 
     def close(self) -> None:
@@ -256,7 +248,6 @@ class BounceRing:
             self._free.put(buffer)
 
     def close(self) -> None:
-        """Unpin."""
         while not self._free.empty():
             self._free.get()
         self._arena.close()
@@ -297,26 +288,21 @@ class CpuCopies:
     """Host to host: finished on return."""
 
     def arena(self, count: int) -> Arena:
-        """Plain memory."""
         return PlainArena(count)
 
     def bounce(self, _buffers: int, piece_bytes: int) -> Bounce:
-        """None is needed."""
         return NoBounce(piece_bytes)
 
     def mark(self) -> Event:
-        """Nothing is under way."""
         return DoneEvent()
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """An ordinary copy."""
         del after  # by its nature
         start = time.perf_counter()
         target.copy_(source)
         return TimedEvent(time.perf_counter() - start)
 
     def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """There is none."""
         return contextlib.nullcontext
 
     def adopt(self) -> None:
@@ -326,11 +312,9 @@ class CpuCopies:
         """Nothing runs behind this thread's back."""
 
     def take_stalls(self) -> Stalls:
-        """There is no stream."""
         return []
 
     def beside(self) -> CopyEngine:
-        """There is no queue."""
         return self
 
 
@@ -354,11 +338,9 @@ class StreamCopies:
         self._pool: list[Pair] = []
 
     def arena(self, count: int) -> Arena:
-        """Pinned memory."""
         return self._accelerator.arena(self._device, count, self._remedy)
 
     def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
-        """Pinned buffers."""
         return BounceRing(self, self._device, buffers, piece_bytes)
 
     def mark(self) -> Event:

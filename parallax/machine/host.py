@@ -238,7 +238,6 @@ class MemoryBound:
         self.line_bytes = _freed.line_bytes()
 
     def begin_high_water(self) -> None:
-        """The kernel's begins anew."""
         self._high_water = peak_resident_bytes()
 
     def see(self, now: int) -> None:

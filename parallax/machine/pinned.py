@@ -46,7 +46,6 @@ class PlainArena:
         self.data, self.allocated_bytes = torch.empty(count, dtype=torch.uint8), count
 
     def close(self) -> None:
-        """Let go."""
         self.data = torch.empty(0, dtype=torch.uint8)
 
 

@@ -168,7 +168,6 @@ class _Way:
         self._group = group
 
     def close(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
 

@@ -49,7 +49,6 @@ class Inputs:
             )
 
     def save(self, path: Path) -> None:
-        """Write the file."""
         data = {
             "version": VERSION,
             "cluster": _cluster_data(self.cluster),

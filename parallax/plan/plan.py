@@ -275,12 +275,10 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all positions."""
         return sum(stage.replicas for stage in self.stages[: self.positions])
 
     @property
     def blocks(self) -> int:
-        """Blocks of the model."""
         return self.stages[-1].stop
 
     def micro_batches(self, rows: int) -> int:
@@ -401,7 +399,6 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        """Read a plan file."""
         try:
             text = read_text(path, _MOST_BYTES)
             check_flat(text, _LOADER)

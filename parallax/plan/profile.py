@@ -282,7 +282,6 @@ class ModelProfile:
 
     @classmethod
     def load(cls, path: Path) -> ModelProfile:
-        """Read a profile file."""
         try:
             text = read_text(path, DOCUMENT_BYTES)
         except (OSError, ValueError) as error:

@@ -43,7 +43,6 @@ class SwapRecord:
         self._steps = 0
 
     def add(self, statistics: SwapStatistics) -> None:
-        """One more step."""
         for name in _SUMMED:
             setattr(self._total, name, getattr(self._total, name) + getattr(statistics, name))
         for name in _LARGEST:

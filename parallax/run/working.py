@@ -46,7 +46,6 @@ class LongWork:
         self._show = show
 
     def __call__(self, text: str) -> None:
-        """Say it, too."""
         self.phase = (text,)
         self._show(text)
 

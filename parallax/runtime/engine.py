@@ -234,7 +234,6 @@ class Engine:
 
     @property
     def completed_steps(self) -> int:
-        """Optimizer updates so far."""
         return self._step
 
     @property

@@ -54,7 +54,6 @@ class InputsAtOnce:
         self._batch = batch
 
     def take(self, part: Part) -> Any:
-        """Ask, and bring."""
         assert self._batch is not None
         return to_device(self._batch.inputs(part[0], sum(part)), self._device)
 

@@ -111,7 +111,6 @@ class Evaluation:
         return self._share
 
     def begin(self) -> None:
-        """Start from nothing."""
         self._share.zero_()
         self._whole, self.mass, self.parts = None, 0.0, []
 
@@ -209,15 +208,12 @@ class LossOfParts:
 
     @property
     def share(self) -> Tensor:
-        """Of all its micro-batches."""
         return self._evaluation.share
 
     def begin(self) -> None:
-        """A step begins."""
         self._evaluation.begin()
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
-        """The loss itself."""
         value, seed = self._evaluation.of(step, outputs, low, high)
         if step.training:
             self._seeds[micro] = (seed,)
@@ -229,11 +225,9 @@ class LossOfParts:
         return 0.0
 
     def gradients(self, micro: int) -> Gradients:
-        """Of the loss."""
         return self._seeds.pop(micro, ())
 
     def abandon(self) -> None:
-        """Forget them."""
         self._seeds.clear()
 
 
@@ -328,7 +322,6 @@ class GatheredLoss:
         return self._evaluation.share
 
     def begin(self) -> None:
-        """A step begins."""
         self._evaluation.begin()
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
@@ -368,7 +361,6 @@ class GatheredLoss:
         return self._gradients.pop(micro, ())
 
     def abandon(self) -> None:
-        """Forget outputs and gradients."""
         self._parts, self._buffers = [], []
         self._gradients.clear()
 

@@ -147,7 +147,6 @@ class PendingSaves:
             checkpoint.remove(directory, gone)
 
     def abandon(self) -> None:
-        """End without it."""
         self._wait_for_removal()
         if self._save is not None:
             self._save.cancel()

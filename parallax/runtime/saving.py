@@ -215,7 +215,6 @@ class Saving:
             )
 
     def _say_what_is_left_out(self) -> None:
-        """Once, on one rank."""
         if not self._said:
             logger.info(
                 "checkpoints hold what is trained; %d tensors that are not are made again from %s",

@@ -68,7 +68,6 @@ class SwapConfig:
         return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
 
     def policy(self, *, eager: bool = True) -> Policy:
-        """The preferences."""
         return Policy(
             eager=eager,
             n_tensors=_whole("swap.n_tensors", self.n_tensors),

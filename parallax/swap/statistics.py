@@ -91,7 +91,6 @@ class SwapStatistics:
         return self._skipped >= self._every
 
     def sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
-        """Something has changed."""
         if self.wants_sample():
             self.keep(seconds, device_bytes, tier_bytes)
 
@@ -148,7 +147,6 @@ class Ledger:
             part.bytes_in += size
 
     def cancelled(self, size: int) -> None:
-        """A write was spared."""
         self._now.bytes_cancelled += size
 
     def decide(self, reason: str, size: int) -> None:

@@ -34,5 +34,4 @@ class Delays:
         self._generator, self._most = random.Random(seed), most_seconds
 
     def __call__(self) -> float:
-        """The next one."""
         return self._generator.random() * self._most

@@ -155,7 +155,6 @@ class ResidentWeights:
             copy_to_each(self.shared(), masters)
 
     def shared(self) -> list[Tensor]:
-        """The parameters themselves."""
         return [part_of(segment.parameter.detach(), segment) for segment in self.segments]
 
     def end(self) -> None:
@@ -173,7 +172,6 @@ class ResidentWeights:
         self.kept = [None] * len(self.kept)
 
     def masters(self) -> list[Tensor | None]:
-        """All that are made."""
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:
@@ -242,7 +240,6 @@ class CopiedWeights:
             place.copy_(master)
 
     def shared(self) -> list[Tensor]:
-        """Pinned memory."""
         found, offset = [], 0
         for segment in self.segments:
             size = bytes_of(segment)
@@ -254,7 +251,6 @@ class CopiedWeights:
         return found
 
     def end(self) -> None:
-        """Copy up."""
         parts = [part_of(segment.parameter.detach(), segment) for segment in self.segments]
         self._risen = [
             self._copies.copy(place, part, self._unused)
@@ -281,7 +277,6 @@ class CopiedWeights:
         self._master = [None] * len(self.segments)
 
     def masters(self) -> list[Tensor | None]:
-        """All that are made."""
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:

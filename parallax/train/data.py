@@ -201,7 +201,6 @@ class TextSource:
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
-        """Training rows per epoch."""
         return len(self._training)
 
     def batch(self, rows: int) -> Rows:
@@ -219,7 +218,6 @@ class TextSource:
 
     @property
     def validation_rows(self) -> int:
-        """Held-out rows."""
         return len(self._held_out)
 
     def validation(self, index: int, rows: int) -> Rows:

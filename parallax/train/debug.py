@@ -87,7 +87,6 @@ class NoRecord:
     """Records nothing."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Nothing."""
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
@@ -199,6 +198,5 @@ class MemoryTable:
         self._file.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._allocations.close()
         self._file.close()

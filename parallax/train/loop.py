@@ -201,7 +201,6 @@ class _Run:
         self._evaluated: int | None = None  # the step after which the held-out rows were last
 
     def run(self) -> dict[str, Any]:
-        """The whole training."""
         phase = self._onlooker.phase
         with phase("loading a checkpoint"):
             resumed = self._resume()

@@ -24,13 +24,11 @@ class Nobody:
     """No onlooker."""
 
     def asked(self) -> int:
-        """Nobody asks."""
         return 0
 
     def served(self) -> None:
         """Nobody waits."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Nobody looks."""
         del name
         return contextlib.nullcontext()

@@ -65,7 +65,6 @@ class RunRecord:
                     note_restart(self._directory, done, lost)
 
     def add(self, result: StepResult) -> None:
-        """Remember one more step."""
         if len(self.seconds) == WARM_UP:
             self._recent.clear()  # from now on there is better to choose from
         self._recent.append((result.seconds, result.spans))

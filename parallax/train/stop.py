@@ -68,11 +68,9 @@ class Requested:
         self._onlooker = onlooker
 
     def asked(self) -> int:
-        """The signal."""
         return self._onlooker.asked()
 
     def judged(self) -> str:
-        """Not asked."""
         return ""
 
     def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
@@ -90,7 +88,6 @@ class Drifted:
         self._judge, self.judges, self.ends = judge, judges, ends
 
     def asked(self) -> int:
-        """One step says nothing."""
         return 0
 
     def judged(self) -> str:

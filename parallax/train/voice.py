@@ -38,7 +38,6 @@ class _Speaker:
         self._told = 0.0  # when an evaluation was last said to go on
 
     def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
-        """Show and write it."""
         self._metrics.write(metrics)
         with self._unwritten.trying(OUTPUT):
             self._progress.show(line)
@@ -54,12 +53,10 @@ class _Speaker:
             self.note(f"step {step}: evaluating, {done}{of} held-out batches done")
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show and write it."""
         self._metrics.write({"step": step, "validation_loss": loss})
         self.note(f"step {step}: validation loss {loss:.4f}")
 
     def note(self, text: str) -> None:
-        """Show it."""
         with self._unwritten.trying(OUTPUT):
             self._progress.note(text)
 

@@ -67,7 +67,6 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         count = 1
         for size in self.size:
             count *= size

@@ -44,7 +44,6 @@ class CustomModelConfig:
         check_switch("model.verify", self.verify)
 
     def build(self) -> nn.Module:
-        """Call the factory."""
         model: nn.Module = call_target("model", self.target, self.kwargs)
         return model
 

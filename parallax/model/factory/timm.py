@@ -85,7 +85,6 @@ class TimmConfig:
 
     @property
     def vocabulary(self) -> int:
-        """It takes images."""
         return 0
 
     @cached_property

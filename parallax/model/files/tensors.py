@@ -24,9 +24,7 @@ class TensorFiles(Protocol):
 
     held: Mapping[str, Tensor]
 
-    def read(self, name: str) -> Tensor:
-        """One of them."""
-        ...
+    def read(self, name: str) -> Tensor: ...
 
 
 NUMBER_FORMATS = {

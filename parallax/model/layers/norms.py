@@ -151,7 +151,6 @@ class Norms:
         return self._mesh is not None and self._mode != "frozen" and tracked
 
     def forget(self) -> None:
-        """The step is over."""
         self._seen.clear()
 
     def average(self) -> None:

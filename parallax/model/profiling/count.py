@@ -113,7 +113,6 @@ class _Deferring(TorchFunctionMode):
 
     @property
     def bytes(self) -> int:
-        """All of them together."""
         return sum(self._inputs.values()) + self._outputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

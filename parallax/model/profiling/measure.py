@@ -464,7 +464,6 @@ class _Bench:
         return [typical(list(column)) for column in zip(*times[1:])]
 
     def _allocations(self, *passes: Callable[[Any], Any]) -> list[Allocations]:
-        """What each pass allocates."""
         results: list[Any] = [None]
 
         def run(each: Callable[[Any], Any]) -> None:

@@ -33,7 +33,6 @@ class PassWork:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """All figures."""
         return self.flops, self.bytes, self.kernels, self.attention_flops, self.operands
 
 

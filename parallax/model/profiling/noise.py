@@ -49,7 +49,6 @@ class NoiseMeter:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Around what is timed."""
         self._references.append(self._reference())
         wall, waited = self._read_wall(), self._clock.waited()
         yield

@@ -53,7 +53,6 @@ class BlockPasses:
         )
 
     def forward(self, entering: Tensors) -> Tensors:
-        """Outputs, or the loss."""
         return self._bench.forward(self._block, entering, self._targets)
 
     def backward(self, results: Tensors) -> None:
@@ -105,7 +104,6 @@ class BlockPasses:
         return found[1]
 
     def weight_half(self, store: WeightGradStore) -> None:
-        """The weight gradients."""
         store.finish()
 
 

@@ -87,11 +87,9 @@ class DataFlow(OperatorMode):
         self.read_stale = False
 
     def look(self, tensor: Tensor) -> None:
-        """A tensor is used."""
         self.read_stale = self.read_stale or storage_of(tensor) in self._stale
 
     def depend(self, tensor: Tensor) -> None:
-        """An input."""
         self._depends.add(storage_of(tensor))
 
     def depends(self, storage: int) -> bool:

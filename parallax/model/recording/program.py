@@ -77,7 +77,6 @@ class ForwardStep:
 
     @property
     def name(self) -> str:
-        """What it calls."""
         if isinstance(self.target, ModulePath):
             return self.target.path
         return str(getattr(self.target, "__name__", type(self.target).__name__))
@@ -195,7 +194,6 @@ class _Correspondence:
             raise StaysWhole(mine.owner, f"{mine.name} changes its input in some cases only")
 
     def end(self) -> None:
-        """Nothing must follow."""
         if len(self.trace.instructions) > len(self.base.instructions):
             more = self.trace.instructions[len(self.base.instructions)]
             raise StaysWhole(more.owner, f"it calls {more.name} for some sizes or modes only")

@@ -62,7 +62,6 @@ class TracedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return int(torch.Size(self.shape).numel() * self.dtype.itemsize)
 
 
@@ -105,7 +104,6 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """What it calls."""
         if isinstance(self.target, ModulePath):
             return self.target.path
         return str(getattr(self.target, "__name__", type(self.target).__name__))

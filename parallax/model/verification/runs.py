@@ -71,7 +71,6 @@ class BlocksInOrder:
         self._names = parameter_names(chain, range(len(self.blocks)))
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation."""
         for block in self.blocks:
             block.train(mode)
 
@@ -120,11 +119,9 @@ class OwnForward:
                 tensor.copy_(held[name])
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation."""
         self.model.train(mode)
 
     def forward(self, inputs: Any) -> Any:
-        """What its forward returns."""
         args, kwargs = call_arguments(_copies(inputs))
         return self.model(*args, **kwargs)
 

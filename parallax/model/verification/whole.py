@@ -100,7 +100,6 @@ class _Comparison:
         self._part = tolerance(chain.dtype)
 
     def run(self, passes: Sequence[_Setting]) -> None:
-        """Both, from the beginning."""
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:

@@ -404,7 +404,6 @@ class _Fit:
         return np.stack(columns, axis=1)
 
     def loss(self, point: Vector, residuals: Vector) -> float:
-        """What is minimised."""
         size = np.abs(residuals)
         huber = np.where(size <= OUTLIER, residuals**2, OUTLIER * (2 * size - OUTLIER))
         return float(huber.sum() + (self.precision * point**2).sum())

@@ -84,7 +84,6 @@ class TransformerConfig:
 
     @property
     def width(self) -> int:
-        """Width of the MLP."""
         usual = 256 * math.ceil(8 * self.hidden / 3 / 256) if self.gated else 4 * self.hidden
         return self.ffn or usual
 
@@ -261,7 +260,6 @@ class _Shape:
         )
 
     def layer(self) -> BlockWork:
-        """Pre-norm attention and MLP."""
         c = self.c
         gate = [self.linear(c.hidden, c.width, saves=False)] if c.gated else []
         turn = [self.rotation()] if c.positions == "rotary" else []

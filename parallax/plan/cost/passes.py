@@ -36,7 +36,6 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """What they take together."""
         return self.kept + self.work
 
 

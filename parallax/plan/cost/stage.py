@@ -84,7 +84,6 @@ class StageLoad:
 
     @property
     def update_seconds(self) -> float:
-        """The optimizer's step."""
         return self.states.update_seconds
 
     @property

@@ -89,7 +89,6 @@ class Sizes(NamedTuple):
         return min(part, self.trained)
 
     def least_trained(self, part: int) -> int:
-        """The fewest."""
         return max(0, part - (self.parameters - self.trained))
 
 

@@ -20,7 +20,6 @@ class RoundRobin:
     """Stage s sits on position s mod positions: whatever passes the last position goes on at the first one."""
 
     def position_of(self, stage: int, positions: int) -> int:
-        """Counted round."""
         return stage % positions
 
     def stages_of(self, position: int, positions: int, interleave: int) -> tuple[int, ...]:
@@ -38,7 +37,6 @@ class BackAndForth:
         return positions - 1 - place if way % 2 else place
 
     def stages_of(self, position: int, positions: int, interleave: int) -> tuple[int, ...]:
-        """One of each way."""
         return tuple(
             way * positions + (positions - 1 - position if way % 2 else position)
             for way in range(interleave)

@@ -78,7 +78,6 @@ class BlockChain:
 
     @classmethod
     def of(cls, profile: ModelProfile) -> BlockChain:
-        """That of a model."""
         numbers, costs = block_kinds(profile)
         blocks = profile.blocks
         parameters = np.array([block.parameter_bytes for block in blocks], dtype=np.int64)

@@ -234,7 +234,6 @@ class Request:
         return len(set(self.devices)) > 1
 
     def count(self, shape: Shape) -> int:
-        """Micro-batches of a step."""
         return micro_batch_count(self.global_batch, shape.microbatch)
 
     def shapes(self) -> Iterator[Shape]:

@@ -142,7 +142,6 @@ class _Answer:
 
     @property
     def step_seconds(self) -> float:
-        """Of the best pipeline."""
         return self.predicted[0][1].step_seconds
 
     def plan(self) -> tuple[Plan, Forecast]:

@@ -82,7 +82,6 @@ class Forecasts:
         return self._seconds[pipeline]
 
     def least(self) -> float:
-        """Seconds of the fastest."""
         return min((forecast.step_seconds for forecast in self.known.values()), default=math.inf)
 
 

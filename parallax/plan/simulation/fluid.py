@@ -118,7 +118,6 @@ class Simulator:
         return work
 
     def timer(self, seconds: float) -> Transfer:
-        """Work that shares nothing."""
         work = Transfer(done=seconds <= 0)
         if not work.done:
             heappush(self._next, (self.now + seconds, next(self._number), _ALONE, work))
@@ -135,7 +134,6 @@ class Simulator:
         self._announce(resource)
 
     def set(self, signal: Signal) -> None:
-        """Let a signal happen."""
         signal.done = True
         if signal.waiting:
             self._ready.extend(signal.waiting)

@@ -62,7 +62,6 @@ class Pipeline:
 
     @property
     def positions(self) -> int:
-        """Places in the pipeline."""
         return len(self.stages) // self.interleave
 
     def position(self, stage: int) -> int:
@@ -80,7 +79,6 @@ class Pipeline:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
         return micro_batch_count(self.global_batch, self.microbatch)
 
     @property

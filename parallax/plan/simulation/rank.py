@@ -163,7 +163,6 @@ class Rank:
         )
 
     def run(self) -> Routine:
-        """The whole list."""
         simulator = self._world.network.simulator
         for index, action in enumerate(self._listed):
             self._doing = action

@@ -36,7 +36,6 @@ class Chart:
     draw: Callable[[Any, list[Series]], None]
 
     def figure(self, found: list[Series]) -> Any:
-        """The chart."""
         figure = new_figure()
         axes = figure.subplots()
         shown = found[:MOST_SERIES]

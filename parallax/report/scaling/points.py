@@ -61,7 +61,6 @@ class PointResult:
 
     @property
     def peak(self) -> RankPeak | None:
-        """Of the fullest rank."""
         return max(self.peaks, key=lambda rank: rank.measured, default=None)
 
 

@@ -104,7 +104,6 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """File after file."""
         written: list[WriteResult] = []
         for number, items in enumerate(_runs(plan.items)):
             place = replace(plan.storage_data, prefix=f"__{number}_")

@@ -47,7 +47,6 @@ class Trained:
 
     @property
     def config(self) -> BuiltModelConfig:
-        """Of the model."""
         config: BuiltModelConfig = self.settings.model
         return config
 

@@ -33,7 +33,6 @@ class Shards:
         return sum(shard.size for shard in self._shards)
 
     def write(self, folder: Path) -> None:
-        """Write all of them."""
         write_shards(folder, self._shards, lambda name: self._trained.read(self._sources[name]))
 
 

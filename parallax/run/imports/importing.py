@@ -132,7 +132,6 @@ class _Import:
 
     @property
     def state_bytes(self) -> int:
-        """Of all states."""
         wide = self._chain.dtype.itemsize
         return wide * sum(
             value.numel()

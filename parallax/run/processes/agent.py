@@ -172,7 +172,6 @@ class Relay(Requests):
             self._server = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals."""
         del frame
         repeated = bool(self.first)
         self.add(number)

@@ -115,7 +115,6 @@ class Restarts:
 
     @property
     def counted(self) -> int:
-        """Those so far."""
         return self.limit - self._left
 
     def refused(self, failure: Failure, *, asked: bool) -> str | None:

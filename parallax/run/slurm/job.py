@@ -112,7 +112,6 @@ class SlurmJob:
         return [*named, *whole, "--requeue", *self.options]
 
     def _variables(self) -> list[str]:
-        """What the body needs."""
         lines = [
             f"name={shlex.quote(self.name)}",
             f"processes={self.processes}  # on each node",

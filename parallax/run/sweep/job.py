@@ -54,11 +54,9 @@ class SweepProgress:
     seconds: list[float] = field(default_factory=list)
 
     def begins(self, point: Point, directory: Path) -> None:
-        """A point begins."""
         self._say(f"{self._which(point)}: {point.words} ({directory / OUTPUT})")
 
     def ends(self, outcome: PointOutcome, directory: Path) -> None:
-        """A point has ended."""
         self.left = max(0, self.left - 1)
         self.seconds.append(outcome.seconds)
         took = f"{outcome.status} after {format_seconds(outcome.seconds)}"
@@ -180,7 +178,6 @@ class _HandOn:
             process.send_signal(self.first)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """One more request."""
         del frame
         self.first = self.first or number
         if self._process is not None:

@@ -69,7 +69,6 @@ class Point:
 
     @property
     def words(self) -> str:
-        """What differs, for people."""
         return printable(" ".join(f"{key}={value}" for key, value in self.swept.items())) or "alone"
 
 

@@ -48,7 +48,6 @@ class _Guess:
         return max(LEAST, header_of(spec).numel() + lay_out(spec).size)
 
     def learn(self, spec: Spec, rows: int) -> None:
-        """A message has passed."""
         self._spec, self._rows = spec, rows
 
 
@@ -66,7 +65,6 @@ class Address:
         return self.group.send([buffer], self.peer, self.tag)
 
     def receive(self, buffer: Tensor) -> dist.Work:
-        """Begin to receive."""
         assert self.group is not None
         return self.group.recv([buffer], self.peer, self.tag)
 

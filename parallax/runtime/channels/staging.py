@@ -100,7 +100,6 @@ class _InPlace:
     """The host's memory is the device's."""
 
     def up(self, data: Tensor) -> tuple[Tensor, Event]:
-        """Already there."""
         return data, DoneEvent()
 
     def left(self) -> None:
@@ -111,17 +110,14 @@ class NoStaging:
     """The device's memory is the host's: gloo sends by itself."""
 
     def buffers(self) -> Buffers:
-        """Ordinary memory."""
         return Buffers(CpuCopies())
 
     def landing(self) -> Landing:
-        """Where they are."""
         return _InPlace()
 
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Pack and post."""
         for tensor, target in zip(tensors, targets):
             target.copy_(tensor)
         post()
@@ -166,7 +162,6 @@ class PinnedStaging:
         self._buffers: list[Buffers] = []
 
     def buffers(self) -> Buffers:
-        """Pinned memory."""
         self._buffers.append(Buffers(self._copies))
         return self._buffers[-1]
 
@@ -194,7 +189,6 @@ class PinnedStaging:
         self._queued.append(self._thread.submit(run))
 
     def drain(self) -> None:
-        """Wait for the thread."""
         while self._queued:
             self._queued.popleft().result()
 

@@ -114,7 +114,6 @@ class CheckpointReader:
         }
 
     def read(self, name: str) -> Tensor:
-        """One tensor, verified."""
         path, file = self._find(name)
         self._verify(path)
         with _as_damage(path):

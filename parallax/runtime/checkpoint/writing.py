@@ -83,7 +83,6 @@ class PartWriter:
         self._at = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor."""
         if tensor.dtype not in FORMAT_NAMES:
             raise CheckpointError(
                 f"{printable(name)} is of {tensor.dtype}, which no safetensors file holds; {UNTOUCHED}"

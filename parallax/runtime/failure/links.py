@@ -90,7 +90,6 @@ class PeerLink:
             self.socket.settimeout(_SEND_SECONDS)
 
     def close(self) -> None:
-        """Close it."""
         self.socket.close()
 
 

@@ -111,7 +111,6 @@ class FailureReport:
         return f"{self.who} {self.what}{self.remark}".strip()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     @classmethod

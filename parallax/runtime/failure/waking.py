@@ -28,7 +28,6 @@ class WakeUp:
             self._wake.send(b"\0")
 
     def read(self) -> list[int]:
-        """The signals that came."""
         found = self.socket.recv(64)
         return [number for number in self._handlers if number in found]
 

@@ -183,7 +183,6 @@ class Watch:
         self._judged.wait(PATIENCE_SECONDS)
 
     def say(self, report: FailureReport) -> None:
-        """Say it, once."""
         if self._speaking.acquire(blocking=False):
             self._say(report)
 

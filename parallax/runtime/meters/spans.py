@@ -45,24 +45,20 @@ class HostSpans:
         self._begun = 0.0
 
     def begin(self) -> float:
-        """Now."""
         self._begun = time.perf_counter()
         return self._begun
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """Now."""
         begun, now = self._begun, time.perf_counter()
         self._spans.append(
             Span(rank, step, action.kind, action.stage, action.micro, begun, now, waited)
         )
 
     def take(self) -> list[Span]:
-        """All."""
         taken, self._spans = self._spans, []
         return taken
 
     def aside(self) -> HostSpans:
-        """Another."""
         return HostSpans()
 
 
@@ -74,7 +70,6 @@ class _Untimed(HostSpans):
         self._copies = copies
 
     def begin(self) -> float:
-        """Now."""
         self._copies.take_stalls()
         return super().begin()
 

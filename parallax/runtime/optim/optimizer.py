@@ -101,7 +101,6 @@ class Momentum(SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update, as torch's."""
         for group in self.param_groups:
             for parameter in (each for each in group["params"] if each.grad is not None):
                 state = self.state[parameter]

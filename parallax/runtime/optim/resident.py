@@ -65,7 +65,6 @@ class DeviceOptimizer:
         self._rates.set(rate, whole)
 
     def zero_grad(self) -> None:
-        """Gradients become zero."""
         self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, correction: GradientCorrection) -> None:
@@ -111,7 +110,6 @@ class DeviceOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Of all states."""
         if self._buckets:
             return sum(bucket.state_bytes for bucket in self._buckets)
         states = (value for each in self.optimizer.state.values() for value in each.values())

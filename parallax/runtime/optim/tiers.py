@@ -79,7 +79,6 @@ class Tiers:
         return StreamedParameters(blocks, store, verify=self._config.verify)
 
     def close(self) -> None:
-        """Give everything back."""
         for store in self._opened:
             store.close()
 

@@ -48,7 +48,6 @@ class BucketSync:
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Those that it reduces."""
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
@@ -77,7 +76,6 @@ class BucketSync:
         self._next = 0
 
     def finish(self) -> float:
-        """Reduce the rest."""
         start = time.perf_counter()
         self._left = [0] * len(self._buckets)
         self._launch()

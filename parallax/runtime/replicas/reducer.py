@@ -80,7 +80,6 @@ class ReplicaSync:
 
     @property
     def all_reduces(self) -> int:
-        """One for each bucket."""
         return self._books.all_reduces + self._unannounced.all_reduces
 
     def arm(self) -> None:

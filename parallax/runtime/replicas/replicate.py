@@ -100,7 +100,6 @@ class NoSync:
         self._hooks.clear()
 
     def finish(self) -> float:
-        """Nothing to wait for."""
         return 0.0
 
 
@@ -127,7 +126,6 @@ class PositionSync:
 
     @property
     def all_reduces(self) -> int:
-        """Of all gradients."""
         return sum(part.all_reduces for part in (*self._parts.values(), self._late))
 
     def arm(self, stage: int) -> None:
@@ -137,7 +135,6 @@ class PositionSync:
             part.arm()
 
     def ended(self, stage: int) -> None:
-        """It is over."""
         part = self._parts.get(stage)
         if isinstance(part, ReplicaSync):
             part.ended()
@@ -148,12 +145,10 @@ class PositionSync:
         return part.split(owed) if isinstance(part, BucketSync) else lambda parameter: None
 
     def disarm(self) -> None:
-        """Expect none."""
         for part in self._parts.values():
             part.disarm()
 
     def finish(self) -> float:
-        """Stage by stage."""
         took_part = [part.took_part(parameter) for part, parameter in self._unused]
         waited = sum(part.finish() for part in (*self._parts.values(), self._late))
         if self._unused:
@@ -202,7 +197,6 @@ class StatisticsAverage:
         """Nothing was begun."""
 
     def run(self) -> None:
-        """Over all replicas."""
         self._norms.average()
 
     def forget(self) -> None:
@@ -257,17 +251,14 @@ class FollowedSync:
 
     @property
     def all_reduces(self) -> int:
-        """Of all."""
         return self._inner.all_reduces + sum(each.all_reduces for each in self._following)
 
     def arm(self, stage: int) -> None:
-        """Expect the last backward."""
         self._inner.arm(stage)
         for each in self._following:
             each.arm()
 
     def ended(self, stage: int) -> None:
-        """It is over."""
         self._inner.ended(stage)
         for each in self._following:
             each.ended()
@@ -277,7 +268,6 @@ class FollowedSync:
         return self._inner.split(stage, owed)
 
     def disarm(self) -> None:
-        """Expect none."""
         self._inner.disarm()
         for each in self._following:
             each.forget()

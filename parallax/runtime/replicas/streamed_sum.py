@@ -53,7 +53,6 @@ class _BucketRun:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return self.segments[-1].stop - self.segments[0].start
 
     def view(self, flat: Tensor) -> Tensor:
@@ -88,7 +87,6 @@ class _GradientBucket:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return self.runs[-1].offset + self.runs[-1].numel
 
     def place(self, run: _BucketRun, segment: ParameterSegment) -> Tensor:

@@ -52,7 +52,6 @@ class SumChecks:
         target.fill_(_UNWRITTEN)
 
     def returned(self, record: Record) -> None:
-        """Sum again."""
         if record.sum is None or not record.returned:
             return
         assert record.layout is not None

@@ -47,7 +47,6 @@ class Policy:
         check_positive("swap.swapin_groupby", self.swapin_groupby)
 
     def preferences(self) -> Preferences | NoPreferences:
-        """This policy at work."""
         indifferent = Policy(eager=self.eager) == self
         return NoPreferences() if indifferent else Preferences(self)
 
@@ -56,7 +55,6 @@ class NoPreferences:
     """The default policy at work: the limit alone decides, so nothing need be remembered of what was saved."""
 
     def stays(self, _record: Record) -> bool:
-        """Nothing does."""
         return False
 
     def used(self, _record: Record, _clock: int) -> None:
@@ -70,7 +68,6 @@ class NoPreferences:
         return True
 
     def group_bytes(self, record: Record) -> int:
-        """Each comes alone."""
         return record.size
 
 

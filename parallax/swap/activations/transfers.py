@@ -18,7 +18,6 @@ class Transfers:
         self._store, self._ledger, self._checks = store, ledger, checks
 
     def write(self, record: Record) -> None:
-        """Begin to write."""
         assert record.storage is not None
         flat = bytes_of(record.storage, record.device)
         record.slot, record.transfer = self._store.write(flat)
@@ -45,7 +44,6 @@ class Transfers:
         self._ledger.resize(record.size)
 
     def arrive(self, record: Record) -> None:
-        """Wait for a read."""
         if record.transfer is not None:
             self._ledger.stall(record.transfer, record.batch.micro)
             self.count(record)

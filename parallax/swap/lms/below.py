@@ -197,11 +197,9 @@ class StatesBelow(dict[Any, Any]):
         return dict.fromkeys(self).keys()
 
     def values(self) -> Any:
-        """All, brought up."""
         return self._live().values()
 
     def items(self) -> Any:
-        """All, brought up."""
         return self._live().items()
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -211,23 +209,18 @@ class StatesBelow(dict[Any, Any]):
         return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Of all, brought up."""
         return self._live().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        """Of all, brought up."""
         return self._live().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """In all, brought up."""
         return self._live().setdefault(key, default)
 
     def update(self, *others: Any, **more: Any) -> None:
-        """All, brought up."""
         self._live().update(*others, **more)
 
     def clear(self) -> None:
-        """All, brought up."""
         self._live().clear()
 
     def copy(self) -> dict[Any, Any]:

@@ -64,7 +64,6 @@ class NotObserved:
     """On a GPU, whose allocator counts for itself."""
 
     def report(self) -> list[str]:
-        """No line."""
         return []
 
     def close(self) -> None:
@@ -86,7 +85,6 @@ class ProcessMemory:
         return self._bound.peak_bytes() - self._beside
 
     def report(self) -> list[str]:
-        """What was measured."""
         taken, beside, limit = map(format_bytes, (self.taken_bytes(), self._beside, self._limit))
         return [
             f"process: took {taken} at most as measured, where the limit is {limit}, beside {beside} that were there; "

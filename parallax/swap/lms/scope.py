@@ -359,7 +359,6 @@ class _Recount:
         self._scope, self._due = weakref.ref(scope), True
 
     def backward(self) -> None:
-        """A backward runs."""
         self._due = True
 
     def forward(self) -> None:

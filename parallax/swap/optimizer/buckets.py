@@ -218,7 +218,6 @@ class InStore:
             self._here[bucket] = flat
 
     def give(self, bucket: Bucket) -> None:
-        """Begin to write them."""
         self.flush()
         bucket.measure()
         flat = self._here.pop(bucket, None)
@@ -234,7 +233,6 @@ class InStore:
         self._going.append((flat, pending))
 
     def reset(self) -> None:
-        """Forget everything, whatever failed."""
         for _, pending in [*self._coming.values(), *self._going]:
             with contextlib.suppress(SwapError):
                 pending.wait()
@@ -250,7 +248,6 @@ class InStore:
             bucket.unload(flat)
 
     def flush(self) -> None:
-        """Wait for writes."""
         while self._going:
             self._going.pop()[1].wait()
 

@@ -77,11 +77,9 @@ class Alone:
     """No exchange: one replica, which steps everything."""
 
     def owner(self, parameter: Tensor) -> int:  # noqa: ARG002
-        """The first."""
         return 0
 
     def owns(self, parameter: Tensor) -> bool:  # noqa: ARG002
-        """This one."""
         return True
 
     def spread(self, parameter: Tensor, tensors: list[Tensor]) -> None:
@@ -122,7 +120,6 @@ class NothingBelow:
         """There are no states."""
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
-        """None."""
         return {}
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:

@@ -148,7 +148,6 @@ class Gradient:
         return place is None or is_over(place[1])
 
     def check(self, segment: ParameterSegment, data: Tensor) -> None:
-        """Verify what was read."""
         self._tier.check(self._places[segment][0], _bytes(data))
 
     def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
@@ -186,7 +185,6 @@ class Gradient:
         return _shaped(found.to(stepped_in(found.dtype)), segment)
 
     def drop(self, segments: Iterable[ParameterSegment]) -> None:
-        """Zero, from here on."""
         for segment in segments:
             slot, pending = self._places.pop(segment, (None, None))
             if slot is not None and pending is not None:
@@ -324,7 +322,6 @@ class Chunk:
         return self._tier.read(self._slot, target)
 
     def check(self, data: Tensor) -> None:
-        """Verify what came."""
         assert self._slot is not None
         self._tier.check(self._slot, data)
 

@@ -100,7 +100,6 @@ class FlatParameter:
         return sum(parameter.nbytes for parameter in self._given if parameter.requires_grad)
 
     def gradient(self, parameter: nn.Parameter) -> Gradient:
-        """Of one parameter."""
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:

@@ -37,7 +37,6 @@ class _Layout:
         self._homes: dict[int, tuple[weakref.ref[torch.UntypedStorage], nn.Parameter]] = {}
 
     def add(self, parameters: list[nn.Parameter]) -> None:
-        """One more block."""
         storages = [parameter.untyped_storage() for parameter in parameters]
         going = []
         for parameter, storage in zip(parameters, storages):

@@ -21,7 +21,6 @@ class NothingStreams:
             pass
 
     def streams(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
-        """It stays."""
         return False
 
     def holds(self, tensor: Tensor) -> bool:  # noqa: ARG002
@@ -29,22 +28,18 @@ class NothingStreams:
         return False
 
     def parameters(self, block: int) -> tuple[nn.Parameter, ...]:  # noqa: ARG002
-        """None."""
         return ()
 
     def attach(self, block: int, module: nn.Module) -> None:
         """There is nothing to enter."""
 
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The gradients themselves."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def read_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where it always is."""
         return parameter.grad
 
     def read_full(self, block: int) -> list[Tensor]:  # noqa: ARG002
-        """None is below."""
         return []
 
     def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
@@ -54,7 +49,6 @@ class NothingStreams:
         """None is below."""
 
     def take_statistics(self) -> StreamStatistics:
-        """Nothing happened."""
         return StreamStatistics()
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ class PrefetchOrder:
         return True
 
     def restart(self) -> None:
-        """A step ends."""
         self._last, self._now, self._same = self._now, [], True
 
     def following(self, count: int, blocks: int) -> list[int]:

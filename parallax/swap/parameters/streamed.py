@@ -63,7 +63,6 @@ class NoSink:
     """Nobody: all are written."""
 
     def take(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """None."""
         del parameter, total
         return ()
 

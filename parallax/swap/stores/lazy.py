@@ -29,7 +29,6 @@ class LazyStore:
 
     @property
     def waste_bytes(self) -> int:
-        """Of what was opened."""
         return self._store.waste_bytes if self._store is not None else 0
 
     @uninterrupted()
@@ -44,19 +43,16 @@ class LazyStore:
 
     @uninterrupted()
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
-        """What was written."""
         assert self._store is not None
         return self._store.read(slot, target)
 
     @uninterrupted()
     def free(self, slot: StoreSlot) -> None:
-        """What was written."""
         assert self._store is not None
         self._store.free(slot)
 
     @uninterrupted()
     def close(self) -> None:
-        """Close what was opened."""
         with self._lock:
             self._open = None
             if self._store is not None:

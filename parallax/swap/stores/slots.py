@@ -71,7 +71,6 @@ class SlotMap:
             return _slot(size, self._find(rounded))
 
     def give(self, slot: StoreSlot) -> None:
-        """Take a place back."""
         with self._lock:
             for offset, size in slot.stretches or ((slot.offset, _rounded(slot.size)),):
                 self._free(offset, _rounded(size))

@@ -300,12 +300,10 @@ class DiskStore:
         self._file, self._writers, self._readers = None, _AtOnce(), _AtOnce()
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Queue a write."""
         slot, ready = self.slots.take(data.numel()), self._copies.mark()
         return slot, _FilePending(self._writers, lambda: self._save(slot, data, ready))
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
-        """Queue a read."""
         ready = self._copies.mark()  # earlier work may still use the target's block
         return _FilePending(self._readers, lambda: self._fill(slot, target, ready))
 

@@ -85,7 +85,6 @@ class Checkup:
         return [f": {each}" for each in (*(f"{one}; training goes on" for one in found), *growths)]
 
     def metrics(self) -> dict[str, Any]:
-        """Of this step."""
         return {"input_seconds": self._input_seconds, "input_share": self.input_share}
 
     def slow(self) -> str:
@@ -93,7 +92,6 @@ class Checkup:
         return "; ".join(map(str, self.stragglers))
 
     def summary(self) -> dict[str, Any]:
-        """Of the run."""
         return {
             "input_share": self._waited / self._total if self._total else None,
             "stragglers": [asdict(each) for each in self.stragglers],

@@ -17,11 +17,9 @@ class TimedRows(RowsOf):
         self.seconds = 0.0
 
     def inputs(self, start: int, stop: int) -> Any:
-        """Its inputs."""
         return self._timed(self._batch.inputs, start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
-        """Its targets."""
         return self._timed(self._batch.targets, start, stop)
 
     def _timed(self, read: Callable[[int, int], Any], start: int, stop: int) -> Any:

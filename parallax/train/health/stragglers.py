@@ -119,7 +119,6 @@ class StragglerJudge:
         return [(rank, self._factor(rank)) for rank in slow]
 
     def straggler(self, rank: int, factor: float, host: str) -> Straggler:
-        """In words."""
         stage, replica = self._places[rank]
         than = (
             "those of the other replicas of its stage"

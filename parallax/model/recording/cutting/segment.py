@@ -50,7 +50,6 @@ class RecordedSegment(nn.Module):
                 setattr(self, name, member)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the steps."""
         if not self.training and not self._evaluates:
             raise DescribeError(
                 "this model does other things in evaluation than in training, and only training was recorded: "
@@ -67,7 +66,6 @@ class RecordedSegment(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The steps."""
         return self._code
 
 
@@ -212,7 +210,6 @@ class SegmentWriter:
         return self._constant(step.target, step.name)
 
     def _text(self, part: Any) -> str:
-        """An argument as Python."""
         if type(part) in (tuple, torch.Size):
             return f"({''.join(f'{self._text(inner)}, ' for inner in part)})"
         if type(part) is list:
