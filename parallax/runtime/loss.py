@@ -92,7 +92,7 @@ class StepLoss(Protocol):
 
 class Evaluation:
     """Calls the loss, and adds up this rank's ``share`` of the step's, and the ``mass`` that this is a mean over: rows,
-    or counted targets. ``parts``: the first and the last row of each call since :meth:`begin`, and its value."""
+    or counted targets."""
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
@@ -103,16 +103,22 @@ class Evaluation:
         self._even = EvenMean(loss)
         self._whole: float | None = None
         self.mass = 0.0
-        self.parts: list[tuple[int, int, Tensor]] = []
+        self._rows: list[tuple[int, int]] = []
+        self._values = torch.zeros(0, dtype=torch.float64, device=device)
 
     @property
     def share(self) -> Tensor:
         """What was added since :meth:`begin`."""
         return self._share
 
+    def parts(self) -> list[tuple[int, int, float]]:
+        """Of each call since :meth:`begin` its rows, the first and the one behind the last, and its value, for which
+        the device is waited for."""
+        return [(*rows, value) for rows, value in zip(self._rows, self._values.tolist())]
+
     def begin(self) -> None:
         self._share.zero_()
-        self._whole, self.mass, self.parts = None, 0.0, []
+        self._whole, self.mass, self._rows = None, 0.0, []
 
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
@@ -134,7 +140,10 @@ class Evaluation:
         weight = mass / (whole or 1.0)
         if counted:
             self._share.add_(value.detach().reshape(()), alpha=weight)
-            self.parts.append((low, high, value.detach()))
+            if len(self._values) < step.micro_batches:
+                self._values = self._share.new_zeros(step.micro_batches)
+            self._values[len(self._rows)].copy_(value.detach().reshape(()))
+            self._rows.append((low, high))
             self.mass += high - low if self._counts else mass
         # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)

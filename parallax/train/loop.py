@@ -21,6 +21,7 @@ from parallax.errors import (
 )
 from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
+from parallax.runtime.checkpoint import state_text
 from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
@@ -204,6 +205,7 @@ class _Run:
         phase = self._onlooker.phase
         with phase("loading a checkpoint"):
             resumed = self._resume()
+            state_text(self._state())  # what no checkpoint can hold is said before the first step
         self._record.begin(self._engine.completed_steps)
         total = self._trainer.steps
         with (

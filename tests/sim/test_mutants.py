@@ -16,7 +16,6 @@ UNNOTICED = {
     "swap/trial.py bring_back": "of a measurement before there is a run: without it what has not left yet does not "
     "come back, and a figure is wrong",
     "runtime/saving.py begin": "orders files of checkpoints, which are written from copies in host memory",
-    "runtime/saving.py copy": "the same, of copies in the memory of other hosts",
 }
 ALL = waits()
 

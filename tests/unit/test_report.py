@@ -69,7 +69,7 @@ def planned() -> tuple[Plan, ModelProfile, tuple[Span, ...]]:
 def spans() -> list[Span]:
     return [
         Span(0, 3, "forward", 0, 0, 10.0, 10.5, 0.125),
-        Span(0, 3, "offload", 0, 0, 10.5, 10.5),
+        Span(0, 3, "fetch", 0, 0, 10.5, 10.5),
         Span(1, 3, "receive_activation", 1, 0, 10.0, 10.6, 0.6),
         Span(1, 3, "update", 1, -1, 11.0, 11.25),
     ]
@@ -101,7 +101,7 @@ def test_a_trace_has_a_process_per_rank_and_three_tracks() -> None:
 
 def test_a_trace_is_in_microseconds_from_the_first_span() -> None:
     events = [event for event in chrome_trace(spans())["traceEvents"] if event["ph"] != "M"]
-    forward, wait, offload, receive, update = events
+    forward, wait, fetch, receive, update = events
     assert (forward["ph"], forward["name"], forward["ts"], forward["dur"]) == (
         "X",
         "forward 0",
@@ -110,7 +110,7 @@ def test_a_trace_is_in_microseconds_from_the_first_span() -> None:
     )
     assert (forward["pid"], forward["tid"]) == (0, 0)
     assert (wait["name"], wait["ts"], wait["dur"], wait["tid"]) == ("wait", 0.0, 125_000.0, 0)
-    assert (offload["ph"], offload["tid"], offload["ts"]) == ("i", 2, 500_000.0)
+    assert (fetch["ph"], fetch["tid"], fetch["ts"]) == ("i", 2, 500_000.0)
     assert (receive["pid"], receive["tid"]) == (1, 1)
     assert (update["name"], update["tid"], update["args"]["step"]) == ("update", 0, 3)
 

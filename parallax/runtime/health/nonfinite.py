@@ -27,7 +27,7 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.failure.report import name as name_of
 from parallax.runtime.optim.scaling import LossScale
 
-Losses = Sequence[tuple[int, int, Tensor]]
+Losses = Callable[[], Sequence[tuple[int, int, float]]]
 """First row, last row + 1, and value of each call of the loss."""
 
 _ROWS = 64  # of a batch that are looked at together
@@ -107,15 +107,17 @@ def _look(
             found.append(((1, mesh.stage), f"parameter {printable(name)} holds {what}"))
         if gradient is not None and (what := not_finite(gradient)):
             found.append(((3, -mesh.stage), f"the gradient of {printable(name)} holds {what}"))
-    bad = next(((low, high, value) for low, high, value in losses if not_finite(value)), None)
+    bad = next(
+        ((low, high, value) for low, high, value in losses() if not math.isfinite(value)), None
+    )
     if bad is not None:
         found.append(((2, bad[0]), _loss(mesh.plan, len(batch), *bad)))
     return [min(found)] if found else []
 
 
-def _loss(plan: Plan, batch: int, low: int, high: int, value: Tensor) -> str:
+def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
     """Of the rows that the loss was computed from."""
-    text = f"the loss becomes {value.item()} on the last stage"
+    text = f"the loss becomes {value} on the last stage"
     if high - low == batch:
         return text
     rows = f"row {low}" if high - low == 1 else f"rows {low} to {high - 1}"
