@@ -22,7 +22,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.profile import ModelProfile
 
-EDITION = 9  # of what is measured: profiles of another one are measured again
+EDITION = 10  # of what is measured: profiles of another one are measured again
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 

@@ -13,8 +13,8 @@ from parallax.machine.host import (
     MemoryBound,
     ResidentMeter,
     data_bytes,
+    keep_freed_memory,
     return_freed_memory,
-    use_one_arena,
 )
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
@@ -40,7 +40,7 @@ def device_memory(
         torch.empty(0, device=device)
         torch.accelerator.reset_peak_memory_stats(device)
         return lambda: int(torch.accelerator.max_memory_allocated(device))
-    use_one_arena()
+    keep_freed_memory()
     # For these torch loads its compiler.
     recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)

@@ -1,4 +1,4 @@
-"""Memory that a rank's threads have freed goes back to the system with the main thread's."""
+"""Memory that a rank has freed stays for its next block, and goes back where it must, of all of its threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
 
 
-def test_memory_that_a_thread_has_freed_goes_back() -> None:
-    """The end of a thread's own arena stays: 12 MiB here, up to 64 MiB in ranks, whose budget did not hold."""
+def test_memory_that_is_freed_is_used_again_and_goes_back_where_it_must() -> None:
+    """glibc gave the end of its heap back after each block, 3,072 pages here. And the end of a thread's own arena
+    stayed when all was to go back: 12 MiB here, up to 64 MiB in ranks, whose budget did not hold."""
     command = [sys.executable, "-m", "tests.unit.machine.arena"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 4 * MIB
+    left, faults = map(int, done.stdout.split())
+    assert left < 4 * MIB
+    assert faults < 100
