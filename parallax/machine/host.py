@@ -26,10 +26,7 @@ import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _USUAL_TRIM_BYTES = 128 * 1024  # glibc's M_TRIM_THRESHOLD
-_LARGEST_KEPT_BYTES, _ALL_BYTES = (
-    32 * 2**20,
-    2**30,
-)  # the most that M_MMAP_THRESHOLD takes; more than is ever freed
+_LARGEST_KEPT_BYTES = 32 * 2**20  # the most that M_MMAP_THRESHOLD takes
 RETURNED_BYTES = 256 * 1024  # the smallest block that goes back at once, see return_freed_memory
 _TOUCHED_BYTES, _TOUCHES = 2**21, 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long
@@ -190,15 +187,16 @@ def keep_freed_memory() -> bool:
     """Make glibc keep what is freed for reuse, and serve threads that start from now on from the main thread's arena;
     whether it could. For a process that computes the same again and again.
 
-    By default glibc gives the end of its heap back whenever more than a few MiB there are free, and a page fault for
-    each page follows in the next block: a step that recomputes took 1.17 times as long. malloc_trim gives back the end
-    of the main arena alone: of another one up to 64 MiB of freed memory would stay. Process-wide.
+    By default glibc gives the end of its heap back when twice the largest block so far is free there, a few MiB in a
+    small model, and a page fault for each page follows in the next block: a step that recomputes took 1.17 times as
+    long. Here it does as where a block of 32 MiB was freed before. malloc_trim gives back the end of the main arena
+    alone: of another one up to 64 MiB of freed memory would stay. Process-wide.
     """
     return _set_malloc(
         {
             _M_ARENA_MAX: 1,
             _M_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES,
-            _M_TRIM_THRESHOLD: _ALL_BYTES,
+            _M_TRIM_THRESHOLD: 2 * _LARGEST_KEPT_BYTES,
         }
     )
 
