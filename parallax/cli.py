@@ -84,7 +84,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         if sys.stdout is not None:  # None: the caller has closed it
             sys.stdout.flush()  # here, where it can be said that there is no room
         return code
-    except BaseException as error:  # also a call of exit() in what the user's own functions do
+    except BaseException as raised:  # also a call of exit() in what the user's own functions do
+        # rich makes SystemExit of it.
+        gone = isinstance(raised, SystemExit) and isinstance(raised.__context__, BrokenPipeError)
+        error: BaseException = raised.__context__ if gone else raised  # type: ignore[assignment]
         if under_torchrun():
             from parallax.runtime.failure.exit_report import leave
 

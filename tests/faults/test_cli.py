@@ -196,11 +196,16 @@ def test_an_output_without_room_is_one_line(here: Path, options: list[str]) -> N
 
 
 @pytest.mark.faults
-def test_a_long_output_without_a_reader_is_one_line(here: Path) -> None:
-    """Of a text that is longer than Python's buffer nothing is left that could fail again."""
+@pytest.mark.parametrize(
+    "how", ["options.print_json(['x' * 100000])", "Console().print('x' * 100000)"]
+)
+def test_a_long_output_without_a_reader_is_one_line(here: Path, how: str) -> None:
+    """Of a text that is longer than Python's buffer nothing is left that could fail again. rich ended with a
+    traceback, as after ``parallax explain NAME | head``."""
     program = (
-        "import sys; from parallax import cli; from parallax.commands import explain, options; "
-        "explain.run = lambda parsed: options.print_json(['x' * 100000]) or 0; sys.exit(cli.main(['explain', 'x']))"
+        "import sys; from rich.console import Console; from parallax import cli; "
+        "from parallax.commands import explain, options; "
+        f"explain.run = lambda parsed: {how} or 0; sys.exit(cli.main(['explain', 'x']))"
     )
     process = start([sys.executable, "-c", program])
     assert process.stdout is not None
