@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,45 @@ from tests.distributed.pool import Pool  # noqa: E402
 from tests.leaks import no_leak, own_temporary_folder  # noqa: E402
 
 __all__ = ["no_leak", "own_temporary_folder"]
+
+
+LONG = "slow", "faults", "nodes", "slurm"  # marks of tests of which a part may run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--part N``: of long tests every N-th; from which on, ``--seed`` says: the time of the last commit, unless it is
+    given. N seeds in a row run all."""
+    parser.addoption("--part", type=int, default=1, metavar="N", help="of long tests, every N-th")
+    parser.addoption("--seed", type=int, metavar="N", help="which of them (default: by commit)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before pytest-xdist hands the options to its workers."""
+    if config.option.seed is None:
+        told = subprocess.run(
+            ["git", "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False
+        )
+        config.option.seed = int(told.stdout.strip() or 0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if (part := config.option.part) > 1:
+        terminalreporter.write_line(
+            f"a part of the long tests: --part {part} --seed {config.option.seed}"
+        )
+
+
+@pytest.hookimpl(trylast=True)  # after the choice by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, seed = config.option.part, config.option.seed
+    long = [item for item in items if any(item.get_closest_marker(mark) for mark in LONG)]
+    left = [item for place, item in enumerate(long) if (place + seed) % part]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:
