@@ -26,7 +26,9 @@ import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _USUAL_TRIM_BYTES = 128 * 1024  # glibc's M_TRIM_THRESHOLD
-_LARGEST_KEPT_BYTES = 32 * 2**20  # the most that M_MMAP_THRESHOLD takes
+_FREED_BYTES = (
+    16 * 2**20
+)  # of a block; afterwards malloc keeps up to twice as much at the end of its heap
 RETURNED_BYTES = 256 * 1024  # the smallest block that goes back at once, see return_freed_memory
 _TOUCHED_BYTES, _TOUCHES = 2**21, 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long
@@ -183,22 +185,25 @@ def fresh_memory_seconds() -> float:
     return max(0.0, min(found) / _TOUCHED_BYTES)
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc keep what is freed for reuse, and serve threads that start from now on from the main thread's arena;
-    whether it could. For a process that computes the same again and again.
+def use_one_arena() -> bool:
+    """Make glibc serve threads that start from now on from the main thread's arena; whether it could. malloc_trim gives
+    back the end of that arena alone: of another one up to 64 MiB of freed memory would stay. Process-wide."""
+    return _set_malloc({_M_ARENA_MAX: 1})
 
-    By default glibc gives the end of its heap back when twice the largest block so far is free there, a few MiB in a
-    small model, and a page fault for each page follows in the next block: a step that recomputes took 1.17 times as
-    long. Here it does as where a block of 32 MiB was freed before. malloc_trim gives back the end of the main arena
-    alone: of another one up to 64 MiB of freed memory would stay. Process-wide.
+
+def keep_freed_memory() -> None:
+    """Make glibc keep what is freed for reuse, in a process that computes the same again and again.
+
+    It gives the end of its heap back when twice the largest block that was freed so far is free there: a few MiB in a
+    small model, and a page fault for each page follows in the next block, so that a step that recomputes took 1.17
+    times as long. So one block of 16 MiB is freed at once. What is to stay, such as weights, is best allocated before:
+    it would lie between what is freed, which then has holes.
     """
-    return _set_malloc(
-        {
-            _M_ARENA_MAX: 1,
-            _M_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES,
-            _M_TRIM_THRESHOLD: 2 * _LARGEST_KEPT_BYTES,
-        }
-    )
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+        libc.free(libc.malloc(_FREED_BYTES))  # it is mapped, and nothing is written
 
 
 def _set_malloc(settings: dict[int, int]) -> bool:

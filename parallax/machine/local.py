@@ -37,7 +37,7 @@ THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were m
 GAPS = 0.015  # of malloc, where all freed memory goes back: up to 1 % measured
 COPYING_THREADS = 2  # as many as a rank has where nobody says (swap.threads)
 # Freed memory that malloc keeps, and the holes between: up to 34 % measured, and six times what a block needs itself.
-KEPT = 0.4
+KEPT = 0.36
 
 
 @dataclass(frozen=True, kw_only=True)

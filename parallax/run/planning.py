@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.machine.accelerators import own_device, tell_ranks_devices
-from parallax.machine.host import keep_freed_memory
+from parallax.machine.host import keep_freed_memory, use_one_arena
 from parallax.machine.local import (
     ClusterConfig,
     DeviceChoice,
@@ -74,7 +74,8 @@ def settle(choice: DeviceChoice) -> None:
     """Make this process compute as the ranks of a run do."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
-        keep_freed_memory()  # before a thread has another
+        use_one_arena()  # before a thread has another
+        keep_freed_memory()
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:

@@ -15,6 +15,7 @@ from parallax.machine.host import (
     data_bytes,
     keep_freed_memory,
     return_freed_memory,
+    use_one_arena,
 )
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
@@ -40,7 +41,7 @@ def device_memory(
         torch.empty(0, device=device)
         torch.accelerator.reset_peak_memory_stats(device)
         return lambda: int(torch.accelerator.max_memory_allocated(device))
-    keep_freed_memory()
+    use_one_arena()
     # For these torch loads its compiler.
     recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)
@@ -62,6 +63,7 @@ def bound_memory(
     if prediction.returns_freed:
         return_freed_memory()
         return lambda: None
+    keep_freed_memory()  # after the weights, which stay
     line_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
     return MemoryBound(before_bytes + line_bytes - data_bytes()).close
 

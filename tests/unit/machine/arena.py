@@ -6,7 +6,7 @@ import ctypes
 import resource
 import threading
 
-from parallax.machine.host import data_bytes, keep_freed_memory, trim_freed_memory
+from parallax.machine.host import data_bytes, keep_freed_memory, trim_freed_memory, use_one_arena
 
 MIB = 2**20
 _libc = ctypes.CDLL(None)
@@ -28,6 +28,7 @@ def allocate_and_free(size: int, count: int) -> None:
 def main() -> None:
     """Print the bytes that stay of 12 MiB that a thread has freed, and the page faults of 12 MiB that are allocated and
     freed for the third time."""
+    use_one_arena()
     keep_freed_memory()
     allocate_and_free(MIB // 2, 24)
     allocate_and_free(MIB // 2, 24)
