@@ -66,7 +66,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         heed_from_the_start()
     try:
         with ending_at_once(), _no_collection(own_process=arguments is None):
-            from parallax.common.terminal import SafeFormatter, print_anything, print_exception
+            from parallax.common.terminal import SafeFormatter, print_anything
 
             print_anything()
             parsed = _parse(typed)
@@ -84,34 +84,40 @@ def _main(arguments: Sequence[str] | None) -> int:
         if sys.stdout is not None:  # None: the caller has closed it
             sys.stdout.flush()  # here, where it can be said that there is no room
         return code
-    except BaseException as raised:  # also a call of exit() in what the user's own functions do
-        # rich makes SystemExit of it.
-        gone = isinstance(raised, SystemExit) and isinstance(raised.__context__, BrokenPipeError)
-        error: BaseException = raised.__context__ if gone else raised  # type: ignore[assignment]
-        if under_torchrun():
-            from parallax.runtime.failure.exit_report import leave
+    except BaseException as error:  # also a call of exit() in what the user's own functions do
+        # rich makes SystemExit of a broken pipe.
+        pipe = error.__context__ if isinstance(error, SystemExit) else None
+        return _said(pipe if isinstance(pipe, BrokenPipeError) else error)
 
-            leave(error)
-        if isinstance(error, KeyboardInterrupt):
-            number = getattr(error, "number", signal.SIGINT)
-            print(f"parallax: {stopped_by(number)}", file=sys.stderr)
-            return exit_code(number)
-        # A file of the user's, not a mistake of ours.
-        if isinstance(error, OSError) and error.filename is not None:
-            print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
-            return UserError.exit_code
-        if (
-            isinstance(error, OSError)
-            and error.errno in _NO_ROOM
-            and (_give_up_output() or _printed(error))
-        ):
-            print(f"parallax: cannot write the output: {error.strerror}", file=sys.stderr)
-            return ParallaxError.exit_code
-        if not isinstance(error, ParallaxError):
-            print(print_exception(error), end="", file=sys.stderr)
-            return 1
-        print(f"parallax: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
+
+def _said(error: BaseException) -> int:
+    """Tell the user why the command failed; the exit code."""
+    if under_torchrun():
+        from parallax.runtime.failure.exit_report import leave
+
+        leave(error)
+    if isinstance(error, KeyboardInterrupt):
+        number = getattr(error, "number", signal.SIGINT)
+        print(f"parallax: {stopped_by(number)}", file=sys.stderr)
+        return exit_code(number)
+    # A file of the user's, not a mistake of ours.
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"parallax: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
+        return UserError.exit_code
+    if (
+        isinstance(error, OSError)
+        and error.errno in _NO_ROOM
+        and (_give_up_output() or _printed(error))
+    ):
+        print(f"parallax: cannot write the output: {error.strerror}", file=sys.stderr)
+        return ParallaxError.exit_code
+    if not isinstance(error, ParallaxError):
+        from parallax.common.terminal import print_exception
+
+        print(print_exception(error), end="", file=sys.stderr)
+        return 1
+    print(f"parallax: {printable(str(error))}", file=sys.stderr)
+    return error.exit_code
 
 
 def _refused(code: int) -> int:
