@@ -26,6 +26,8 @@ from tests.alone import CONTEXT, ROOT, begin
 from tests.leaks import lasting
 
 TIMEOUT_SECONDS = 120
+CAUSE_SECONDS = 10  # for the cause, once a rank has failed because another one did
+CONSEQUENCE = "has ended or given up: its own messages say why"
 
 
 def _worker(connection: Connection) -> None:
@@ -63,7 +65,7 @@ def _worker(connection: Connection) -> None:
 
 
 class WorkerError(AssertionError):
-    """What the first failing rank raised."""
+    """The error of the rank that failed first; not of one that only lost its peer, where another says why."""
 
 
 class Pool:
@@ -85,8 +87,11 @@ class Pool:
             connection.send((call, args, rank, world, store))
         results: dict[Connection, Any] = {}
         open_ends = [connection for _, connection in used]
+        consequence: str | None = None
         while open_ends:
-            ready = wait(open_ends, TIMEOUT_SECONDS)
+            ready = wait(open_ends, CAUSE_SECONDS if consequence else TIMEOUT_SECONDS)
+            if not ready and consequence:
+                break
             if not ready:
                 self.close()
                 raise WorkerError(
@@ -94,11 +99,16 @@ class Pool:
                 )
             for connection in ready:
                 good, value = connection.recv()
-                if not good:
+                open_ends.remove(connection)
+                if not good and CONSEQUENCE in value:
+                    consequence = value
+                elif not good:
                     self.close()  # its peers wait for it: start anew
                     raise WorkerError(value)
                 results[connection] = value
-                open_ends.remove(connection)
+        if consequence:
+            self.close()
+            raise WorkerError(consequence)
         return [results[connection] for _, connection in used]
 
     def close(self) -> None:
