@@ -17,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from parallax.errors import DataError
+
 RAGGED_HELP = (
     "hand on padded rows and a tensor of their lengths, and pack or nest them inside one of the model's "
     "blocks()"
 )
 """The way out where rows of several lengths would pass from one block to another."""
 
-RAGGED_ROWS = (
-    "give padded rows and a tensor of their lengths, a PackedSequence (pack_sequence(rows, enforce_sorted=False)), or "
-    "a nested tensor of jagged layout"
-)
-"""How rows of several lengths are given."""
+_PADDING = {
+    "PackedSequence": "torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)",
+    "nested tensor": "nested.to_padded_tensor(0.0), torch.tensor([len(row) for row in nested.unbind()])",
+    "list": "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(list(map(len, rows)))",
+}
 
 
 @dataclass(frozen=True)
@@ -162,15 +164,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def to_device(values: Any, device: torch.device) -> Any:
     """A nest with its tensors on ``device``; what is no tensor stays as it is. What comes from the host comes through
-    pinned memory, for which nobody waits: work that is given to the device afterwards finds it there. A PackedSequence
-    leaves its numbers of rows on the CPU."""
-
-    def move(part: Any) -> Any:
-        if isinstance(part, PackedSequence):
-            return part.to(device)  # type: ignore[arg-type]  # torch's own types lack this one
-        return _on_device(part, device) if isinstance(part, Tensor) else part
-
-    return transform(values, move, (Tensor, PackedSequence))
+    pinned memory, for which nobody waits: work that is given to the device afterwards finds it there."""
+    return transform(
+        values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
+    )
 
 
 def _on_device(part: Tensor, device: torch.device) -> Tensor:
@@ -192,9 +189,34 @@ def comes_pinned(part: Tensor, device: torch.device) -> bool:
     return device.type != "cpu" and part.is_cpu and plain
 
 
-def is_ragged(value: Any) -> bool:
-    """Whether ``value`` holds rows of several lengths: a PackedSequence, or a nested tensor."""
-    return isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
+def check_padded(what: str, values: Any) -> None:
+    """Raise :class:`~parallax.errors.DataError` where inputs or targets (``what``) hold a PackedSequence or a nested
+    tensor: neither can be split by rows as other tensors are."""
+
+    def check(part: Any) -> None:
+        if isinstance(part, PackedSequence):
+            kind = "PackedSequence"
+        elif isinstance(part, Tensor) and part.is_nested:
+            kind = "nested tensor"
+        else:
+            return
+        raise DataError(
+            f"{what} hold a {kind}, whose rows have several lengths: {padding_help(kind)}, and pack or nest them "
+            "inside the model"
+        )
+
+    transform(values, check, (Tensor, PackedSequence))
+
+
+def padding_help(kind: str = "list") -> str:
+    """Return how to pad rows of several lengths that are a list of tensors, a PackedSequence or a nested tensor."""
+    return f"give padded rows and a tensor of their lengths (padded, lengths = {_PADDING[kind]})"
+
+
+def plain_rows(tensor: Tensor) -> Tensor:
+    """The rows of a nested tensor, one after the other; any other tensor itself."""
+    jagged: Any = tensor
+    return jagged.values() if tensor.layout is torch.jagged else tensor
 
 
 def apart(values: Any) -> Any:

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from parallax.errors import DescribeError
-from parallax.model.block import RAGGED_HELP, Block, Cut, flatten, leaves, rebuild, words_of
+from parallax.model.block import RAGGED_HELP, Block, Cut, leaves, rebuild, words_of
 from parallax.model.construction.construct import Construction, ModelFactory, construct
 from parallax.model.construction.weights import FileLayout, OwnLayout
 from parallax.model.pretrained import layout_of
-from parallax.model.ragged import ClosedInputs, opened, ragged_in
-from parallax.model.recording.inputs import Sample, call_arguments
+from parallax.model.recording.inputs import Sample
 from parallax.model.recording.record import cut_recorded
 
 logger = logging.getLogger("parallax")
@@ -97,16 +96,10 @@ class Chain:
         text += [*sorted(self.ties), *(f"{name} is frozen" for name in sorted(self.frozen))]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
-    def arguments(self, value: Any, longest: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    def arguments(self, value: Any) -> tuple[Tensor, ...]:
         """A model's inputs as the first block takes them: a tensor, some in order, some by name, or a nest of them such
-        as the chain was described with. What is ragged is opened, with rows that are at least ``longest`` for each of
-        it."""
-        if not self.nest and (ragged := ragged_in(value)):
-            raise DescribeError(
-                f"inputs hold a {type(ragged[0]).__name__}, and the model was described without one: describe it with "
-                "a sample of the inputs that it is to be given"
-            )
-        found = self._tensors(opened(value, longest) if self.nest else value)
+        as the chain was described with."""
+        found = self._tensors(value)
         for tensor, sizes in zip(found, self.sizes):
             wrong = len(sizes) != tensor.ndim or any(
                 size not in (None, have) for size, have in zip(sizes, tensor.shape)
@@ -239,19 +232,8 @@ def _cut(
     if modules is not None:
         _check_apart(names, modules)
         blocks_ = tuple(Block(names[id(module)], module) for module in modules)
-        return _closing(blocks_, sample) if sample is not None else Cut(blocks_)
+        return Cut(blocks_)
     return cut_recorded(model, sample, dtype, partial(_value, construction, dtype))
-
-
-def _closing(blocks: tuple[Block, ...], sample: Sample) -> Cut:
-    """The blocks that the user named; the first closes what of its inputs is ragged."""
-    given = sample(1)
-    if not ragged_in(given):
-        return Cut(blocks)
-    value = opened(given)
-    first = Block(blocks[0].name, ClosedInputs(blocks[0].module, flatten(value)[1], call_arguments))
-    nest = tuple(path for path, part in leaves(value) if isinstance(part, Tensor))
-    return Cut((first, *blocks[1:]), nest=nest)
 
 
 def _value(construction: Construction, dtype: torch.dtype, tensor: Tensor) -> Tensor:

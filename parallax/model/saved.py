@@ -12,8 +12,8 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from parallax.model.block import plain_rows
 from parallax.model.private import is_wrapped
-from parallax.model.ragged import plain_rows
 
 # Cast, transpose, view, expand: the longest way from a parameter to its copy seen so far.
 _CHAIN_LENGTH = 4

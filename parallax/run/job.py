@@ -17,7 +17,7 @@ from parallax.errors import ConfigError, DataError, DescribeError, printable
 from parallax.machine.accelerators import unusable_device
 from parallax.machine.host import node_name
 from parallax.machine.local import ClusterConfig, choose_devices
-from parallax.model.block import RAGGED_ROWS, flatten
+from parallax.model.block import flatten, padding_help
 from parallax.model.construction.construct import construct
 from parallax.model.describe import Chain, describe
 from parallax.model.factory.huggingface import HuggingFaceConfig
@@ -32,7 +32,6 @@ from parallax.model.factory.timm import TimmConfig
 from parallax.model.losses import check_loss
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
-from parallax.model.ragged import longest_rows, opened
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
@@ -249,11 +248,11 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
 
 def _check_inputs(what: str, batch: Rows) -> None:
     """Raise :class:`DataError` where rows of several lengths are given in a way in which they cannot be cut."""
-    one, two = (flatten(opened(batch.inputs(0, rows)))[0] for rows in (1, 2))
+    one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(
             f"{what} of one row are {len(one)} tensor(s) and of two rows {len(two)}; each must have the rows in its "
-            f"first dimension: {RAGGED_ROWS}"
+            f"first dimension: {padding_help()}"
         )
 
 
@@ -425,5 +424,4 @@ def _shapes(config: RunConfig, chain: Chain) -> Sample:
 
         return text
     batch = _sampled(config)
-    longest = longest_rows(batch)
-    return lambda rows: (chain.arguments(batch.inputs(0, rows), longest), batch.targets(0, rows))
+    return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))

@@ -27,7 +27,6 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.kept import profile_path, remember
 from parallax.model.profiling.measure import measure
 from parallax.model.profiling.offloads import Offloader
-from parallax.model.ragged import longest_rows
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_first
 from parallax.plan.analytic.catalog import CatalogClusterConfig
@@ -275,8 +274,7 @@ def _conditions(
     :func:`~parallax.model.profiling.measure.measure`."""
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        inputs = chain.arguments(batch.inputs(0, count), longest_rows(batch))
-        return inputs, batch.targets(0, count)
+        return chain.arguments(batch.inputs(0, count)), batch.targets(0, count)
 
     return {
         "sample": sample,

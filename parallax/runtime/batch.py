@@ -10,15 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from parallax.errors import DataError, EmptyBatchError
-from parallax.model.block import is_nest, is_ragged, leaves, parts_of, transform
-from parallax.model.ragged import check_jagged, count_rows, longest_in, rows_of
+from parallax.model.block import (
+    check_padded,
+    is_nest,
+    leaves,
+    padding_help,
+    parts_of,
+    transform,
+)
 
-Values = Tensor | PackedSequence | NDArray[Any] | Sequence[Any] | Mapping[str, Any]
-"""A tensor, or a nest of tensors; NumPy arrays and lists of numbers become tensors when they are read. Rows of several
-lengths are a PackedSequence, or a nested tensor of jagged layout."""
+Values = Tensor | NDArray[Any] | Sequence[Any] | Mapping[str, Any]
+"""A tensor, or a nest of tensors; NumPy arrays and lists of numbers become tensors when they are read."""
 
 _CLASSES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32))
 
@@ -46,7 +50,7 @@ class RowsOf:
         return len(self._batch)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the batch says, such as ``longest``."""
+        """Return what else the batch has, such as ``memory_bytes``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._batch, name)
@@ -83,14 +87,15 @@ class FirstRows(RowsOf):
 
 
 class TensorRows:
-    """A global batch that is already in memory: inputs and targets with the rows in dimension 0, or rows of several
-    lengths as a PackedSequence or a nested tensor."""
+    """A global batch that is already in memory: inputs and targets with the rows in dimension 0."""
 
     def __init__(self, inputs: Values, targets: Values) -> None:
+        check_padded("inputs", inputs)
+        check_padded("targets", targets)
         known = {shape[:1] for shape in _shapes((inputs, targets))} - {()}
         rows = next(iter(known))[0] if len(known) == 1 else None
         inputs, targets = as_arrays(inputs, rows), as_arrays(targets, rows)
-        alone = isinstance(inputs, Tensor | PackedSequence | np.ndarray)
+        alone = isinstance(inputs, Tensor | np.ndarray)
         self._inputs: Any = (inputs,) if alone else inputs
         self._targets = targets
         shapes = _shapes((self._inputs, targets))
@@ -118,34 +123,27 @@ class TensorRows:
         parts = (part for _, part in leaves((self._inputs, self._targets)))
         return sum(part.nbytes for part in parts if isinstance(part, Tensor | np.ndarray))
 
-    @cached_property
-    def longest(self) -> tuple[int, ...]:
-        """The longest row of each PackedSequence and nested tensor of the inputs."""
-        return longest_in(self._inputs)
-
     def inputs(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of each input; one given alone is a tuple of one."""
-        return rows_of(self._inputs, start, stop)
+        return _rows_of(self._inputs, start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
         """Rows [start, stop) of the targets."""
-        return rows_of(self._targets, start, stop)
+        return _rows_of(self._targets, start, stop)
+
+
+def _rows_of(values: Any, start: int, stop: int) -> Any:
+    """Rows [start, stop) of each tensor and array in a nest."""
+    return transform(
+        values, lambda part: part[start:stop] if isinstance(part, Tensor | np.ndarray) else part
+    )
 
 
 def _shapes(values: Any) -> list[tuple[Any, ...]]:
-    """Of every tensor in a nest; of what is ragged the number of its rows, and of their longest."""
-    found: list[tuple[Any, ...]] = []
-
-    def note(part: Any) -> None:
-        if is_ragged(part):
-            if isinstance(part, Tensor):
-                check_jagged(part)
-            found.append((count_rows(part), *longest_in(part)))
-        elif isinstance(part, Tensor | np.ndarray):
-            found.append(tuple(part.shape))
-
-    transform(values, note, (Tensor, PackedSequence))
-    return found
+    """Of every tensor and array in a nest."""
+    return [
+        tuple(part.shape) for _, part in leaves(values) if isinstance(part, Tensor | np.ndarray)
+    ]
 
 
 def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
@@ -161,20 +159,19 @@ def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
             return part.to(torch.int64)
         return part
 
-    return transform(as_arrays(values, rows), change, (Tensor, PackedSequence))
+    check_padded(what, values)
+    return transform(as_arrays(values, rows), change)
 
 
 def as_arrays(values: Any, rows: int | None = None) -> Any:
     """A nest with NumPy arrays in place of lists of numbers, of those with ``rows`` rows where that is said."""
     if not isinstance(values, Tensor) and _has_list(values):
-        return transform(
-            values, lambda part: _from_list(part, rows), (Tensor, PackedSequence, list)
-        )
+        return transform(values, lambda part: _from_list(part, rows), (Tensor, list))
     return values
 
 
 def _has_list(values: Any) -> bool:
-    if is_nest(values) and not isinstance(values, PackedSequence):
+    if is_nest(values):
         return isinstance(values, list) or any(_has_list(part) for _, part in parts_of(values))
     return False
 
@@ -188,8 +185,7 @@ def _from_list(part: Any, rows: int | None) -> Any:
         return np.asarray(part)
     except ValueError:
         raise DataError(
-            f"a list of {len(part)} rows holds rows of several lengths: pad them, or give a nested tensor "
-            "(torch.nested.nested_tensor(rows, layout=torch.jagged))"
+            f"a list of {len(part)} rows holds rows of several lengths: {padding_help()}"
         ) from None
 
 

@@ -23,7 +23,6 @@ from parallax.mesh import Mesh
 from parallax.model.block import apart
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
-from parallax.model.ragged import longest_rows
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.schedule import Action, Kind
@@ -225,10 +224,7 @@ class Executor:
         stage, micro = action.stage, action.micro
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         if stage == 0:
-            inputs = self._chain.arguments(
-                apart(self._inputs.take((first, rows))),
-                longest_rows(step.batch),
-            )
+            inputs = self._chain.arguments(apart(self._inputs.take((first, rows))))
         else:
             inputs, flight.entry = self._received.pop((stage, micro))
             if flight.entry is not None:

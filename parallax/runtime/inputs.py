@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from parallax.machine.device import CopyEngine, Event
 from parallax.model.block import comes_pinned, pinned, to_device, transform
@@ -109,7 +108,7 @@ class InputsAhead:
         first, rows = self._parts[0]
         try:
             found = self._batch.inputs(first, first + rows)
-            self._values = transform(found, self._bring, (Tensor, PackedSequence))
+            self._values = transform(found, self._bring)
         except Exception as error:
             self._arrive()  # nobody has the targets of those that are on their way
             self._failure = error

@@ -67,11 +67,13 @@ class Source:
 @pytest.mark.parametrize(
     ("kind", "message", "remedy"),
     [
-        ("strided", "a nested tensor of 1 row(s) has the strided layout", "layout=torch.jagged"),
+        ("packed", "inputs hold a PackedSequence", "pad_packed_sequence(packed, batch_first=True)"),
+        ("nested", "inputs hold a nested tensor", "nested.to_padded_tensor(0.0)"),
+        ("strided", "inputs hold a nested tensor", "nested.to_padded_tensor(0.0)"),
         (
             "list",
             "the inputs of one row are 1 tensor(s) and of two rows 2",
-            "give padded rows and a tensor of their lengths",
+            "pad_sequence(rows, batch_first=True)",
         ),
     ],
 )
@@ -85,13 +87,3 @@ def test_ragged_rows_are_one_line(
     line = one_line(err)
     assert message in line
     assert remedy in line
-
-
-def test_packed_rows_are_planned_for(
-    here: Path, called: Callable[..., tuple[int, str, str]]
-) -> None:
-    """Measured, and the chain compared with the model, as for any other rows."""
-    (here / "ragged.py").write_text(MODULE)
-    own = ["model=custom", "model.target=ragged:Model", "data=custom", "data.target=ragged:Source"]
-    code, out, err = called("plan", *own, "data.kwargs.kind=packed", "cluster.devices=2")
-    assert code == 0, out + err

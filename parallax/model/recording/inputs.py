@@ -1,4 +1,4 @@
-"""What a model is given, without values: for any number of rows, and with other lengths where inputs may have them."""
+"""Inputs of a model as shapes and types, for any number of rows, and of other sizes where inputs may have them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError
-from parallax.model.block import RAGGED_ROWS, in_dtype, leaves, transform
-from parallax.model.ragged import NestedRows, longest_in, opened, opened_in, with_lengths
-
-_MANY = 10  # rows that have the same lengths by no accident
-_SHORTEST = 5  # that may be halved, and is no small size that never varies
+from parallax.model.block import check_padded, in_dtype, leaves, padding_help, transform
 
 Sample = Callable[[int], Any]
 """Inputs of that many rows: a tensor, a tuple of nests of tensors, or nests by name."""
@@ -24,22 +20,16 @@ Sample = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """A sample's nest, and for each of its tensors type, shape and the dimension of the rows; None: it has none. What
-    is ragged is opened; ``ragged`` are the sizes that stand for the longest row of each, and ``alike`` is the first one
-    whose rows have the same lengths."""
+    """A sample's nest, and for each of its tensors type, shape and the dimension of the rows; None: it has none."""
 
     nest: Any
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int | None], ...]
-    ragged: tuple[int, ...] = ()
-    alike: tuple[int, ...] = ()
 
     def cast(self, dtype: torch.dtype) -> SampleShapes:
         """The same with what floats in ``dtype``."""
         return SampleShapes(
             self.nest,
             tuple((in_dtype(kind, dtype), shape, d) for kind, shape, d in self.shapes),
-            self.ragged,
-            self.alike,
         )
 
     @property
@@ -105,8 +95,7 @@ class SampleValues:
                 tensor = tensor.narrow(d, 0, min(size, tensor.shape[d]))
             return tensor.to(dtype)
 
-        made = with_lengths(self._shapes.make(cut, rows, change), lengths_of)
-        args, kwargs = call_arguments(made)
+        args, kwargs = call_arguments(self._shapes.make(cut, rows, change))
         return {
             input_name(path): part
             for path, part in leaves((args, kwargs))
@@ -116,8 +105,7 @@ class SampleValues:
     @cached_property
     def _given(self) -> list[tuple[Tensor, int | None]]:
         dimensions = [rows for _, _, rows in self._shapes.shapes]
-        found = opened(self._sample(self._rows), self._shapes.ragged)
-        return list(zip(_tensors(found), dimensions, strict=True))
+        return list(zip(_tensors(self._sample(self._rows)), dimensions, strict=True))
 
 
 def input_name(path: tuple[Any, ...]) -> str:
@@ -128,12 +116,13 @@ def input_name(path: tuple[Any, ...]) -> str:
 def sample_shapes(sample: Sample) -> SampleShapes:
     """What ``sample`` gives. Which dimension has the rows is learned from two numbers of rows; where it gives one row
     at most, it is the first."""
-    few, many = _opened_alike(sample(1), sample(2))
+    few, many = sample(1), sample(2)
+    check_padded("a sample's inputs", many)
     one, two = _tensors(few), _tensors(many)
     if len(one) != len(two):
         raise DescribeError(
             f"a sample of one row has {len(one)} tensor(s) and of two rows {len(two)}; each must have the rows in its "
-            f"first dimension: {RAGGED_ROWS}"
+            f"first dimension: {padding_help()}"
         )
     pairs = list(zip(one, two))
     same = all(a.shape == b.shape for a, b in pairs)
@@ -148,60 +137,7 @@ def sample_shapes(sample: Sample) -> SampleShapes:
                 "dimension may follow the number of rows"
             )
         shapes.append((b.dtype, tuple(b.shape), moving[0] if moving else None))
-    return _with_own_lengths(sample, many, shapes)
-
-
-def lengths_of(rows: int, longest: int) -> Tensor:
-    """Lengths of ``rows`` rows that follow no rule: no size that is made of them is taken for one that is not."""
-    places = torch.arange(rows)
-    lengths = 1 + (7 * places**2 + 3 * places) % longest
-    lengths[rows // 2] = longest
-    return lengths
-
-
-def _opened_alike(few: Any, many: Any) -> tuple[Any, Any]:
-    """Both opened, with rows of equal length where they are ragged."""
-    longest = [max(pair) for pair in zip(longest_in(few), longest_in(many))]
-    return opened(few, longest), opened(many, longest)
-
-
-def _with_own_lengths(
-    sample: Sample,
-    many: Any,
-    shapes: list[tuple[torch.dtype, tuple[int, ...], int | None]],
-) -> SampleShapes:
-    """The shapes, with a size that is no other's in the place of the longest row of all that is ragged."""
-    others = {size for _, shape, _ in shapes for size in shape}
-    sizes: list[int] = []
-    firsts = _alike(sample) if opened_in(many) else []
-    for index, (part, first) in enumerate(zip(opened_in(many), firsts)):
-        longest = part.padded.shape[1]
-        near = [*range(longest, _SHORTEST - 1, -1), *range(max(longest, _SHORTEST), 10**6)]
-        own = next(size for size in near if size not in others)
-        sizes.append(own if first == index else sizes[first])
-        others.add(sizes[-1])
-    order = iter(sizes)
-    padded = [id(part.padded) for part in opened_in(many)]
-    found = [
-        (kind, (shape[0], next(order), *shape[2:]), 0) if id(tensor) in padded else (kind, shape, d)
-        for tensor, (kind, shape, d) in zip(_tensors(many), shapes)
-    ]
-    return SampleShapes(many, tuple(found), tuple(sizes), tuple(firsts))
-
-
-def _alike(sample: Sample) -> list[int]:
-    """For everything ragged in a sample the first that has rows of the same lengths, by no accident; itself where there
-    is none before it."""
-    parts = opened_in(opened(sample(_MANY)))
-    nested = [index for index, part in enumerate(parts) if isinstance(part, NestedRows)]
-    found: list[int] = []
-    for index, part in enumerate(parts):
-        varied = len(part.lengths.unique()) > 1
-        same = [i for i in range(index) if varied and torch.equal(parts[i].lengths, part.lengths)]
-        if isinstance(part, NestedRows) and nested[part.shares] != index:
-            same = [found[nested[part.shares]]]
-        found.append(same[0] if same else index)
-    return found
+    return SampleShapes(many, tuple(shapes))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -187,8 +187,6 @@ class _ForwardRuns:
                 run = self._run(inside, ROWS[0][0], change)
                 agree(self._model, [*runs, run], [*rows, ROWS[0][0]], None)
             except StaysWhole as error:
-                if size in self._shapes.ragged and error.owner in inside - {""}:
-                    raise  # rows are never all as long as the sample's: what does not see that stays whole
                 logger.debug("inputs of size %d keep it: %s", size, error)
                 self.fixed.add(size)
                 continue
@@ -305,9 +303,7 @@ class _ForwardRuns:
             with without_modes():
                 return self._values.named(rows, change)
 
-        return ForwardRecorder(
-            self._fakes, inside, self._divided, lambda name: given()[name], kept, self._shapes.alike
-        )
+        return ForwardRecorder(self._fakes, inside, self._divided, lambda name: given()[name], kept)
 
     def _record(
         self, recorder: ForwardRecorder, rows: int, change: dict[int, int] | None = None

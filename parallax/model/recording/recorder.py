@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from parallax.model.block import TensorSlot, leaves, tensors_in
-from parallax.model.ragged import check_alike, closed, opened_in
 from parallax.model.recording.expected import expect_answer, expect_sizes
 from parallax.model.recording.fakes import (
     ASKED_FOR_VALUES,
@@ -75,7 +74,7 @@ class ForwardRecorder(TorchFunctionMode):
     """Records one run of ``fakes.model``; ``inside`` are the paths of modules that are looked into, all others are one
     instruction each. ``divided``: those in which what the sample's values say is taken for granted, since they are too
     large to stay whole. ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``:
-    the sample's value of an input. ``alike``: of each ragged input the first that has rows of the same lengths."""
+    the sample's value of an input."""
 
     def __init__(
         self,
@@ -84,10 +83,8 @@ class ForwardRecorder(TorchFunctionMode):
         divided: frozenset[str],
         given: Callable[[str], Tensor],
         kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
-        alike: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self._alike_inputs, self._closing = alike, False
         self.trace = ForwardTrace()
         self._fakes, self._looked_into, self._divided = fakes, inside, divided
         self._paths: dict[int, str] = {}
@@ -99,7 +96,6 @@ class ForwardRecorder(TorchFunctionMode):
         self._left = kept
         self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
         self._nested: list[tuple[int, Tensor]] = []
-        self._packed_here: set[int] = set()
         self._inside: list[str] = [""]
         self._quiet = 0
         self._autocast: list[AutocastRegion] = []
@@ -114,24 +110,10 @@ class ForwardRecorder(TorchFunctionMode):
                 self.flow.depend(tensor)
                 self._know(tensor, Origin.INPUT, input_name(path))
         with self._patched(), self.flow, self._fakes.mode, self, nothing_drawn(lambda: self.owner):
-            args, kwargs = self._closed(args, kwargs)
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
             self.trace.returned = self._returned(returned)
         return self.trace
-
-    def _closed(self, args: Any, kwargs: Any) -> Any:
-        """The arguments with everything ragged as the model is given it."""
-        parts = opened_in((args, kwargs))
-        for part, first in zip(parts, self._alike_inputs):
-            if parts[first] is not part:
-                slots = self._slots((parts[first].lengths, part.lengths))
-                made = Instruction(check_alike, slots, {}, Context(), self.owner)
-                self.trace.instructions.append(made)
-        self._closing = True
-        found = closed((args, kwargs))
-        self._closing = False
-        return found
 
     @property
     def owner(self) -> str:
@@ -306,13 +288,10 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Rows are padded to the longest: of these rows where the model packed them, of the whole batch where it was
-        given them packed."""
-        if name == "_pack_padded_sequence" and not self._closing:
-            self._packed_here.add(made.results[1][1])
+        """Rows that the model packed are padded to the longest of them."""
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
-            if isinstance(sizes, TensorSlot) and sizes.index in self._packed_here:
+            if isinstance(sizes, TensorSlot):
                 made.args = (*made.args[:-1], SizeOf(sizes.index, 0))
 
     def _run(
@@ -333,7 +312,7 @@ class ForwardRecorder(TorchFunctionMode):
                     raise
                 answer = self._known.answer(run, args, kwargs, self.owner)
                 value = without_values(self._fakes, self.flow, answer.value, (args, kwargs))
-                return value, None if follows or self._closing else answer
+                return value, None if follows else answer
             if isinstance(error, ASKED_FOR_VALUES):
                 raise
             # Perhaps it was not given what it would be given: then it is run with what is around it.

@@ -23,7 +23,6 @@ from torch import Tensor
 from parallax.errors import HangError
 from parallax.model.block import flatten, rebuild, tensors_in, transform
 from parallax.model.counting import Counting
-from parallax.model.ragged import longest_rows
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import WithoutDraws
 from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gradients
@@ -147,14 +146,13 @@ class _Parts:
     def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
         """A step over the parts between ``bounds``, with a loss for each, or one of all their outputs."""
         blocks, rows = self._blocks, self._bounds[-1]
-        longest = longest_rows(self._batch)
         before = [buffer.detach().clone() for buffer in blocks.every_buffer()]
         blocks.train(training)
         total, results = torch.zeros((), dtype=torch.float64), None
         outputs: list[Any] = []
         with WithoutDraws() as draws:
             for low, high in itertools.pairwise(bounds):
-                results = blocks.forward(self._batch.inputs(low, high), longest)
+                results = blocks.forward(self._batch.inputs(low, high))
                 if gather:
                     outputs.append(results)
                 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -74,10 +74,9 @@ class BlocksInOrder:
         for block in self.blocks:
             block.train(mode)
 
-    def forward(self, inputs: Any, longest: Sequence[int] = ()) -> Any:
-        """What the last block returns, as the model returns it; ``longest``: rows of a batch of which these are a part.
-        Raises :class:`BlockFails`."""
-        tensors = self.chain.arguments(_copies(inputs), longest)
+    def forward(self, inputs: Any) -> Any:
+        """Return what the last block returns, as the model returns it. Raises :class:`BlockFails`."""
+        tensors = self.chain.arguments(_copies(inputs))
         for index, block in enumerate(self.blocks):
             try:
                 tensors = as_tuple(block(*tensors))

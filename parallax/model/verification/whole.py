@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import DescribeError, HangError, printable
-from parallax.model.block import Field, flatten, leaves
+from parallax.model.block import Field, flatten, leaves, plain_rows
 from parallax.model.describe import Chain, parameter_names
 from parallax.model.losses import call_loss
-from parallax.model.ragged import plain_rows
 from parallax.model.verification.differences import first_difference, tolerance
 from parallax.model.verification.draws import SameDraws, begin_draws
 from parallax.model.verification.runs import (

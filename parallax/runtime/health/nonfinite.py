@@ -20,7 +20,6 @@ from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
 from parallax.model.block import tensors_in
 from parallax.model.files.values import not_finite
-from parallax.model.ragged import opened
 from parallax.plan.plan import Plan
 from parallax.plan.rows import micro_batch_rows
 from parallax.runtime.batch import Rows
@@ -131,7 +130,7 @@ def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -
     rows, kinds = set[int](), set[str]()
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
-        for tensor in tensors_in(opened(read(start, stop))):
+        for tensor in tensors_in(read(start, stop)):
             if what := not_finite(tensor):
                 if not tensor.dim() or len(tensor) != stop - start:
                     return f"the batch's {name} hold {what}, in a tensor without rows"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import DataError, HangError, printable
-from parallax.model.block import Field, is_ragged, leaves, parts_of
-from parallax.model.ragged import count_rows
+from parallax.model.block import Field, leaves, parts_of
 from parallax.runtime.batch import Rows, RowsOf, as_tensors
 
 _TYPES = re.compile("dtype|scalar type|data type")
@@ -139,12 +138,10 @@ class CheckedRows(RowsOf):
 
 
 def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
-    """How long everything in a nest is that may have rows: tensors of one dimension or more, what is ragged, lists."""
+    """How long everything in a nest is that may have rows: tensors of one dimension or more, and lists."""
     if isinstance(value, list):
         yield (*place, list), len(value)
-    if is_ragged(value):
-        yield place, count_rows(value)
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         if value.dim():
             yield place, len(value)
     else:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from parallax.errors import DataError
-from parallax.runtime.batch import TensorRows
 from parallax.runtime.health.row_check import RowCheck
 
 ROWS = 16
@@ -18,7 +17,7 @@ Values = Callable[[int, int], Any]
 
 class OwnRows:
     def __init__(self, inputs: Values, targets: Values, rows: int = ROWS) -> None:
-        self.inputs, self.targets, self.rows, self.longest = inputs, targets, rows, (3,)
+        self.inputs, self.targets, self.rows, self.name = inputs, targets, rows, "own"
 
     def __len__(self) -> int:
         return self.rows
@@ -128,7 +127,6 @@ def test_a_source_that_does_not_give_single_rows() -> None:
 
 def test_what_else_a_batch_says_is_passed_on() -> None:
     checked = RowCheck().of(OwnRows(of(4), of(4), 4), "a batch")
-    assert (len(checked), checked.longest) == (4, (3,))
+    assert (len(checked), checked.name) == (4, "own")
     with pytest.raises(AttributeError):
         checked.other  # noqa: B018
-    assert RowCheck().of(TensorRows(torch.zeros(4, 2), torch.zeros(4)), "a").longest == ()
